@@ -1,7 +1,9 @@
 """A model without a tensor: its logits are a hash of the history that the cache shows it.
 
 The caches are the bookkeeping alone, with one token instead of K and V in each cell. A wrong cell,
-a wrong mask or a wrong position anywhere changes the history and with it every later token.
+a wrong mask or a wrong position anywhere changes the history and with it every later token. A
+recurrent layer has a running hash, and its last tokens, for a state: a wrong slot, or one that was
+moved on by tokens that do not count, changes every later token too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from kvcellar.cache_config import make_config
 from kvcellar.engine.speculate import Draft, DraftRequest
 from kvcellar.history import History
 from kvcellar.registry import CacheSession
+from kvcellar.states import NO_SLOT, StateGroup, StateShape
 from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams
 
 WINDOW = 5
@@ -38,6 +41,18 @@ CHUNK_PARAMS = ModelCacheParams(
 FULL_PARAMS = ModelCacheParams(n_layers=2, n_kv_heads=1, head_dim=4)
 """All layers see all of the history."""
 
+STATES = StateGroup(
+    (
+        (StateShape("convolution", (1, 3)), StateShape("recurrent", (2,))),
+        (StateShape("recurrent", (2,)),),
+    )
+)
+STATE_PARAMS = ModelCacheParams(n_layers=1, groups=(LayerGroup((0,), 1, 4, 4),), state=STATES)
+"""One layer sees all of the history, and two are recurrent."""
+
+MIXED_PARAMS = ModelCacheParams(n_layers=2, groups=PARAMS.groups, state=STATES)
+"""One layer sees all of the history, one a window of it, and two are recurrent."""
+
 
 class _Tokens:
     """What a backend adds to the bookkeeping: here, one token per cell and layer group."""
@@ -47,6 +62,19 @@ class _Tokens:
     def __init__(self, config: Any) -> None:
         n_cells = 4 * config.capacity + 64
         self.stored = [np.full(n_cells, -1) for _ in config.params.groups]
+        layers = () if config.params.state is None else config.params.state.layers
+        self.states = [
+            [np.full((config.n_slots, *s.shape), np.nan, np.float32) for s in states]
+            for states in layers
+        ]
+
+    def read_states(self, slots: Any) -> list[list[np.ndarray]]:
+        return [[state[slots] for state in states] for states in self.states]
+
+    def write_states(self, slots: Any, states: Any) -> None:
+        for layer, new in zip(self.states, states, strict=True):
+            for state, numbers in zip(layer, new, strict=True):
+                state[slots] = numbers
 
     def move_cells(self, group: int, base: int, src_cells: Any) -> None:
         self.stored[group][base : base + len(src_cells)] = self.stored[group][src_cells].copy()
@@ -56,21 +84,21 @@ class ContiguousCells(OneSequence):
     def __init__(self, config: Any) -> None:
         tokens = _Tokens(config)
         super().__init__(config, tokens)
-        self.stored = tokens.stored
+        self.stored, self.tokens = tokens.stored, tokens
 
 
 class SeqCells(Sequences):
     def __init__(self, config: Any) -> None:
         tokens = _Tokens(config)
         super().__init__(config, tokens)
-        self.stored = tokens.stored
+        self.stored, self.tokens = tokens.stored, tokens
 
 
 class TreeCells(TreeSequences):
     def __init__(self, config: Any, block_size: int = 1) -> None:
         tokens = _Tokens(config)
         super().__init__(config, tokens, block_size=block_size)
-        self.stored = tokens.stored
+        self.stored, self.tokens = tokens.stored, tokens
 
 
 class PagedCells(TreeCells):
@@ -86,8 +114,10 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def make_cache(kind: str, capacity: int = 256, params: ModelCacheParams = PARAMS) -> Any:
-    return KINDS[kind](make_config(params, capacity, min_chunk=16))
+def make_cache(
+    kind: str, capacity: int = 256, params: ModelCacheParams = PARAMS, **settings: Any
+) -> Any:
+    return KINDS[kind](make_config(params, capacity, min_chunk=16, **settings))
 
 
 def make_session(kind: str, capacity: int = 256) -> CacheSession[Any]:
@@ -97,7 +127,23 @@ def make_session(kind: str, capacity: int = 256) -> CacheSession[Any]:
 def logits_of(history: Sequence[int], vocab_size: int, params: ModelCacheParams) -> np.ndarray:
     """The oracle: the logits after ``history``, from the tokens alone."""
     seen = [tuple(history[_first_seen(group, len(history) - 1) :]) for group in params.groups]
+    if params.state is not None:
+        states = NO_STATES
+        for token in history:
+            states = moved_on(states, int(token))
+        seen += [states]
     return _hashed(seen, vocab_size)
+
+
+NO_STATES = ((0,) * 3, (0, 0), (0, 0))
+"""States before the first token: of a convolution the last tokens, of the others (hash, length)."""
+
+
+def moved_on(states: Any, token: int) -> Any:
+    """What the states are after one more token; all numbers are exact in float32."""
+    last, (a, n), (b, _) = states
+    a, b = (a * 31 + token + 1) % 16_000_057, (b * 17 + a % 1009 + last[0] + 5) % 16_000_033
+    return ((*last[1:], token + 1), (a, n + 1), (b, n + 1))
 
 
 def _first_seen(group: LayerGroup, position: int) -> int:
@@ -106,8 +152,9 @@ def _first_seen(group: LayerGroup, position: int) -> int:
     return 0 if group.window is None else max(0, position - group.window + 1)
 
 
-def _hashed(seen: Sequence[tuple[int, ...]], vocab_size: int) -> np.ndarray:
-    seed = zlib.crc32(repr([tuple(int(t) for t in tokens) for tokens in seen]).encode())
+def _hashed(seen: Sequence[tuple[Any, ...]], vocab_size: int) -> np.ndarray:
+    plain = [tuple(t if isinstance(t, tuple) else int(t) for t in tokens) for tokens in seen]
+    seed = zlib.crc32(repr(plain).encode())
     return np.random.default_rng(seed).normal(0, 2, vocab_size).astype(np.float32)
 
 
@@ -162,12 +209,32 @@ class HashRunner:
             cache.steps.wrote(layer)
         wanted = [len(token_ids) - 1] if rows is None else list(rows)
         by_group = [histories[group.layers[0]] for group in self.params.groups]
+        if self.params.state is not None:
+            by_group.append(self._run_states(token_ids, positions))
         logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
         for i, row in enumerate(wanted):
             logits[i] = _hashed([seen[row] for seen in by_group], self.vocab_size)
         for token_id, extra in self.bias.items():
             logits[:, token_id] += extra
         return logits
+
+    def _run_states(self, token_ids: Sequence[int], positions: Sequence[int]) -> list[Any]:
+        """Move the states on; return them behind every token."""
+        steps, tokens = self.cache.steps, self.cache.tokens
+        plans = [steps.plan_states(layer, len(token_ids), positions) for layer in range(2)]
+        behind: list[Any] = [None] * len(token_ids)
+        for q_start, n_tokens, src, dst in plans[0].advances:
+            states = NO_STATES
+            if src != NO_SLOT:
+                (last, first), (second,) = tokens.read_states([src])
+                states = tuple(tuple(map(int, x.ravel())) for x in (last, first, second))
+            for q in range(q_start, q_start + n_tokens):
+                states = behind[q] = moved_on(states, int(token_ids[q]))
+            last, first, second = (np.array([x], np.float32) for x in states)
+            tokens.write_states([dst], [[last[:, None], first], [second]])
+        for layer in range(2):
+            steps.wrote_states(layer)
+        return behind
 
 
 class TellingRunner(HashRunner):

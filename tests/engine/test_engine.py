@@ -83,11 +83,14 @@ def nothing_is_left(engine: Engine) -> None:
     assert stats.free_cells + stats.evictable_cells == engine.cache.capacity
     assert not engine.cache.seq_ids()
     sizes = engine.index.size_info()
+    assert (stats.live_slots, stats.snapshots) == (0, engine.index.n_snapshots)
     if sizes.evictable:
         evicted = engine.index.evict(sizes.evictable)
         engine.cache.release_cells(evicted.cells)
     engine.cache.check()
     assert engine.cache.n_free == engine.cache.capacity
+    usage = engine.cache.usage()
+    assert usage.slots is None or usage.slots.live == 0
 
 
 @dataclass

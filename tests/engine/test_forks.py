@@ -13,7 +13,14 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.request import FinishEvent, Request
 from kvcellar.engine.sampling import SamplingParams
 from kvcellar.errors import PromptError
-from tests.engine.fakes import FULL_PARAMS, PARAMS, ByteTokenizer, GuessTrees, make_cache
+from tests.engine.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    STATE_PARAMS,
+    ByteTokenizer,
+    GuessTrees,
+    make_cache,
+)
 from tests.engine.test_engine import (
     GuessAgain,
     Heard,
@@ -51,7 +58,9 @@ def test_forks_of_a_request_that_has_ended_compute_only_what_is_new():
     nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "params", [FULL_PARAMS, PARAMS, STATE_PARAMS], ids=["full", "window", "state"]
+)
 def test_a_fork_of_a_request_that_still_generates_computes_only_what_is_new(params):
     engine = make_engine(capacity=200, params=params)
     parent = engine.submit(Request(tuple(range(30)), LONG))
@@ -132,7 +141,9 @@ ACTIONS = st.one_of(
 STEPS = st.sampled_from([0, 2, 40, 40])
 
 
-@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "params", [FULL_PARAMS, PARAMS, STATE_PARAMS], ids=["full", "window", "state"]
+)
 @settings(max_examples=100)
 @given(
     actions=st.lists(st.tuples(ACTIONS, st.integers(1, 8), STEPS), min_size=3, max_size=20),

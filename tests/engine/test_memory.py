@@ -14,7 +14,7 @@ from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.errors import CacheFullError, PromptError
 from kvcellar.types import ModelCacheParams
-from tests.engine.fakes import FULL_PARAMS, KINDS, PARAMS, ByteTokenizer, HashRunner
+from tests.engine.fakes import FULL_PARAMS, KINDS, PARAMS, STATE_PARAMS, ByteTokenizer, HashRunner
 from tests.engine.test_engine import (
     GuessAgain,
     Heard,
@@ -36,7 +36,7 @@ def budgeted(
 @given(
     arrivals=st.lists(st.tuples(requests(), st.integers(0, 4)), max_size=9),
     kind=st.sampled_from(["seq", "paged"]),
-    params=st.sampled_from([FULL_PARAMS, PARAMS]),
+    params=st.sampled_from([FULL_PARAMS, PARAMS, STATE_PARAMS]),
     n_bytes=st.integers(16_000, 40_000),
     config=st.fixed_dictionaries(
         {

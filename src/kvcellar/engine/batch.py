@@ -27,6 +27,8 @@ class BatchPart:
         is_last: the sequence has caught up with them, so that a token is sampled.
         targets: the tokens that follow the first of them in the prompt, where their log
             probabilities are wanted; then there are no guesses.
+        is_tree: its tokens are the nodes of a tree: guesses exclude each other, so that they must
+            not see each other, or each keeps the states behind it.
         n_known: tokens that are no guesses.
         n_tokens: tokens to compute, guesses among them.
         n_rows: tokens whose logits are wanted: the last ones, or all where there are targets.
@@ -37,6 +39,7 @@ class BatchPart:
     draft: Draft
     is_last: bool
     targets: IntArray
+    is_tree: bool
     n_known: int = field(init=False)
     n_tokens: int = field(init=False)
     n_rows: int = field(init=False)
@@ -48,11 +51,6 @@ class BatchPart:
         self.n_rows = (1 + n_guesses) * self.is_last
         if len(self.targets):
             self.n_rows = self.n_tokens
-
-    @property
-    def is_tree(self) -> bool:
-        """True if guesses exclude each other, so that they must not see each other."""
-        return not self.draft.is_chain
 
     @property
     def parents(self) -> tuple[int, ...]:

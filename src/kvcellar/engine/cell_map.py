@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CellState(enum.IntEnum):
-    """Holders of a cell: nobody, the prefix index alone, a lock on it, or a running request."""
+    """Holders of a cell or slot: nobody, the index alone, a lock on it, or a running request."""
 
     FREE = 0
     EVICTABLE = 1
@@ -26,35 +26,63 @@ class CellState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellMap:
-    """The cells of the first layer group.
+    """The cells of the first layer group, and the slots of recurrent layers' states.
 
     Attributes:
         states: ``[capacity]``: the :class:`CellState` of every cell.
         tables: per history the cells that hold its tokens, in the order of positions.
+        slots: ``[n_slots]``: the :class:`CellState` of every slot; none without recurrent layers.
+        snapshots: per history ``[n, 2]``: the lengths at which its states are held, ascending, and
+            in which slot.
     """
 
     states: IntArray
     tables: list[IntArray]
+    slots: IntArray
+    snapshots: list[IntArray]
 
 
 def map_cells(scheduler: Scheduler, histories: Iterable[tuple[IntArray, int | None]]) -> CellMap:
     """Return the states of all cells and the cells of some histories; see ``Engine.cell_map``."""
     cache, index = scheduler.residency.cache, scheduler.residency.index
+    has_states = cache.config.params.state is not None
     states = np.full(cache.capacity, CellState.FREE, dtype=np.int64)
-    states[index.held_cells()[0]] = CellState.EVICTABLE
+    slots = np.full(cache.config.n_slots * has_states, CellState.FREE, dtype=np.int64)
+    held = index.held_cells()
+    states[held[0]] = CellState.EVICTABLE
     states[index.locked_cells()[0]] = CellState.LOCKED
-    running: dict[int | None, IntArray] = {}
+    if has_states:  # a lock on a path protects its rows alone
+        slots[held[-1]] = CellState.EVICTABLE
+        slots[cache.shared_slots()] = CellState.LOCKED
+    running: dict[int | None, tuple[IntArray, ...]] = {}
     for sequence in scheduler.running:
         if sequence.n_computed:
-            cells = _taken(cache.seq_table(sequence.seq_id)[0])
-            states[cells] = CellState.RUNNING
-            running[sequence.request_id] = cells
+            table = running[sequence.request_id] = cache.seq_table(sequence.seq_id)
+            states[_taken(table[0])] = CellState.RUNNING
+            if has_states:
+                slots[_taken(table[-1])] = CellState.RUNNING
     _mark_blocks(states, cache.block_size)
-    tables = [
-        running[request_id] if request_id in running else _taken(index.peek_prefix(tokens)[0])
-        for tokens, request_id in histories
+    found = [
+        (running.get(request_id), index.peek_prefix(tokens)) for tokens, request_id in histories
     ]
-    return CellMap(states, tables)
+    tables = [_taken((own or stored)[0]) for own, stored in found]
+    of_histories = [_snapshots(own, stored, has_states) for own, stored in found]
+    return CellMap(states, tables, slots, of_histories)
+
+
+def _snapshots(
+    own: tuple[IntArray, ...] | None, stored: tuple[IntArray, ...], has_states: bool
+) -> IntArray:
+    """Return where a history's states are held, by its sequence or by the index: ``[n, 2]``."""
+    table = np.empty(0, dtype=np.int64)
+    if has_states:
+        table = stored[-1].copy()
+        if own is not None:
+            table = np.pad(table, (0, max(0, len(own[-1]) - len(table))), constant_values=-1)
+            there = np.flatnonzero(own[-1] >= 0)
+            table[there] = own[-1][there]
+    positions = np.flatnonzero(table >= 0)
+    return np.stack((positions + 1, table[positions]), axis=1)
 
 
 def _mark_blocks(states: IntArray, block_size: int) -> None:

@@ -159,8 +159,7 @@ class Engine:
             raise ConfigError(
                 "an engine shares prefixes inside of its cache; give it one without a frozen prefix"
             )
-        sights = tuple(group.sight for group in cache.config.params.groups)
-        self.index = self.config.make_index(sights, cache.block_size)
+        self.index = self.config.make_index(cache.config.params.sights, cache.block_size)
         residency = Residency(cache, self.index)
         speculator = None
         if drafter is not None:
@@ -169,6 +168,7 @@ class Engine:
                 _most_guesses(cache, self.config.max_drafted),
                 is_adaptive=not self.config.verify_all_drafts,
                 has_trees=self._trees is not None,
+                runs_again=cache.config.params.state is not None and self._trees is None,
                 clock=clock,
             )
         self.outcomes = Outcomes(residency, eos_token_ids, max_positions, speculator)
@@ -293,6 +293,8 @@ class Engine:
             if part.is_tree:
                 assert self._trees is not None, "without trees guesses are in one chain"
                 self._trees.propose(part.parents, part.sequence.seq_id)
+            elif part.draft:
+                self.scheduler.residency.snapshots.before_guesses(part.sequence)
         return self.cache.begin_step(batch.seq_ids)
 
     def _forward(self, batch: Batch, positions: list[int]) -> tuple[FloatArray, FloatArray | None]:
@@ -393,9 +395,16 @@ class Engine:
 
 
 def _most_guesses(cache: SeqCache, wanted: int) -> int:
-    """Return how many guesses can be taken back: where rows are let go of, the slack."""
-    keeps_all = all(group.is_full for group in cache.config.params.groups)
-    return wanted if keeps_all else min(wanted, cache.config.window_slack)
+    """Return how many guesses can be taken back: where rows are let go of, the slack.
+
+    In a tree each has a slot for its states, besides the one before it and that of the last token.
+    """
+    config, most = cache.config, wanted
+    if not all(group.is_full for group in config.params.groups):
+        most = min(most, config.window_slack)
+    if config.params.state is not None and isinstance(cache, TreeSeqCache):
+        most = min(most, config.n_slots - 2)
+    return most
 
 
 def _teller(runner: Runner) -> FeatureRunner:

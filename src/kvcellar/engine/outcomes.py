@@ -118,7 +118,7 @@ class Outcomes:
         except Exception as raised:  # its grammar or the tokenizer: nobody else's trouble
             error = raised
         start = sequence.n_computed
-        rows = self._keep_computed(part, verdict)
+        rows = self._keep_computed(part, verdict, was_prefill)
         if not sequence.is_sampled and not sequence.n_left:
             sequence.first_token_s = sequence.last_token_s = now
             finish = out_of_tokens(sequence.state)
@@ -126,9 +126,11 @@ class Outcomes:
             self.speculator.learn(sequence.request_id, [c.token_id for c in verdict.choices])
             if features is not None:
                 self.speculator.saw(sequence.request_id, start, features[rows])
-        if was_prefill and (part.is_last or sequence.n_computed in sequence.publish_at):
+        snapshots = self.residency.snapshots
+        if not was_prefill:
+            snapshots.keep_newest(sequence)
+        elif part.is_last or snapshots.is_due(sequence, len(self.running)):
             self.residency.publish(sequence)
-            sequence.publish_at = {n for n in sequence.publish_at if n > sequence.n_computed}
         if error is not None:
             self.end(sequence, "error", error=error)
         elif finish is not None:
@@ -179,13 +181,14 @@ class Outcomes:
             return None
         return Finish("length", "context_full", f"the model's context of {most} tokens is full")
 
-    def _keep_computed(self, part: BatchPart, verdict: Verdict) -> list[int]:
-        """Keep the KV of what a sequence goes on with, drop wrong guesses'; return what stays.
+    def _keep_computed(self, part: BatchPart, verdict: Verdict, was_prefill: bool) -> list[int]:
+        """Keep the KV of what a sequence goes on with, drop wrong guesses'; return what was right.
 
-        Where it ends before its last accepted guess, the guesses behind the end go too.
+        Where it ends before its last accepted guess, the guesses behind the end go too. Where
+        states cannot be cut back to what was right, the next step computes that again.
 
         Returns:
-            The part's tokens that stay, as indices.
+            The part's tokens that were right, as indices.
         """
         sequence, n_known = part.sequence, part.n_known
         n_new = len(sequence.tokens) - sequence.n_computed - n_known
@@ -200,10 +203,19 @@ class Outcomes:
         if part.is_tree:
             assert self._trees is not None
             self._trees.commit(rows, sequence.seq_id)
-        elif len(rows) < part.n_tokens:
-            cache = self.residency.cache
-            sequence.n_computed = cache.seq_rm(sequence.seq_id, sequence.n_computed)
+        elif part.draft:
+            self._take_back(part, len(rows))
+        if not was_prefill:
+            sequence.n_again = max(0, sequence.n_left - 1)
         return rows
+
+    def _take_back(self, part: BatchPart, n_kept: int) -> None:
+        """Cut a chain back to where its guesses were right, or further where states cannot be."""
+        sequence, residency = part.sequence, self.residency
+        before = sequence.n_computed - n_kept
+        if n_kept < part.n_tokens:
+            sequence.n_computed = residency.cache.seq_rm(sequence.seq_id, sequence.n_computed)
+        residency.snapshots.after_guesses(sequence, before)
 
     # A step that failed ------------------------------------------------------------------------
 
@@ -216,6 +228,8 @@ class Outcomes:
         for part in batch.parts:
             if part.is_tree:
                 self._drop_tree(part.sequence)  # proposed, and never verified
+            elif part.draft:
+                self.residency.snapshots.after_guesses(part.sequence, part.sequence.n_computed)
         is_late = isinstance(error, CacheFullError) and self._n_late < MAX_LATE
         self._n_late = self._n_late + 1 if is_late else 0
         if not is_late:

@@ -117,13 +117,13 @@ class PrefillFirst:
 
 
 def _decodes(sequences: Seq[Sequence], budget: int) -> list[Allotment]:
-    """Give each sequence one token, with its drafted ones as far as the budget goes."""
+    """Give each sequence what it has left, with its drafted ones as far as the budget goes."""
     allotments = []
     for i, sequence in enumerate(sequences):
         if budget < 1:
             break
         room = budget - (len(sequences) - i - 1)  # a token for everyone before drafts for some
-        n = min(1 + len(sequence.draft), max(1, room))
+        n = min(sequence.n_left + len(sequence.draft), max(1, room))
         allotments.append(Allotment(sequence, n))
         budget -= n
     return allotments

@@ -129,7 +129,8 @@ class Sequence:
     """One request on its way: its tokens, and how many of them the cache holds.
 
     ``n_computed`` tokens have their KV in the cache under ``seq_id``. A sequence that has caught up
-    has exactly one token left to compute, the one that was sampled last.
+    has exactly one token left to compute, the one that was sampled last; where a guess was wrong
+    and states cannot be cut back, ``n_again`` that were verified with it come before.
     """
 
     request_id: int
@@ -155,7 +156,13 @@ class Sequence:
     scores: list[Choice] = field(default_factory=list)
     """Of the prompt's tokens from the second on, where they are asked for, as far as it is read."""
     publish_at: set[int] = field(default_factory=set)
-    """Lengths at which others wait to share what this sequence has computed by then."""
+    """Lengths at which others wait to share what this sequence has computed by then, or may."""
+    resumable_at: int = 0
+    """The length at which it was published last, or began, whole blocks."""
+    point: int = 0
+    """A length whose states it keeps, so that its end can be resumed in whole blocks; 0: none."""
+    n_again: int = 0
+    """Tokens at its end that were verified before, and that states have to go through again."""
 
     @property
     def reusable(self) -> IntArray:
@@ -187,8 +194,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """True if only the last sampled token is left to compute."""
-        return self.n_left == 1 and len(self.tokens) > self.n_prompt
+        """True if only the last sampled token is left to compute, and what comes again."""
+        return self.n_left == 1 + self.n_again and len(self.tokens) > self.n_prompt
 
     @property
     def sampled(self) -> IntArray:

@@ -17,6 +17,7 @@ from weakref import WeakSet
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.cache import SeqCache
 from kvcellar.engine.request import Sequence
+from kvcellar.engine.snapshots import Snapshots
 from kvcellar.prefix import PrefixIndex
 from kvcellar.types import IntArray
 
@@ -35,6 +36,15 @@ class Holder(Protocol):
         """Take note that cells have moved."""
         ...
 
+    @property
+    def end_slot(self) -> int:
+        """The slot of the states that it goes on from; ``NO_SLOT``: none."""
+        ...
+
+    def lose(self, slots: set[int]) -> None:
+        """Take note that the index has given up snapshots of states."""
+        ...
+
 
 @dataclass(slots=True)
 class ResidencyCounts:
@@ -43,6 +53,8 @@ class ResidencyCounts:
     reused_tokens: int = 0
     evicted_tokens: int = 0
     gathered_cells: int = 0
+    taken_snapshots: int = 0
+    evicted_snapshots: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,9 +65,13 @@ class Residency:
     index: PrefixIndex
     counts: ResidencyCounts = field(default_factory=ResidencyCounts)
     holders: WeakSet[Holder] = field(default_factory=WeakSet)
-    """Who else has to be told where cells have moved."""
+    """Who else has to be told where cells have moved, and which snapshots have gone."""
+    snapshots: Snapshots = field(init=False)
     _seq_ids: itertools.count[int] = field(default_factory=itertools.count)
     _free_seq_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.snapshots = Snapshots(self.cache, self.index)
 
     # Room --------------------------------------------------------------------------------------
 
@@ -64,16 +80,28 @@ class Residency:
         """Cells that are free, or would be after evicting all that may be evicted."""
         return self.cache.n_free + self.index.size_info().evictable
 
-    def make_room_for(self, seq_ids: Seq[int]) -> bool:
-        """Evict until a step with these tokens finds its cells; false where they cannot be had."""
-        return self._evict_until(lambda: self.cache.can_begin_step(seq_ids), len(seq_ids))
+    def make_room_for(self, seq_ids: Seq[int], n_slots: int | None = None) -> bool:
+        """Evict until a step with these tokens finds its room; false where it cannot be had.
 
-    def make_room(self, n_cells: int) -> bool:
-        """Evict until one sequence can claim ``n_cells``; false where they cannot be had."""
-        return self._evict_until(lambda: self.cache.can_extend(n_cells), n_cells)
+        Args:
+            seq_ids: one per token.
+            n_slots: slots that it writes; None: one for each sequence.
+        """
+        n_slots = len(set(seq_ids)) if n_slots is None else n_slots
+        return self._evict_until(lambda: self.cache.can_begin_step(seq_ids), len(seq_ids), n_slots)
 
-    def _evict_until(self, is_enough: Callable[[], bool], n_cells: int) -> bool:
-        while not is_enough():
+    def make_room(self, n_cells: int, n_slots: int = 1) -> bool:
+        """Evict until one sequence can claim so much; false where it cannot be had."""
+        return self._evict_until(lambda: self.cache.can_extend(n_cells), n_cells, n_slots)
+
+    def _evict_until(self, is_enough: Callable[[], bool], n_cells: int, n_slots: int) -> bool:
+        """Give up snapshots where slots are short, and rows where cells are."""
+        while True:
+            while not self.cache.can_take_slots(n_slots):
+                if not self._evict_snapshot():
+                    return False
+            if is_enough():
+                return True
             evictable = self.index.size_info().evictable
             if not evictable:
                 return False
@@ -82,7 +110,30 @@ class Residency:
             evicted = self.index.evict(min(evictable, n))
             self.cache.release_cells(evicted.cells)
             self.counts.evicted_tokens += evicted.n_tokens
-        return True
+            if self.snapshots.has_states:
+                self.counts.evicted_snapshots += len(evicted.cells[-1])
+
+    def _evict_snapshot(self) -> bool:
+        """Give up the cheapest snapshot that frees a slot; false where there is none.
+
+        Those that somebody holds a history for go last.
+        """
+        shared = set(self.cache.shared_slots())
+        held = {holder.end_slot for holder in self.holders}
+        for spared in (shared | held, shared):
+            evicted = self.index.evict_states(1, spared)
+            if len(evicted.cells[-1]):
+                self.cache.release_cells(evicted.cells)
+                self.counts.evicted_snapshots += 1
+                for holder in list(self.holders):
+                    holder.lose(set(evicted.cells[-1].tolist()))
+                return True
+        return False
+
+    def has_slots_for(self, n_sequences: int) -> bool:
+        """Return true if so many sequences could run at a time, once snapshots give way."""
+        needed = n_sequences * self.snapshots.slots_per_sequence
+        return n_sequences == 1 or needed <= self.cache.config.n_slots
 
     # In ----------------------------------------------------------------------------------------
 
@@ -99,10 +150,8 @@ class Residency:
             self.cache.seq_map(sequence.seq_id, match.cells)
             self.index.lock_handle(match.handle)
             sequence.handle, sequence.n_computed = match.handle, match.length
-        if match.n_matched > sequence.n_computed:  # a window had moved on: make it a resume point
-            sequence.publish_at.add(match.n_matched)
-        ahead = (n for n in sequence.request.snapshots_at if n > sequence.n_computed)
-        sequence.publish_at.update(ahead)
+        sequence.resumable_at = sequence.n_computed
+        sequence.publish_at |= self.snapshots.publish_at(sequence, match.n_matched)
         self.counts.reused_tokens += sequence.n_computed
 
     def _expect(self, sequence: Sequence) -> None:
@@ -133,6 +182,11 @@ class Residency:
         if sequence.handle is not None:
             self.index.unlock_handle(sequence.handle)
         sequence.handle = inserted.handle
+        sequence.publish_at = {stop for stop in sequence.publish_at if stop > n}
+        if self.snapshots.has_states:
+            self.counts.taken_snapshots += len(inserted.adopted[-1])
+        if inserted.handle.length == n:
+            sequence.resumable_at = n
 
     def unlock(self, sequence: Sequence) -> bool:
         """Let what others can match of a sequence be evicted; true if it was locked.
@@ -165,10 +219,11 @@ class Residency:
         if sequence.seq_id >= 0:
             self.give_seq_id(sequence.seq_id)
         sequence.seq_id, sequence.handle, sequence.n_computed = -1, None, 0
+        sequence.point = sequence.n_again = 0
 
     def demote(self, tokens: IntArray) -> None:
         """Evict first, when cells are short, what only this history needs; nothing goes now."""
-        self.index.demote(self.index.match_prefix(tokens).handle)
+        self.index.demote(self.index.find_prefix(tokens))
 
     def drop(self, tokens: IntArray, keep: int = 0) -> int:
         """Free what only this history needs, down to its first ``keep`` tokens.
@@ -178,7 +233,7 @@ class Residency:
         Returns:
             The number of tokens that were freed.
         """
-        dropped = self.index.drop_path(self.index.match_prefix(tokens).handle, keep)
+        dropped = self.index.drop_path(self.index.find_prefix(tokens), keep)
         self.cache.release_cells(dropped.cells)
         return dropped.n_tokens
 

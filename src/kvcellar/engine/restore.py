@@ -18,6 +18,7 @@ from kvcellar.cache import SeqCache
 from kvcellar.engine.residency import Residency
 from kvcellar.models import Runner
 from kvcellar.prefix import PrefixHandle
+from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
 
 
@@ -57,10 +58,13 @@ class StateCache(RowCache, Protocol):
 class HeldPrefix:
     """Cells of a history that the cache holds, protected until ``release``.
 
+    Rows are. Snapshots of states behind them may go where slots are short, this history's last one
+    after those that nobody holds a history for: ``tables`` always say which are there.
+
     Attributes:
         n_tokens: leading tokens from which the history can go on.
         n_matched: leading tokens that are stored, whether it can go on from there or not.
-        tables: per layer group ``[n_tokens]``: the cell of each position, -1 for none.
+        tables: per layer group ``[n_tokens]``: the cell of each position, -1 for none; slots last.
     """
 
     n_tokens: int
@@ -76,6 +80,16 @@ class HeldPrefix:
     def relocate(self, moved: Relocation) -> None:
         """Take note that cells have moved."""
         self.tables = relocated(self.tables, moved)
+
+    @property
+    def end_slot(self) -> int:
+        """The slot of the states that the history goes on from; ``NO_SLOT``: none."""
+        has_states = self._residency.snapshots.has_states
+        return int(self.tables[-1][-1]) if has_states and self.n_tokens else NO_SLOT
+
+    def lose(self, slots: set[int]) -> None:
+        """Take note that the index has given up snapshots of states."""
+        self.tables[-1][np.isin(self.tables[-1], list(slots))] = NO_SLOT
 
     def release(self) -> None:
         """Let it be evicted again. May be called twice."""
@@ -151,7 +165,9 @@ class Restore:
         Args:
             residency: whose cache.
             tokens: ``[stop]``: all that is to be in the cache at the end.
-            windows: per layer group, the positions that come for it; None for full groups.
+            windows: per layer group, the positions that come for it; None for full groups. Of
+                states, which come last: those before which there are snapshots, the last position
+                among them.
             first: positions before it are computed meanwhile, if the cache does not hold them.
         """
         cache = residency.cache
@@ -168,8 +184,9 @@ class Restore:
             else:
                 table[positions] = 0
             wanted.append(table)
-        n_cells = max(int(np.count_nonzero(table >= 0)) for table in wanted)
-        if held.n_tokens >= stop or not residency.make_room(n_cells):
+        counts = [int(np.count_nonzero(table >= 0)) for table in wanted]
+        n_slots = counts.pop() if residency.snapshots.has_states else 0
+        if held.n_tokens >= stop or not residency.make_room(max(counts), n_slots):
             held.release()
             return None
         seq_id = residency.take_seq_id()
@@ -236,7 +253,7 @@ class Restore:
                 raise
             cache.end_step()
             tables = [cache.seq_table(seq_id) for seq_id in seq_ids]
-            groups = range(len(self.tables))
+            groups = range(len(cache.config.params.groups))
             return cache.read_rows(
                 [np.array([table[group][-1] for table in tables]) for group in groups]
             )
@@ -293,9 +310,9 @@ class Restore:
         """Return true if all that the token at a position attends to is here."""
         if position % self.block_size:
             return False  # a block is shared whole
-        groups = self.residency.cache.config.params.groups
-        for group, table in zip(groups, self._here(), strict=True):
-            if (table[group.first_seen(position) : position] < 0).any():
+        sights = self.residency.cache.config.params.sights
+        for sight, table in zip(sights, self._here(), strict=True):
+            if (table[sight.first_seen(position) : position] < 0).any():
                 return False
         return True
 

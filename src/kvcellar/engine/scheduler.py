@@ -203,11 +203,13 @@ class Scheduler:
             self.running.append(sequence)
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Return true if all of its tokens fit, besides what running ones still need.
+        """Return true if all of its tokens, and its states, fit besides what running ones need.
 
         Their guesses count, as many as in the last step. A sequence that has the cache for itself
         is let in whatever it needs.
         """
+        if not self.residency.has_slots_for(len(self.running) + 1):
+            return False
         promised = sum(other.n_left + len(other.draft) for other in self.running)
         fresh = len(sequence.tokens) - self.residency.n_reusable(sequence)
         return not self.running or fresh + promised <= self.residency.n_available
@@ -218,9 +220,12 @@ class Scheduler:
         Then it waits for that instead of computing the same; the other is asked to publish there.
         """
         best, leader = self.residency.n_reusable(sequence) + MIN_SHARED - 1, None
+        snapshots = self.residency.snapshots
         for other in self.running:
             if other.n_computed < other.n_prompt:
-                n = other.tokens.common_prefix(sequence.reusable)
+                n = snapshots.aligned(other.tokens.common_prefix(sequence.reusable))
+                if snapshots.has_states and other.n_computed > n:
+                    continue  # it has passed there, and no states were kept
                 if n > best:
                     best, leader = n, other
         if leader is None:
@@ -235,8 +240,11 @@ class Scheduler:
         """Let guesses be made for the sequences that decode."""
         speculator = self.outcomes.speculator
         if speculator is not None:
-            decoding = [sequence for sequence in self.running if sequence.is_decoding]
-            n_others = sum(s.n_left for s in self.running if not s.is_decoding)
+            # what states go through again comes alone: guesses behind it would put that off
+            for sequence in self.running:
+                sequence.draft = NO_DRAFT
+            decoding = [s for s in self.running if s.is_decoding and not s.n_again]
+            n_others = sum(s.n_left for s in self.running if s.n_again or not s.is_decoding)
             most = self.limits.max_num_batched_tokens - len(decoding)
             speculator.propose(decoding, min(n_others, max(0, most)))
             if self.limits.max_positions is not None:
@@ -245,14 +253,18 @@ class Scheduler:
                     sequence.draft = sequence.draft.first(max(0, n_left))
 
     def _has_room(self, allotments: list[Allotment]) -> bool:
-        """Make room for these tokens, giving up drafts before anyone's turn."""
+        """Make room for these tokens, giving up drafts, and states kept, before anyone's turn."""
         seq_ids = [a.sequence.seq_id for a in allotments for _ in range(a.n_tokens)]
-        if self.residency.make_room_for(seq_ids):
+        is_tree = self.residency.snapshots.is_tree
+        n_slots = sum(a.n_tokens if is_tree(a.sequence.draft) else 1 for a in allotments)
+        if self.residency.make_room_for(seq_ids, n_slots):
             return True
         if any(a.sequence.draft for a in allotments):
             for sequence in self.running:
                 sequence.draft = NO_DRAFT
             allotments[:] = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+            return self._has_room(allotments)
+        if any(self.residency.snapshots.give_up_point(one) for one in self.running):
             return self._has_room(allotments)
         return False
 
@@ -272,9 +284,8 @@ class Scheduler:
         parts: list[BatchPart] = []
         n_scored = max(1, SCORED_BYTES // (4 * self.vocab_size))
         for sequence, allotted in allotments:
-            at, n = sequence.n_computed, allotted
-            for stop in sequence.publish_at:
-                n = min(n, stop - at) if stop > at else n
+            at = sequence.n_computed
+            n = self.residency.snapshots.chunk(sequence, allotted, len(self.running))
             if len(sequence.unscored(n)):
                 n = min(n, n_scored)
                 n_scored -= n
@@ -284,7 +295,8 @@ class Scheduler:
             is_last = at + len(known) == len(sequence.tokens) and sequence.is_sampled
             draft = sequence.draft.first(n - len(known))
             sequence.last_step = self._step
-            parts.append(BatchPart(sequence, known, draft, is_last, sequence.unscored(n)))
+            is_tree = self.residency.snapshots.is_tree(draft)
+            parts.append(BatchPart(sequence, known, draft, is_last, sequence.unscored(n), is_tree))
         return Batch(tuple(parts))
 
     # One step: after ---------------------------------------------------------------------------
@@ -308,6 +320,8 @@ class Scheduler:
         """
         n_prefill = self.outcomes.take(batch, verdicts, features, now)
         self.policy.ran(n_prefill, started, now - started)
+        if self.residency.snapshots.spacing is not None:
+            self.residency.snapshots.spacing.ran(batch.n_tokens, n_prefill, now - started)
         if self.outcomes.speculator is not None:
             self.outcomes.speculator.ran(batch.n_tokens, now - started)
         return self.outcomes.events()

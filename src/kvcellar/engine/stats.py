@@ -52,6 +52,8 @@ class EngineStats:
         accepted_tokens: guesses that were right.
         drafter_failures: times that who guesses raised; requests went on without guesses.
         evicted_tokens: tokens whose cells were taken back from the prefix index.
+        taken_snapshots: slots of states that were left in the prefix index to go on from.
+        evicted_snapshots: those that were taken back from it.
         preemptions: times that a running sequence gave way.
         gathered_cells: cells that were copied out of crumbs, at rest.
         n_steps: steps that ran a batch.
@@ -61,6 +63,9 @@ class EngineStats:
         evictable_cells: cells that only the prefix index holds.
         free_cells: cells that nobody holds.
         protected_tokens: tokens of the index that live sequences stand on.
+        snapshots: slots of states in the prefix index; 0 where no layer is recurrent.
+        live_slots: slots that sequences stand on and the index does not hold.
+        free_slots: slots that nobody holds.
         cache: the cache's own account, by layer group, and its bytes.
     """
 
@@ -78,6 +83,8 @@ class EngineStats:
     evicted_tokens: int
     preemptions: int
     gathered_cells: int
+    taken_snapshots: int
+    evicted_snapshots: int
     n_steps: int
     step_median_s: float
     steps_s: float
@@ -85,6 +92,9 @@ class EngineStats:
     evictable_cells: int
     free_cells: int
     protected_tokens: int
+    snapshots: int
+    live_slots: int
+    free_slots: int
     cache: CacheUsage
 
     @property
@@ -112,5 +122,8 @@ def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
         evictable_cells=sizes.evictable,
         free_cells=min(group.free for group in usage.groups),
         protected_tokens=sizes.protected,
+        snapshots=residency.index.n_snapshots,
+        live_slots=usage.slots.live - residency.index.n_snapshots if usage.slots else 0,
+        free_slots=usage.slots.free if usage.slots else 0,
         cache=usage,
     )

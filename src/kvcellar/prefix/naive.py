@@ -26,6 +26,11 @@ class NaiveIndex:
         self.sights = check_sights(sights)
         self.block_size = 1
 
+    @property
+    def n_snapshots(self) -> int:
+        """Return 0: no snapshot is stored."""
+        return 0
+
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
         """Return a match of no tokens."""
         return PrefixMatch(0, self.held_cells(), PrefixHandle(0, None), 0)

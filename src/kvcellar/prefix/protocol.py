@@ -99,6 +99,11 @@ class PrefixIndex(Protocol):
     sights: tuple[Sight, ...]
     block_size: int
 
+    @property
+    def n_snapshots(self) -> int:
+        """Slots of states that the index refers to."""
+        ...
+
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
         """Return the longest stored prefix from which every layer group can go on."""
         ...

@@ -403,6 +403,11 @@ class PathTree(ABC):
 
     # All of it ---------------------------------------------------------------------------------
 
+    @property
+    def n_snapshots(self) -> int:
+        """Slots of states that the index refers to."""
+        return len(self._marks)
+
     def size_info(self) -> SizeInfo:
         """Return how much is stored, and how much of it could go."""
         cells = (

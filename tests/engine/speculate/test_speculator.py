@@ -240,6 +240,24 @@ def test_right_guesses_are_verified_where_they_are_cheap_and_not_where_they_are_
     assert sum(dear[-100:]) == 0
 
 
+def test_guesses_stop_where_running_tokens_again_makes_them_too_dear():
+    """Three of five are right, and a step of two tokens takes half as much again as one of one."""
+    verified = []
+    for runs_again in (False, True):
+        rng = np.random.default_rng(0)
+        speculator = Speculator(Always((5,)), 1, runs_again=runs_again)
+        sequence: Any = Sequenced(0)
+        n_verified = 0
+        for step in range(600):
+            speculator.propose([sequence], 0)
+            n_verified += len(sequence.draft) * (step >= 300)
+            speculator.learn(0, [5 if rng.random() < 0.6 else 6, 5])
+            speculator.ran(1 + len(sequence.draft), [1.0, 1.5][len(sequence.draft)])
+            speculator.ran(3, 2.0)  # others have such a step now and then
+        verified.append(n_verified)
+    assert verified[0] > 250 and verified[1] < 30
+
+
 def test_wrong_guesses_stop_and_are_tried_again_when_they_would_have_been_right():
     drafter = Always((5,) * 8)
     speculator = Speculator(drafter)

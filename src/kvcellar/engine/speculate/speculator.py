@@ -57,6 +57,7 @@ class Speculator:
         is_adaptive: verify what pays; otherwise all that is guessed.
         has_trees: several guesses for one token can be verified in one forward; otherwise the
             likeliest chain is.
+        runs_again: where one of a chain is wrong, the next step computes those before it again.
         clock: seconds.
         costs: what steps take.
         level_s: what it takes to guess one level for all sequences; None before the first time.
@@ -67,6 +68,7 @@ class Speculator:
     max_drafted: int = 8
     is_adaptive: bool = True
     has_trees: bool = False
+    runs_again: bool = False
     clock: Callable[[], float] = time.perf_counter
     costs: StepCosts = field(default_factory=StepCosts)
     level_s: float | None = None
@@ -213,14 +215,16 @@ class Speculator:
         if self.level_s is None:
             return min(PROBE_DEPTH, self.max_drafted), False
         best, n_best = MARGIN * n_sequences / before, 0
-        expected, right, rate = float(n_sequences), 1.0, 0.6
+        expected, right, rate, n_again = float(n_sequences), 1.0, 0.6, 0.0
         for depth in range(1, self.max_drafted + 1):
             if depth <= len(self._levels):
                 rate = self._levels[depth - 1].value(rate)
-            right *= rate
+            above, right = right, right * rate
             expected += n_sequences * right
+            n_again += self._n_again(depth, above, right)
             n_guesses = round(n_sequences * depth * self._per_level)
-            seconds = self._seconds(n_tokens + n_guesses, before) + depth * self.level_s
+            n_more = n_guesses + n_sequences * n_again
+            seconds = self._seconds(n_tokens + n_more, before) + depth * self.level_s
             per_second = expected / seconds
             if per_second > best:
                 best, n_best = per_second, depth
@@ -256,10 +260,12 @@ class Speculator:
         before = self.costs.seconds(n_tokens)
         if before is None:
             return kept
-        gains: list[tuple[float, int, int]] = []
+        gains: list[tuple[float, int, int, float]] = []
         for request_id, draft in drafts.items():
             paths = self._rates.paths(request_id, draft)
-            found = [(-gain, node, request_id) for node, gain in enumerate(paths)]
+            above = [1.0, *paths]
+            again = [self._n_again(i + 1, above[i], gain) for i, gain in enumerate(paths)]
+            found = [(-gain, node, request_id, again[node]) for node, gain in enumerate(paths)]
             if len(found) > self.max_drafted:
                 found = sorted(found)[: self.max_drafted]
             gains += found
@@ -270,28 +276,53 @@ class Speculator:
         expected = float(n_sequences)
         best, n_best = MARGIN * expected / before, 0
         most = expected - sum(gain for gain, *_ in gains)
-        for n, (gain, *_) in enumerate(gains, 1):
+        n_again = 0.0
+        for n, (gain, _, _, again_for_it) in enumerate(gains, 1):
             if most <= best * before:
                 break  # not even if all that are left were for nothing
             expected -= gain
-            per_second = expected / self._seconds(n_tokens + n, before)
+            n_again += again_for_it
+            per_second = expected / self._seconds(n_tokens + n + n_again, before)
             if per_second > best:
                 best, n_best = per_second, n
         n_likely = sum(-gain >= PROBE_GAIN for gain, *_ in gains)
         if n_best < n_likely and (self._is_probe or self._may_probe):
             self._plain_s = self._seconds(n_tokens + n_best, before)
             n_best = n_likely
-        for _, node, request_id in gains[:n_best]:
+        for _, node, request_id, _ in gains[:n_best]:
             kept[request_id].append(node)
         return {request_id: sorted(nodes) for request_id, nodes in kept.items()}
+
+    def _n_again(self, depth: int, above: float, right: float) -> float:
+        """Return how many more tokens one more guess of a chain has computed again, on average.
+
+        If the guess at ``depth`` is the first wrong one, with the guesses before it goes the token
+        that they follow: ``depth`` tokens come again.
+
+        Args:
+            depth: of the guess, 1 for the first.
+            above: how likely all before it are right.
+            right: how likely it is, too.
+        """
+        return depth * (above - right) if self.runs_again else 0.0
 
     @property
     def _may_probe(self) -> bool:
         return self._probe_s < PROBE_SHARE * self._total_s
 
-    def _seconds(self, n_tokens: int, before: float) -> float:
-        """Return what a step with guesses takes: no less than without, whatever was measured."""
-        return max(before, self.costs.seconds(n_tokens) or before)
+    def _seconds(self, n_tokens: float, before: float) -> float:
+        """Return what a step with guesses takes: no less than without, whatever was measured.
+
+        Args:
+            n_tokens: of the step; a part of one for what comes again now and then.
+            before: seconds of the step without guesses.
+        """
+        low = int(n_tokens)
+        seconds = max(before, self.costs.seconds(low) or before)
+        if low == n_tokens:
+            return seconds
+        above = max(seconds, self.costs.seconds(low + 1) or seconds)
+        return seconds + (n_tokens - low) * (above - seconds)
 
     def _guessed(
         self, asks: Mapping[int, DraftRequest], drafts: Mapping[int, Draft], seconds: float
