@@ -170,6 +170,14 @@ class SeqCache(Cache, Protocol):
         """Cells that a step could claim: the fewest of all layer groups."""
         ...
 
+    def can_take_slots(self, n: int) -> bool:
+        """Return true if a step could write ``n`` slots of states, or there are none to write."""
+        ...
+
+    def shared_slots(self) -> list[int]:
+        """Return the slots of states that have several owners: one that lets go frees none."""
+        ...
+
     def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
         """Per layer group the cell of each position, -1 where the group has none."""
         ...

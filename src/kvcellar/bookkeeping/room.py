@@ -55,6 +55,13 @@ class Room:
         wanted = zip(self._layouts, self.growth.cells_for(n), strict=True)
         return self.growth.can_add([layout.n_missing(cells, promised) for layout, cells in wanted])
 
+    def can_take_slots(self, n: int, promised: Appends = NOTHING) -> bool:
+        """Return true if ``n`` slots, the cells of the last layout, could be taken besides."""
+        n_missing = n - self._layouts[-1].n_sure(promised)
+        if self.growth is None or n_missing <= 0:
+            return n_missing <= 0
+        return self.growth.can_add([0] * (len(self._layouts) - 1) + [n_missing])
+
     def n_free(self, promised: Appends = NOTHING) -> int:
         """Return the most tokens by which any one sequence could grow."""
         there = min(layout.n_fitting(promised) for layout in self._layouts)

@@ -447,6 +447,20 @@ class Sequences(StepFace):
         self.check_resume(seq_id, n, "freeze_prefix")
         return n, cells_to_freeze(seq_id, self.seq_table(seq_id, n), self.config.params.groups)
 
+    # Slots -------------------------------------------------------------------------------------
+
+    def can_take_slots(self, n: int) -> bool:
+        """Return true if a step could write ``n`` slots of states; true without recurrent layers.
+
+        With a memory budget: those that it would grant are counted.
+        """
+        return self.slots is None or self.room.can_take_slots(n, self.steps.drafts.promised())
+
+    def shared_slots(self) -> list[int]:
+        """Return the slots of states that have several owners: one that lets go frees none."""
+        self.steps.settle()
+        return [] if self.slots is None else self.slots.shared()
+
     # Cells for a prefix index, and for what moves bytes out and in ----------------------------
 
     def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:

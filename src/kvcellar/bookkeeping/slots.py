@@ -120,6 +120,10 @@ class Slots:
                 del self._refs[slot]
                 heapq.heappush(self._freed, slot)
 
+    def shared(self) -> list[int]:
+        """Return the slots that have several owners."""
+        return [slot for slot, n in self._refs.items() if n > 1]
+
     # A step ------------------------------------------------------------------------------------
 
     def begin(self, stretches: Sequence[Stretch], n_tokens: int, n_held: int | None) -> StatePlan:

@@ -1,4 +1,4 @@
-"""Where a running sequence leaves what others can go on from, in a model that cannot be cut back.
+"""Lengths at which a sequence leaves what others can go on from, in a model that is not cut back.
 
 A layer with a window, a chunk or a state lets go of its past: a history can be resumed only where
 somebody published it when that was its end. So the chunks of a prompt end where one is likely to

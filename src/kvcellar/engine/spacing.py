@@ -1,4 +1,4 @@
-"""How far apart the snapshots of states lie within a long prompt, besides those at its end."""
+"""Distances between the snapshots of states within a long prompt, besides those at its end."""
 
 from __future__ import annotations
 
