@@ -120,6 +120,7 @@ class Tail(NamedTuple):
 def states_in(cache: SeqCache, slot: int) -> StatesOfOne:
     """Return copies of the states in a slot of a cache that has some."""
     assert isinstance(cache, StateCache), "a model with states has a cache for them"
+    assert slot != NO_SLOT, "nobody holds these states"
     layers = cache.read_states(np.array([slot]))
     return tuple(tuple(state[0] for state in layer) for layer in layers)
 
