@@ -48,6 +48,9 @@ qwen3_vl seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 """Families that are exact. One that is here and is not any more is a fault."""
 
+NOISY = {"gemma3n"}
+"""Families whose own float32 rounds by more than a fourth of the tolerance."""
+
 RECURRENT = """
 bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm2_vl lfm3 nemotron_h
 olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next zaya
@@ -66,6 +69,7 @@ REFUSED = {
     "diffllama": "attends more than once in layer 0",
     "mamba2": "takes no position_ids",
     "recurrent_gemma": "has 3 layers of 4 whose attention is not seen",
+    "zamba": "has one attention module for several layers",
     "minimax": "what its attention needs could not be seen",
 }
 """Families that are refused -> why, one of each kind."""
@@ -75,7 +79,8 @@ REFUSED = {
 def test_a_family_is_exact_in_every_way_and_on_every_cache(family):
     verdict = check_family(family)
     assert verdict.reason is None
-    assert verdict.worst <= TOLERANCE, verdict.differences
+    allowed = 2 * TOLERANCE if family in NOISY else TOLERANCE
+    assert verdict.worst <= min(allowed, verdict.tolerance), verdict.differences
     assert set(verdict.differences) == set(CACHES)
     assert set(verdict.differences["seq"]) == set(verdict.differences["tree"]) == set(PARTS)
 

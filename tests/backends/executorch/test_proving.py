@@ -51,3 +51,7 @@ def test_a_model_whose_sessions_choose_its_factors_does_not_export():
     with quietly():
         why = why_not_exported(default_raw("llama", rope_parameters=rope))
     assert "RoPE of type 'dynamic'" in str(why)
+
+
+def test_a_model_with_recurrent_layers_does_not_export():
+    assert "has 2 recurrent layers, whose states a program" in str(why_not("falcon_h1"))

@@ -29,11 +29,12 @@ def can_plan(cache: object) -> TypeGuard[TorchCache]:
     """Return true if the CPU kernel alone can run this cache's forwards.
 
     It cannot where K is stored rotated, since queries and keys have to be rotated before, where
-    histories begin with a frozen prefix, where rows are latent, and where layers share rows.
+    histories begin with a frozen prefix, where rows are latent, where layers share rows, and where
+    others are recurrent.
     """
     if not isinstance(cache, TorchCache) or cache.config.prefix is not None:
         return False
-    if cache.config.params.shared:
+    if cache.config.params.shared or cache.config.params.state is not None:
         return False
     if any(group.is_latent for group in cache.config.params.groups):
         return False

@@ -200,7 +200,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Note a call of a layer's attention; return zeros ``[1, T, n_heads, v_head_dim]``."""
     call = _Call(
-        layer=int(module.layer_idx),
+        layer=-1 if module.layer_idx is None else int(module.layer_idx),
         query=query,
         key=key,
         value=value,
@@ -258,6 +258,11 @@ def _layers_of(family: str, calls: list[_Call]) -> tuple[LayerFacts, ...]:
         ModelError: an attention that no cache here can serve.
     """
     often = [layer for layer, n in Counter(call.layer for call in calls).items() if n > 1]
+    if any(call.layer < 0 for call in calls):
+        raise ModelError(
+            f"architecture {family!r} has one attention module for several layers, whose histories "
+            f"no cache here can tell apart; choose another model"
+        )
     if often:
         raise ModelError(
             f"architecture {family!r} attends more than once in layer {often[0]}, which no cache "

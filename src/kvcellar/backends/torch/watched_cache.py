@@ -141,8 +141,12 @@ class WatchedCache(Cache):
     def watching(self, network: nn.Module) -> Iterator[None]:
         """Note which modules of a network run, and which are given this cache, while it lasts."""
         handles = []
+        parameters = {
+            kind: list(inspect.signature(kind.forward).parameters)[1:]
+            for kind in {type(module) for module in network.modules()}
+        }
         for path, module in network.named_modules():
-            enter = self._entering(path, list(inspect.signature(module.forward).parameters))
+            enter = self._entering(path, parameters[type(module)])
             handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(self._left, always_call=True),
