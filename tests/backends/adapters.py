@@ -56,8 +56,8 @@ def walked(cases: Sequence[Case]) -> list[Case]:
 
 
 class TorchAdapter(BackendAdapter):
-    def __init__(self, cases: Sequence[Case] = CASES) -> None:
-        super().__init__("torch", cases=cases, walked=walked(cases))
+    def __init__(self, cases: Sequence[Case] = CASES, state_cases: Sequence[Case] = ()) -> None:
+        super().__init__("torch", cases=cases, walked=walked(cases), state_cases=state_cases)
 
     @contextmanager
     def settings(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ class TestReference(ConformanceSuite):
 
 
 class TestTorch(ConformanceSuite):
-    adapter = TorchAdapter()
+    adapter = TorchAdapter(state_cases=STATE_CASES)
 
 
 class TestTorchInt8(ConformanceSuite):
