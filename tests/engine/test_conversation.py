@@ -8,7 +8,8 @@ import pytest
 
 from kvcellar.engine import Conversation, GeneratedToken, Generation, SamplingParams, last
 from kvcellar.errors import ModelError, PromptError
-from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, HashRunner, make_cache
+from kvcellar.types import ModelCacheParams
+from tests.engine.fakes import FULL_PARAMS, STATE_PARAMS, ByteTokenizer, HashRunner, make_cache
 
 VOCAB = ByteTokenizer.vocab_size
 END = ByteTokenizer.END
@@ -18,9 +19,13 @@ every_cache = pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
 
 
 def make_chat(
-    kind: str = "contiguous", capacity: int = 512, **options: Any
+    kind: str = "contiguous",
+    capacity: int = 512,
+    params: ModelCacheParams = FULL_PARAMS,
+    n_slots: int = 64,
+    **options: Any,
 ) -> tuple[Conversation, HashRunner, ByteTokenizer]:
-    cache = make_cache(kind, capacity, FULL_PARAMS)
+    cache = make_cache(kind, capacity, params, n_slots=n_slots)
     runner = HashRunner(cache, VOCAB)
     runner.bias = dict.fromkeys(range(ord("a"), ord("z") + 1), 100.0)
     tokenizer = ByteTokenizer()
@@ -34,8 +39,11 @@ def rendered(chat: Conversation, tokenizer: ByteTokenizer) -> list[int]:
 
 
 @every_cache
-def test_the_history_is_that_of_the_template_and_only_new_tokens_are_computed(kind: str) -> None:
-    chat, runner, tokenizer = make_chat(kind, system="be brief")
+@pytest.mark.parametrize("params", [FULL_PARAMS, STATE_PARAMS], ids=["full", "state"])
+def test_the_history_is_that_of_the_template_and_only_new_tokens_are_computed(
+    kind: str, params: ModelCacheParams
+) -> None:
+    chat, runner, tokenizer = make_chat(kind, params=params, system="be brief")
     for turn in range(4):
         before = list(chat.tokens)
         cached = chat.cached_tokens
@@ -260,3 +268,58 @@ def test_a_message_may_hold_any_text() -> None:
     before = len(chat.tokens)
     last(chat.say("kvcellar-answer", SAY))
     assert b"kvcellar-answer" in bytes(token for token in chat.tokens[before:] if token < 256)
+
+
+# Models that cannot be cut back everywhere --------------------------------------------------------
+
+
+def without_thoughts(tokenizer: ByteTokenizer) -> None:
+    """Make the template leave out what old answers begin with."""
+
+    def forgetful(conversation: Any, *, add_generation_prompt: bool, tokenize: bool) -> str:
+        kept = [
+            {**m, "content": m["content"][3:]} if m["role"] == "assistant" else m
+            for m in conversation
+        ]
+        return ByteTokenizer.apply_chat_template(
+            tokenizer, kept, add_generation_prompt=add_generation_prompt, tokenize=tokenize
+        )
+
+    tokenizer.apply_chat_template = forgetful  # type: ignore[method-assign,assignment]
+
+
+def fresh(chat: Conversation) -> Generation:
+    """What the last answer would be with nothing in the cache."""
+    cold, _, _ = make_chat("seq", params=STATE_PARAMS)
+    cold.messages = chat.messages[:-2]
+    without_thoughts(cold._tokenizer)  # type: ignore[arg-type]
+    return last(cold.say(chat.messages[-2]["content"], SAY))
+
+
+@every_cache
+@pytest.mark.parametrize("n_slots", [2, 3, 64])
+def test_a_turn_whose_thoughts_are_dropped_goes_on_from_what_the_user_said(
+    kind: str, n_slots: int
+) -> None:
+    chat, _, tokenizer = make_chat(kind, params=STATE_PARAMS, n_slots=n_slots)
+    without_thoughts(tokenizer)
+    for turn in range(5):
+        said = tokenizer.apply_chat_template(
+            chat.messages[:-1], add_generation_prompt=False, tokenize=False
+        )
+        result = last(chat.say(f"message {turn}", SAY))
+        assert result.token_ids == fresh(chat).token_ids
+        want = len(tokenizer.encode(said)) if n_slots > 2 else 0  # there is no slot to spare
+        assert result.usage.cached_tokens == want
+
+
+@every_cache
+def test_undo_goes_back_to_the_states_before_the_turn(kind: str) -> None:
+    chat, _, _ = make_chat(kind, params=STATE_PARAMS)
+    for turn in range(3):
+        held = chat.cached_tokens
+        last(chat.say(f"message {turn}", SAY))
+    chat.undo()
+    assert chat.cached_tokens == held > 0
+    result = last(chat.say("message 2", SAY))
+    assert result.usage.cached_tokens == held

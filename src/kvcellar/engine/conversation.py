@@ -7,7 +7,7 @@ from there on; what the model reads is never anything else than what was said.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +61,42 @@ class _Turn:
     n_messages: int
 
 
+class _Points:
+    """Lengths that a model with states can go on from, as many as there are slots for.
+
+    Without recurrent layers a sequence is cut back anywhere, or as far as windows have their slack.
+    """
+
+    def __init__(self, sequence: SequenceView) -> None:
+        config = sequence.cache.config
+        self._sequence = sequence
+        self._kept: list[int] = []
+        """Ascending."""
+        self.most = 0 if config.params.state is None else config.n_slots - 2
+        """All but the slots that a step reads and writes."""
+
+    def add(self, lengths: Iterable[int]) -> list[int]:
+        """Return lengths that the cache is to keep; the oldest ones give way to them."""
+        new = sorted({n for n in lengths if n > 0}.difference(self._kept))
+        new = new[max(0, len(new) - self.most) :]
+        while len(self._kept) + len(new) > self.most:
+            self._drop_oldest()
+        self._kept = sorted([*self._kept, *new])
+        return new
+
+    def make_room(self, n_tokens: int) -> None:
+        """Give the oldest ones up for as long as so many tokens do not fit."""
+        while self._kept and not self._sequence.can_extend(n_tokens):
+            self._drop_oldest()
+
+    def cut(self, length: int) -> None:
+        """Forget those that are gone, behind ``length``."""
+        self._kept = [n for n in self._kept if n <= length]
+
+    def _drop_oldest(self) -> None:
+        self._sequence.drop_point(self._kept.pop(0))
+
+
 class Conversation:
     """Messages and their tokens, of which the cache holds the first.
 
@@ -102,6 +138,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.tokens = History()
         self._turns: list[_Turn] = []
+        self._points = _Points(self._sequence)
         self.reset()
 
     @property
@@ -116,7 +153,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
-        self._sequence.cut(0)
+        self._cut(0)
         self.messages = list(self._opening)
         self.tokens = History()
         self._turns = []
@@ -135,8 +172,14 @@ class Conversation:
         del self.messages[turn.n_messages :]
         n_common = turn.tokens.common_prefix(self.tokens)
         self.tokens = turn.tokens
-        self._sequence.cut(n_common)
+        self._cut(n_common)
         return said
+
+    def _cut(self, n_tokens: int) -> int:
+        """Cut the cache back to at most so many tokens; return how many it holds."""
+        held = self._sequence.cut(n_tokens)
+        self._points.cut(held)
+        return held
 
     def say(
         self, text: str, params: SamplingParams, on_prefill: PrefillFn | None = None
@@ -156,7 +199,8 @@ class Conversation:
             control_tokens_in_text=self._control_tokens_in_text,
         )
         tokens = History(ids)
-        self._sequence.cut(self.tokens.common_prefix(tokens))
+        held = self._cut(self.tokens.common_prefix(tokens))
+        keep_at = self._keep_points(tokens, held, user)
         events = generate(
             self._runner,
             self._sequence.cache,
@@ -167,12 +211,39 @@ class Conversation:
             seq_id=self._sequence.seq_id,
             prefill_chunk=self._prefill_chunk,
             on_prefill=on_prefill,
+            keep_at=keep_at,
         )
         self._turns.append(_Turn(self.tokens, len(self.messages)))
         self.tokens = tokens
         answer: Message = {"role": "assistant", "content": ""}
         self.messages += [user, answer]
         return self._follow(events, tokens, answer)
+
+    def _keep_points(self, tokens: History, held: int, user: Message) -> list[int]:
+        """Keep the states before a turn, for ``undo``; return at which lengths of it to keep more.
+
+        That is behind what the user says: what an answer opens with may not stand before it in the
+        next turn, and what the model thinks may not either.
+
+        Args:
+            tokens: the prompt.
+            held: tokens of it that the cache holds.
+            user: what the user says.
+        """
+        if not self._points.most:
+            return []
+        said = render(
+            self._tokenizer,
+            valid_json([*self.messages, user]),
+            is_asking=False,
+            control_tokens_in_text=self._control_tokens_in_text,
+        )
+        n_said = tokens.common_prefix(History(encode(self._tokenizer, said)))
+        new = self._points.add((held, n_said))
+        if held in new:
+            self._sequence.keep_point(held)
+        self._points.make_room(len(tokens) - held)
+        return [n for n in new if n > held]
 
     @staticmethod
     def _follow(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -122,6 +123,7 @@ def generate(
     seq_id: int = 0,
     prefill_chunk: int = 512,
     on_prefill: PrefillFn | None = None,
+    keep_at: Collection[int] = (),
 ) -> Iterator[GeneratedToken | Generation]:
     """Continue a prompt: a :class:`GeneratedToken` for each token, then one :class:`Generation`.
 
@@ -140,6 +142,8 @@ def generate(
         seq_id: which sequence of the cache.
         prefill_chunk: tokens of the prompt in one forward.
         on_prefill: called before the first chunk and after each.
+        keep_at: lengths of the prompt to which the sequence is to be cut back later: where it does
+            not hold them yet, they are made points of the cache.
 
     Raises:
         PromptError: the prompt is empty, does not fit, holds an id that the model does not have,
@@ -151,9 +155,8 @@ def generate(
     prompt = check_prompt(prompt_ids, runner.vocab_size, sequence)
     state = SamplingState(params, runner.vocab_size, prompt, eos_token_ids)
     stream = TextStream(tokenizer, params.stop, context=prompt)
-    return _generate(
-        runner, sequence, prompt, state, stream, eos_token_ids, prefill_chunk, on_prefill
-    )
+    read = partial(prefill, runner, sequence, prompt, prefill_chunk, on_prefill, keep_at)
+    return _generate(runner, sequence, prompt, state, stream, eos_token_ids, read)
 
 
 def _generate(
@@ -163,12 +166,11 @@ def _generate(
     state: SamplingState,
     stream: TextStream,
     eos_token_ids: Collection[int],
-    prefill_chunk: int,
-    on_prefill: PrefillFn | None,
+    read: Callable[[], FloatArray],
 ) -> Iterator[GeneratedToken | Generation]:
     started = time.perf_counter()
     n_cached = sequence.cut(len(prompt) - 1)
-    logits = prefill(runner, sequence, prompt, prefill_chunk, on_prefill)
+    logits = read()
     token_ids: list[int] = []
     first_token_s, decode_s = time.perf_counter() - started, 0.0
     finish = out_of_tokens(state)
@@ -268,8 +270,9 @@ def prefill(
     prompt: History,
     chunk: int = 512,
     on_prefill: PrefillFn | None = None,
+    keep_at: Collection[int] = (),
 ) -> FloatArray:
-    """Compute what the sequence does not hold of a checked prompt.
+    """Compute what the sequence does not hold of a checked prompt; arguments as of ``generate``.
 
     A prompt that is held whole gives its last token back, since that one's logits are needed.
 
@@ -280,12 +283,16 @@ def prefill(
     n_new = len(prompt) - held
     if on_prefill is not None:
         on_prefill(0, n_new)
-    chunk = step_limit(runner, chunk)
-    for start in range(held, len(prompt), chunk):
-        tokens = prompt[start : start + chunk]
+    chunk, start = step_limit(runner, chunk), held
+    while start < len(prompt):
+        stop = min((n for n in keep_at if n > start), default=len(prompt))
+        tokens = prompt[start : min(stop, start + chunk)]
         logits = runner.forward(tokens, sequence.begin(len(tokens)))
+        start += len(tokens)
+        if start in keep_at:
+            sequence.keep_point(start)
         if on_prefill is not None:
-            on_prefill(start + len(tokens) - held, n_new)
+            on_prefill(start - held, n_new)
     return np.asarray(logits)
 
 

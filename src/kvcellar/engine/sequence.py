@@ -65,3 +65,25 @@ class SequenceView:
             return self._many.seq_rm(self.seq_id, new_length)
         assert self._single is not None
         return self._single.rewind(new_length)
+
+    def keep_point(self, length: int) -> None:
+        """Keep what is needed to go on from ``length``, which is held, until it is cut below.
+
+        Raises:
+            RewindError: some layer cannot go on from there any more; nothing was changed.
+        """
+        if self._many is not None:
+            self._many.keep_point(self.seq_id, length)
+        else:
+            assert self._single is not None
+            self._single.keep_point(length)
+
+    def drop_point(self, length: int) -> None:
+        """Keep what is needed to go on from ``length`` no longer; a no-op where it is no point."""
+        if length > self.length:
+            return
+        if self._many is not None:
+            self._many.drop_point(self.seq_id, length)
+        else:
+            assert self._single is not None
+            self._single.drop_point(length)
