@@ -2,6 +2,7 @@
 
 Only facts of the architecture are written. Capacity and storage type are the caller's, at run
 time. Values are what a program's constant methods can carry: ints, floats, and lists of ints.
+States of recurrent layers are none of them: models that have some are not exported.
 """
 
 from __future__ import annotations

@@ -382,8 +382,14 @@ def freeze_prefix(cache: Cache, length: int | None = None, seq_id: int = 0) -> S
         RewindError: nothing can go on from there: a window has moved on, or tokens are not in the
             cache's own cells.
         CacheFullError: the memory budget has no room for the copy.
-        ConfigError: the storage type cannot be shared.
+        ConfigError: the storage type cannot be shared, or the model has recurrent layers.
     """
+    if cache.config.params.state is not None:
+        raise ConfigError(
+            f"a prefix of a model with recurrent layers cannot be frozen: its caches would start "
+            f"from states that are no rows ({cache.config.params.state}); fork a sequence that "
+            f"holds the prefix, in one cache (seq_cp), or restore it from a store"
+        )
     if not isinstance(cache, FreezableCache):
         raise UnknownCacheError(
             f"a {type(cache).__name__} cannot be frozen; freeze a prefix in a cache of the "

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from kvcellar.bookkeeping import OneSequence, Sequences, TreeSequences
+from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES
+from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
-from kvcellar.errors import CacheFullError, RewindError
+from kvcellar.errors import CacheFullError, ConfigError, RewindError, StepError
 from kvcellar.states import NO_SLOT, StateGroup, StateShape
 from kvcellar.types import ModelCacheParams
 
@@ -226,3 +228,83 @@ def test_one_sequence_goes_back_to_points():
     feed(1)
     assert cache.rewind(0) == 0
     assert feed(1).src == NO_SLOT
+
+
+def held_bytes(cache):
+    """Bytes of what a budget has granted, by the definition."""
+    rows, slots = cache.steps.growth.sizes
+    arrays = ARRAY_BYTES * sum(cache.steps.growth.limits)
+    return rows * (32 + INDEX_BYTES) + slots * (STATE.slot_bytes + INDEX_BYTES) + arrays
+
+
+@pytest.mark.parametrize("kind", [Sequences, TreeSequences])
+def test_a_budget_grants_slots_by_their_bytes(kind):
+    budget = MemoryBudget(20_000)
+    cache = kind(config(n_slots=40, capacity=64, budget=budget))
+    for seq in range(5):
+        run(cache, [seq] * 3)
+    cache.end_step()
+    cache.check()
+    assert cache.steps.growth.sizes[-1] >= 6
+    assert budget.held_bytes == held_bytes(cache)
+
+
+def test_where_a_budget_has_no_slot_left_nothing_grows_and_the_message_says_bytes():
+    slot = STATE.slot_bytes + INDEX_BYTES
+    budget = MemoryBudget(16 * 70 + 1000 + 6 * slot)
+    cache = Sequences(config(n_slots=40, capacity=16, budget=budget))
+    seq = 0
+    while cache.can_begin_step([seq]):
+        assert cache.can_extend(1)
+        run(cache, [seq])
+        seq += 1
+    assert 2 <= seq < 16
+    assert not cache.can_extend(1)
+    assert cache.n_free == 0
+    with pytest.raises(CacheFullError, match=r"1 slots of 40 B, 0 free of .*give more memory"):
+        cache.begin_step([seq])
+    cache.seq_rm(0)
+    run(cache, [1])
+    cache.end_step()
+    cache.check()
+
+
+def test_a_budget_without_room_for_two_slots_is_refused_with_figures():
+    with pytest.raises(ConfigError, match=r"1 token take 64, 2 slots 40 each"):
+        Sequences(config(capacity=16, budget=MemoryBudget(400)))
+
+
+def test_one_sequence_grows_by_its_budget_and_says_when_slots_are_short():
+    cache = OneSequence(config(n_slots=40, capacity=16, budget=MemoryBudget(2000)))
+    n = 0
+    while cache.can_extend(1):
+        cache.steps.plan(0, 1, None)
+        cache.steps.wrote(0)
+        for layer in (0, 1):
+            plan = cache.steps.plan_states(layer, 1, None)
+            assert plan.n_slots == cache.steps.growth.sizes[-1]
+            cache.steps.wrote_states(layer)
+        n += 1
+        cache.keep_point(n)
+    assert 2 <= n < 16
+    with pytest.raises(CacheFullError, match="slots of 40 B"):
+        cache.steps.plan(0, 1, None)
+    cache.rewind(2)
+    assert cache.can_extend(1)
+    cache.steps.growth.check()
+
+
+def test_a_recurrent_layer_may_come_first_in_a_forward_that_nobody_began():
+    cache = OneSequence(config())
+    cache.steps.plan_states(0, 3, [0, 1, 2])
+    assert cache.is_step_open
+    with pytest.raises(StepError, match="recurrent layer 2 asked for its states; this cache has 2"):
+        cache.steps.plan_states(2, 3, None)
+
+
+def test_states_come_with_a_history_whose_bytes_come_from_elsewhere():
+    cache = OneSequence(config())
+    cache.adopt(5, [5])
+    (slot,) = cache.slots.table(0, 5)[4:]
+    cache.steps.plan(0, 1, None)
+    assert cache.steps.plan_states(0, 1, None).advances[0].src == slot

@@ -1,243 +1,383 @@
-"""A group that keeps a state, not rows, beside groups of rows: steps and room take it as it is."""
+"""States beside rows, whatever the order of verbs: no slot is lost, none changes while it is held.
+
+The oracle: the state after some tokens is the tuple of all of them; a dict has what was written to
+each slot.
+"""
 
 from __future__ import annotations
 
-import random
-from functools import partial
-
+import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant
 
-from kvcellar.bookkeeping import BlockPool, Steps
-from kvcellar.bookkeeping.begin import begin_tokens, refuse, stretches_of
-from kvcellar.bookkeeping.layout import Demand
-from kvcellar.bookkeeping.room import Room
-from kvcellar.bookkeeping.rows import Rows, appends_of
-from kvcellar.cache_config import GroupUsage
-from kvcellar.errors import CacheFullError
-from kvcellar.sight import Sight
-from kvcellar.types import MOST_CELLS, AttendKind, AttendSpec, Run, StepPlan, Write
-from tests.bookkeeping.byte_simulator import TokenIds, config_of, seen_by, snapshot, visible
+from kvcellar.bookkeeping import TreeSequences
+from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES
+from kvcellar.budget import MemoryBudget
+from kvcellar.cache_config import make_config
+from kvcellar.errors import CacheFullError, RewindError
+from kvcellar.states import NO_SLOT, StateGroup, StateShape
+from kvcellar.types import LayerGroup, ModelCacheParams
+from tests.bookkeeping.actions import ActionMachine, action
 
-WINDOW, SLACK = 4, 1
+STATE = StateGroup(((StateShape("recurrent", (30,)),), (StateShape("convolution", (2, 3)),)))
+PICK = st.integers(0, 99)
+BATCH = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4)
 
 
-class States:
-    """One state per sequence, and one per point: a toy `SharedLayout`.
+class Entry:
+    """What an index holds: cells and slots of some tokens."""
 
-    A step reads a sequence's state and writes the next one elsewhere, so that it can be undone.
-    """
+    def __init__(self, tables, tokens):
+        self.tables = tables
+        self.tokens = tokens
 
-    unit = 1
-    capacity = MOST_CELLS
+    def lengths(self):
+        """Lengths with states."""
+        return (np.flatnonzero(self.tables[-1] >= 0) + 1).tolist()
 
-    def __init__(self, n_states, lengths):
-        self.free = list(range(n_states))
-        self.n_states = n_states
-        self.lengths = lengths
-        self.held: dict[int, dict[int, int]] = {}  # sequence -> length -> state
+
+class StatesAgainstHistories(ActionMachine):
+    @initialize(
+        n_slots=st.integers(3, 14),
+        windows=st.sampled_from([(None,), (None, 4), (3,)]),
+        block_size=st.sampled_from([1, 1, 4]),
+        slots_in_budget=st.none() | st.integers(2, 12),
+    )
+    def make(self, n_slots, windows, block_size, slots_in_budget):
+        groups = tuple(LayerGroup((i,), 1, 2, 2, window=w) for i, w in enumerate(windows))
+        params = ModelCacheParams(len(groups), groups=groups, state=STATE)
+        self.budget = None
+        if slots_in_budget is not None:
+            cell = sum(16 + INDEX_BYTES + ARRAY_BYTES for _ in groups)
+            slots = slots_in_budget * (STATE.slot_bytes + INDEX_BYTES)
+            self.budget = MemoryBudget(120 * cell + slots + 2000)
+        config = make_config(
+            params, 120, min_chunk=4, window_slack=2, n_slots=n_slots, budget=self.budget
+        )
+        self.cache = TreeSequences(config, block_size=block_size)
+        self.windows = windows
+        self.want: dict[int, tuple[int, ...]] = {}
         self.points: dict[int, set[int]] = {}
-        self.next: dict[int, int] = {}  # what the last step wrote, until it is accepted
+        self.nodes: dict[int, list[tuple[int, ...]]] = {}
+        self.slots: dict[int, tuple[int, ...]] = {}  # what was written last
+        self.entries: list[Entry] = []
+        self.n_tokens = 0
 
-    def begin(self, stretches, n_tokens, n_held):
-        writes, reads = [], []
-        for s in stretches:
-            before = self.next.get(s.seq_id, self.held.get(s.seq_id, {}).get(s.first_pos))
-            if s.seq_id not in self.next:
-                self.next[s.seq_id] = self.free.pop()
-            writes.append(Write(s.q_start, Run(self.next[s.seq_id], 1)))
-            runs = () if before is None else (Run(before, 1),)
-            reads.append(AttendSpec(s.q_start, s.n_tokens, runs, AttendKind.NONE))
-        return StepPlan(n_tokens, tuple(writes), tuple(reads), self.n_states), []
+    # What happens ---------------------------------------------------------------------------------
 
-    def undo(self, stretches):
-        for seq in {s.seq_id for s in stretches} & self.next.keys():
-            self.free.append(self.next.pop(seq))
+    def refused(self, error, verb, *args):
+        self.cache.end_step()
+        before = self.cache.usage(), self.seen()
+        with pytest.raises(error):
+            verb(*args)
+        assert (self.cache.usage(), self.seen()) == before
 
-    def accept(self, seq_ids):
-        for seq in seq_ids:
-            held, points = self.held.setdefault(seq, {}), self.points.get(seq, set())
-            self.free += [held.pop(at) for at in list(held) if at not in points]
-            held[self.lengths[seq]] = self.next.pop(seq)
+    def seen(self):
+        return {
+            seq: [t.tolist() for t in self.cache.seq_table(seq)] for seq in self.cache.seq_ids()
+        }
 
-    def resume_at(self, seq_id, length):
-        there = {0, self.lengths.get(seq_id, 0), *self.points.get(seq_id, ())}
-        return max(at for at in there if at <= length)
+    @action(
+        weight=10,
+        batch=BATCH,
+        fate=st.sampled_from(["done"] * 4 + ["cancelled", "raised"]),
+        n_turns=st.integers(0, 3),
+    )
+    def step(self, batch, fate, n_turns):
+        ids = [seq for seq, n in batch if seq not in self.nodes for _ in range(n)]
+        if not ids:
+            return
+        if not self.cache.can_begin_step(ids):
+            self.refused(CacheFullError, self.cache.begin_step, ids)
+            return
+        self.forward(ids, fate, n_turns)
 
-    def keep_point(self, seq_id, length):
-        self.points.setdefault(seq_id, set()).add(length)
-
-    def cut(self, seq_id, p0, p1):
-        assert p1 == self.lengths[seq_id], "a state has no holes"
-        held = self.held.get(seq_id, {})
-        self.free += [held.pop(at) for at in list(held) if at > p0 or not p0]
-        self.points[seq_id] = {at for at in self.points.get(seq_id, ()) if 0 < at <= p0}
-
-    def clear(self):
-        self.__init__(self.n_states, self.lengths)
-
-    def usage(self):
-        taken = self.n_states - len(self.free)
-        return GroupUsage(None, self.n_states, taken, 0, self.n_states)
-
-    def demand(self, appends):
-        return Demand(len(appends), len(self.free))
-
-    def n_missing(self, n, promised):
-        return len(promised) + 1 - len(self.free)
-
-    def n_fitting(self, promised):
-        return MOST_CELLS if self.n_missing(1, promised) <= 0 else 0
-
-    n_sure = n_fitting
-
-    def let_go(self, seq_id, batch):
-        """A state has nothing behind a window."""
-
-    def n_to_place(self, demand):
-        return 0
-
-    def grant(self, n_cells):
-        """Never called: there is no budget."""
-
-    def in_words(self, n_units):
-        return f"{n_units} states"
-
-
-class Cache:
-    """All of a history, a window of it, and a state that is the tuple of all its tokens."""
-
-    def __init__(self, capacity=64, n_states=8):
-        self.config = config_of((None, WINDOW, None), capacity, SLACK)
-        self.ids = TokenIds(self.config)
-        self.states = {}
-        self.lengths = {}
-        self.layouts = [
-            Rows(BlockPool(capacity), self.lengths),
-            Rows(BlockPool(capacity), self.lengths, sight=Sight(WINDOW), slack=SLACK),
-            States(n_states, self.lengths),
-        ]
-        self.room = Room(self.config, self.layouts, self.lengths, None)
-        unasked = partial(refuse, self.room)
-        self.steps = Steps(
-            self.config, self.layouts, self.lengths, self.ids, growth=None, unasked=unasked
-        )
-
-    def run(self, tokens, n_layers):
-        """Run some layers; return per layer group what each query sees."""
-        seen = {}
-        for layer in range(n_layers):
-            plan = self.steps.plan(layer, len(tokens), None)
-            group = self.steps.group_of(layer)
-            if group < 2:
-                self.ids.stored[layer][plan.write_cells] = tokens
-                seen[group] = [x for r in plan.reads for x in seen_by(r, self.ids.stored[layer])]
-            else:
-                seen[group] = []
-                for read, write in zip(plan.reads, plan.writes, strict=True):
-                    state = self.states[read.runs[0].start] if read.runs else ()
-                    for token in tokens[read.q_start : read.q_start + read.q_len]:
-                        state = (*state, token)
-                        seen[group].append(sorted(state))
-                    self.states[write.run.start] = state
-            self.steps.wrote(layer)
-        return seen
-
-    def keep_point(self, seq):
-        self.steps.settle()
-        for layout in self.layouts:
-            layout.keep_point(seq, self.lengths[seq])
-
-    def cut(self, seq, length):
-        for layout in self.layouts:
-            layout.cut(seq, length, self.lengths[seq])
-        if length:
-            self.lengths[seq] = length
+    def forward(self, ids, fate, n_turns):
+        """Run tokens of sequences, or the pending nodes of those that have a tree."""
+        cache = self.cache
+        held = self.held_slots()
+        cache.begin_step(ids)
+        after = self.expected(ids)
+        layers = [("rows", i) for i in range(len(self.windows))]
+        turns = [("states", 0), *layers, ("states", 1)]
+        for kind, layer in turns if fate != "raised" else turns[: n_turns % len(turns)]:
+            if kind == "rows":
+                cache.steps.plan(layer, len(ids), None)
+                cache.steps.wrote(layer)
+                continue
+            plan = cache.steps.plan_states(layer, len(ids), None)
+            self.write(plan, ids, after, held)
+            cache.steps.wrote_states(layer)
+        if fate == "done":
+            self.accept(ids, after)
+        elif fate == "cancelled":
+            cache.cancel_step()
         else:
-            del self.lengths[seq]
-            for layout in self.layouts[:2]:
-                layout.forget(seq)
+            cache.end_step()
 
+    def expected(self, ids):
+        """Return the history after each token of a step."""
+        now, after, at = dict(self.want), [], dict.fromkeys(self.nodes, 0)
+        for seq in ids:
+            tree = self.cache.steps.drafts.of(seq)
+            if tree is None:
+                before = now.get(seq, ())
+            else:
+                node = tree.frontier_start + at[seq]
+                at[seq] += 1
+                parent = tree.parents[node]
+                mine = [
+                    *self.nodes[seq],
+                    *(a for s, a in zip(ids, after, strict=False) if s == seq),
+                ]
+                before = now.get(seq, ()) if parent < 0 else mine[parent]
+            after.append((*before, self.n_tokens))
+            self.n_tokens += 1
+            if tree is None:
+                now[seq] = after[-1]
+        return after
 
-def walk(rng):
-    """Steps, points and ways back at random, against a list of tokens per sequence."""
-    cache, want, points, token = Cache(), {}, {}, 0
-    for _ in range(60):
-        verb = rng.choice(["step"] * 4 + ["cancelled", "raised", "point", "back"])
-        cache.steps.settle()
-        seq = rng.randrange(3)
-        if verb == "point" and seq in want and len(points.get(seq, ())) < 1:
-            cache.keep_point(seq)
-            points.setdefault(seq, set()).add(len(want[seq]))
-        elif verb == "back" and seq in want:
-            length = rng.randint(0, len(want[seq]))
-            at = cache.steps.resume_at(seq, length)
-            there = {0, len(want[seq]), *points.get(seq, ())}
-            assert at == max(p for p in there if p <= length)
-            cache.cut(seq, at)
-            points[seq] = {p for p in points.get(seq, ()) if 0 < p <= at}
-            want[seq] = want[seq][:at]
-            if not at:
-                del want[seq]
-        elif verb in ("step", "cancelled", "raised"):
-            ids = [s for s in rng.choices(range(3), k=3) for _ in range(rng.randint(1, 3))]
-            tokens = list(range(token, token + len(ids)))
-            token += len(ids)
-            if not cache.room.fits(appends_of(stretches_of(cache.steps, ids)[0])):
-                for s in list(want):
-                    cache.cut(s, 0)
-                want, points = {}, {}
-            begin_tokens(cache.room, cache.steps, ids, None)
-            seen = cache.run(tokens, 4 if verb != "raised" else rng.randint(0, 3))
-            after = {s: list(t) for s, t in want.items()}
-            for i, s in enumerate(ids):
-                after.setdefault(s, []).append(tokens[i])
-                for group, window in enumerate((None, WINDOW, None)):
-                    if group in seen:
-                        history = dict(enumerate(after[s]))
-                        assert seen[group][i] == visible(history, len(after[s]) - 1, window)
-            if verb == "step":
-                want = after
-            elif verb == "cancelled":
-                cache.steps.cancel()
-        cache.steps.settle()
-        assert cache.lengths == {s: len(t) for s, t in want.items()}
-        states = cache.layouts[2]
-        n_held = sum(len({len(want[s]), *points.get(s, ())}) for s in want)
-        assert len(states.free) == states.n_states - n_held, (
-            "none is lost, none is kept for nothing"
+    def write(self, plan, ids, after, held):
+        """Take states on as the plan says, and see that they are those of the histories."""
+        covered = []
+        for q_start, n_tokens, src, dst in plan.advances:
+            covered += range(q_start, q_start + n_tokens)
+            assert dst not in held, "a slot that somebody holds never changes"
+            assert max(src, dst) < plan.n_slots <= self.cache.config.n_slots
+            before = () if src == NO_SLOT else self.slots[src]
+            got = before + tuple(token[-1] for token in after[q_start : q_start + n_tokens])
+            assert got == after[q_start + n_tokens - 1]
+            self.slots[dst] = got
+        assert covered == list(range(len(ids)))
+
+    def accept(self, ids, after):
+        for seq, tokens in zip(ids, after, strict=True):
+            if seq in self.nodes:
+                self.nodes[seq].append(tokens)
+            else:
+                self.want[seq] = tokens
+
+    @action(weight=2, pick=PICK, point=PICK, dst=st.integers(0, 4))
+    def fork(self, pick, point, dst):
+        src = self.picked(pick)
+        if src is None or src == dst or dst in self.nodes:
+            return
+        if dst in self.want:
+            self.drop(dst)
+        there = self.resumable(src)
+        stop = there[point % len(there)]
+        if not stop:
+            return
+        self.cache.seq_cp(src, dst, 0, stop)
+        self.want[dst] = self.want[src][:stop]
+
+    @action(pick=PICK, point=PICK, dst=st.integers(0, 4))
+    def fork_where_no_states_are(self, pick, point, dst):
+        src = self.picked(pick)
+        if src is None or dst in self.want or dst in self.nodes:
+            return
+        stop = 1 + point % len(self.want[src])
+        if stop not in self.resumable(src):
+            self.refused(RewindError, self.cache.seq_cp, src, dst, 0, stop)
+        elif stop > 1:
+            self.refused(RewindError, self.cache.seq_cp, src, dst, 1, stop)
+
+    @action(weight=3, pick=PICK, is_kept=st.booleans())
+    def point(self, pick, is_kept):
+        seq = self.picked(pick)
+        points = self.points.setdefault(seq, set())
+        if seq is not None and is_kept:
+            self.cache.keep_point(seq, len(self.want[seq]))
+            points.add(len(self.want[seq]))
+        elif points:
+            at = sorted(points)[pick % len(points)]
+            self.cache.drop_point(seq, at)
+            points.remove(at)
+
+    @action(weight=3, pick=PICK, at=PICK)
+    def cut(self, pick, at):
+        seq = self.picked(pick)
+        if seq is None or seq in self.nodes:
+            return
+        p0 = at % (len(self.want[seq]) + 2)
+        if p0 and p0 + 1 < len(self.want[seq]):
+            self.refused(RewindError, self.cache.seq_rm, seq, p0, p0 + 1)
+        there = max((n for n in self.resumable(seq) if n <= p0), default=0)
+        assert self.cache.seq_rm(seq, p0) == there
+        self.want[seq] = self.want[seq][:there]
+        self.points[seq] = {n for n in self.points.get(seq, ()) if n <= there}
+        if not there:
+            del self.want[seq]
+
+    def drop(self, seq):
+        self.cache.seq_rm(seq)
+        for of_seq in (self.want, self.points, self.nodes):
+            of_seq.pop(seq, None)
+
+    @action(pick=PICK)
+    def remove(self, pick):
+        there = sorted({*self.want, *self.nodes})
+        if there:
+            self.drop(there[pick % len(there)])
+
+    # Trees ----------------------------------------------------------------------------------------
+
+    @action(weight=2, seq=st.integers(0, 4), draws=st.lists(PICK, min_size=1, max_size=4))
+    def propose(self, seq, draws):
+        there = self.nodes.get(seq, [])
+        parents = [draw % (len(there) + i + 1) - 1 for i, draw in enumerate(draws)]
+        try:
+            self.cache.propose(parents, seq)
+        except CacheFullError:
+            assert self.cache.has_tree(seq) == bool(there)
+            return
+        self.nodes.setdefault(seq, [])
+        others = {s for s, nodes in self.nodes.items() if s != seq}
+        assert not others & {seq}
+        self.forward([seq] * len(parents), "raised", len(draws) % 3)
+        self.forward([seq] * len(parents), "cancelled", 0)
+        self.forward([seq] * len(parents), "done", 0)
+
+    @action(weight=2, pick=PICK, leaf=PICK, is_dropped=st.booleans())
+    def commit(self, pick, leaf, is_dropped):
+        if not self.nodes:
+            return
+        seq = sorted(self.nodes)[pick % len(self.nodes)]
+        tree = self.cache.steps.drafts.of(seq)
+        chain, node = [], leaf % len(self.nodes[seq])
+        while node >= 0 and not is_dropped:
+            chain.insert(0, node)
+            node = tree.parents[node]
+        self.cache.commit(chain, seq)
+        nodes = self.nodes.pop(seq)
+        if chain:
+            self.want[seq] = nodes[chain[-1]]
+
+    # An index -------------------------------------------------------------------------------------
+
+    @action(weight=3, pick=PICK)
+    def publish(self, pick):
+        seq = self.picked(pick)
+        if seq is not None:
+            tables = self.cache.seq_table(seq)
+            self.cache.retain_cells(tables)
+            self.entries.append(Entry([table.copy() for table in tables], self.want[seq]))
+
+    @action(weight=2, pick=PICK, at=PICK, seq=st.integers(0, 4))
+    def resume(self, pick, at, seq):
+        if not self.entries or seq in self.want or seq in self.nodes:
+            return
+        entry = self.entries[pick % len(self.entries)]
+        n = 1 + at % len(entry.tokens)
+        tables = [table[:n] for table in entry.tables]
+        rows = self.windows == (None,) or n in (len(entry.tokens), 1)
+        if n not in entry.lengths():
+            self.refused(RewindError, self.cache.seq_map, seq, tables)
+        elif rows or self.can_see(entry, n):
+            self.cache.seq_map(seq, tables)
+            self.want[seq] = entry.tokens[:n]
+
+    def can_see(self, entry, n):
+        """Return true if all rows that the next token sees are held."""
+        return all(
+            (table[max(0, n - (w or n + 1) + 1) : n] >= 0).all()
+            for table, w in zip(entry.tables[:-1], self.windows, strict=True)
         )
 
+    @action(weight=2, pick=PICK, states_alone=st.booleans())
+    def evict(self, pick, states_alone):
+        if not self.entries:
+            return
+        entry = self.entries.pop(pick % len(self.entries))
+        if states_alone:
+            none = [np.full(len(entry.tokens), -1)] * len(self.windows)
+            self.cache.release_cells([*none, entry.tables[-1]])
+            left = [*entry.tables[:-1], np.full(len(entry.tokens), -1)]
+            self.entries.append(Entry(left, entry.tokens))
+        else:
+            self.cache.release_cells(entry.tables)
 
-@pytest.mark.parametrize("seed", range(20))
-def test_states_live_beside_rows_whatever_the_order_of_verbs(seed):
-    walk(random.Random(seed))
+    @action(pick=PICK, seq=st.integers(0, 4), also=PICK)
+    def restore(self, pick, seq, also):
+        """Tokens of a sequence come back from elsewhere, with the states at some lengths."""
+        if seq in self.want or seq in self.nodes:
+            return
+        tokens = tuple(range(self.n_tokens, self.n_tokens + 1 + pick % 12))
+        self.n_tokens += len(tokens)
+        tables = [np.arange(len(tokens)) for _ in (*self.windows, None)]
+        lengths = sorted({len(tokens), 1 + also % len(tokens)})
+        tables[-1] = np.full(len(tokens), -1)
+        tables[-1][np.array(lengths) - 1] = 0
+        try:
+            held = self.held_slots()
+            claimed = self.cache.seq_claim(seq, tables)
+        except CacheFullError:
+            return
+        for at in lengths:
+            slot = int(claimed[-1][at - 1])
+            assert slot not in held
+            self.slots[slot] = tokens[:at]
+        self.want[seq] = tokens
+        self.points[seq] = {*lengths} - {len(tokens)}
+
+    @action()
+    def end_step(self):
+        self.cache.end_step()
+
+    # What holds -----------------------------------------------------------------------------------
+
+    def picked(self, pick):
+        there = sorted(self.want)
+        return there[pick % len(there)] if there else None
+
+    def resumable(self, seq):
+        """Lengths with states, where windows have what is needed too."""
+        self.cache.end_step()
+        there = {len(self.want[seq]), *self.points.get(seq, ())}
+        low = [layout.resume_at for layout in self.cache.layouts]
+        return sorted(n for n in there if all(at(seq, n) == n for at in low))
+
+    def held_slots(self):
+        """Slots that hold the states of somebody, once the last step is accepted."""
+        self.cache.end_step()
+        slots = [self.cache.seq_table(seq)[-1] for seq in self.want]
+        slots += [entry.tables[-1] for entry in self.entries]
+        nodes = [slot for of in self.cache.slots._nodes.values() for slot in of]
+        return {int(slot) for table in slots for slot in table[table >= 0]} | set(nodes)
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "cache"):
+            return
+        held = [
+            np.concatenate([entry.tables[i][entry.tables[i] >= 0] for entry in self.entries])
+            if self.entries
+            else np.array([], dtype=int)
+            for i in range(len(self.windows) + 1)
+        ]
+        self.cache.check(held)
+        assert {seq: self.cache.seq_len(seq) for seq in self.cache.seq_ids()} == {
+            seq: len(tokens) for seq, tokens in self.want.items()
+        }
+        for seq, tokens in self.want.items():
+            table = self.cache.seq_table(seq)[-1]
+            there = (np.flatnonzero(table >= 0) + 1).tolist()
+            assert set(there) == {len(tokens), *self.points.get(seq, ())}
+            for at in there:
+                assert self.slots[int(table[at - 1])] == tokens[:at]
+        for entry in self.entries:
+            for at in entry.lengths():
+                assert self.slots[int(entry.tables[-1][at - 1])] == entry.tokens[:at]
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            for entry in self.entries:
+                self.cache.release_cells(entry.tables)
+            for seq in {*self.want, *self.nodes}:
+                self.cache.seq_rm(seq)
+            self.cache.check()
+            assert self.cache.usage().slots.live == 0, "no slot is lost"
 
 
-def test_all_groups_go_back_to_where_the_state_has_a_point():
-    cache = Cache()
-    for n in (5, 20, 3):
-        begin_tokens(cache.room, cache.steps, [0] * n, None)
-        cache.run(list(range(n)), 4)
-        if n < 20:
-            cache.keep_point(0)
-    assert [cache.steps.resume_at(0, n) for n in (28, 27, 6, 5, 4)] == [28, 5, 5, 5, 0]
-
-
-def test_without_a_free_state_no_sequence_grows_though_there_are_cells():
-    cache = Cache(n_states=2)
-    begin_tokens(cache.room, cache.steps, [0, 0], None)
-    cache.run([1, 2], 4)
-    cache.steps.settle()
-    assert cache.room.can_extend(62)
-    assert cache.room.n_free() == 62
-    assert not cache.room.fits({0: (2, 1), 1: (0, 1)})
-    before = snapshot(cache.layouts)
-    with pytest.raises(CacheFullError, match="step needs 2 states, 1 free of 2; release a seq"):
-        begin_tokens(cache.room, cache.steps, [0, 1], None)
-    assert snapshot(cache.layouts) == before
-    begin_tokens(cache.room, cache.steps, [1], None)
-    cache.run([3], 4)
-    cache.steps.settle()
-    assert not cache.room.can_extend(1)
-    assert cache.room.n_free() == 0
-    assert cache.room.capacity == 64
+TestStatesAgainstHistories = StatesAgainstHistories.TestCase
