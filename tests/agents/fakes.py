@@ -66,6 +66,12 @@ class RowCells(SeqCells):
                 assert np.allclose(k, -v, atol=2) and k.shape[2] == len(table)
                 self.stored[g][table] = k[0, 0, :, 0].astype(int)
 
+    def read_states(self, slots: Any) -> Any:
+        return self.tokens.read_states(slots)
+
+    def write_states(self, slots: Any, states: Any) -> None:
+        self.tokens.write_states(slots, states)
+
 
 def make_host(
     name: str = "hash",
@@ -77,8 +83,9 @@ def make_host(
     tokenizer: Any = None,
     runner: Callable[[Any, int], Any] = HashRunner,
     size_bytes: int = 0,
+    n_slots: int = 256,
 ) -> ModelHost:
-    cache = RowCells(make_config(params, capacity, min_chunk=16))
+    cache = RowCells(make_config(params, capacity, min_chunk=16, n_slots=n_slots))
     tokenizer = tokenizer or ByteTokenizer()
     hashes = runner(cache, VOCAB)
     hashes.bias = dict(LETTERS)

@@ -388,12 +388,13 @@ def n_tokens(messages: Any, *, is_asking: bool = False) -> int:
     return len(tokenizer.encode(text))
 
 
-def test_later_turns_diverge_before_the_opening_of_an_answer_and_behind_the_users_last_message():
+def test_later_turns_diverge_before_an_answer_opens_and_before_or_behind_what_the_user_said_last():
     asked = [SYSTEM, user("one"), {"role": "assistant", "content": "hm</think>\nyes"}, user("two")]
-    assert divergences(asked) == (n_tokens(asked),)
+    edited = n_tokens([*asked[:-1], user("")]) - 2  # its end, and a newline
+    assert divergences(asked) == (edited, n_tokens(asked))
     called = [*asked, {"role": "assistant", "content": "so</think>\nlook"}]
     called.append({"role": "system", "content": "seen"})
-    assert divergences(called) == (n_tokens(asked), n_tokens(called))
+    assert divergences(called) == (edited, n_tokens(asked), n_tokens(called))
 
 
 def test_a_conversation_that_left_its_history_is_expected_to_be_left_there_again():
@@ -418,7 +419,7 @@ def test_places_are_exact_where_messages_spell_control_tokens(text):
     text = text.replace("<end>", words[-1].content)
     messages = [user(text), {"role": "assistant", "content": text}, user(f"{text}?")]
     prefixes = plan_messages(tokenizer, History(), (), None, messages, None, ()).prefixes
-    (at,) = prefixes.divergences()
+    at = prefixes.divergences()[-1]
     part = encode(tokenizer, render(tokenizer, messages, is_asking=False))
     assert prefixes.tokens[:at].tolist() == part
     assert at < len(prefixes.tokens)

@@ -21,6 +21,10 @@ from kvcellar.models.prompts import PromptTokenizer, Rendered, encode, render
 Message = dict[str, Any]
 
 
+MIN_AHEAD = 16
+"""Tokens by which a place has to be behind what the history has for it to be worth a stop."""
+
+
 class AgentTokenizer(PromptTokenizer, Protocol):
     """Protocol of a tokenizer for agents; those of transformers have it."""
 
@@ -86,24 +90,32 @@ class Prefixes:
 
         Behind the last message: what the template opens an answer with may not stand before that
         answer in the next turn. Behind the user's last message: templates drop all thoughts since
-        when the user speaks again. And where the conversation left its history: others may, too.
+        when the user speaks again; and before it, where it is said otherwise, unless the history
+        has what comes before. And where the conversation left its history: others may, too. An
+        answer that is asked for again needs the last token's logits, so the last place is before.
         """
-        n = len(self.messages)
-        said = [i for i, message in enumerate(self.messages, 1) if message.get("role") == "user"]
-        found = {self.n_common, *map(self._length_of, {n, said[-1] if said else n})}
+        messages = self.messages
+        said = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+        ends = {len(messages), said[-1] + 1 if said else len(messages)}
+        found = [self.n_common, *(self._length_of(messages[:end]) for end in ends)]
+        if said and said[-1]:
+            otherwise = _otherwise(messages[said[-1]])
+            found.append(self._length_of([*messages[: said[-1]], otherwise]))
+            if found[-1] < self.n_common + MIN_AHEAD:
+                found.pop()
         last = len(self.tokens) - 1
         return tuple(sorted({min(at, last) for at in found if min(at, last) > 0}))
 
-    def _length_of(self, n_messages: int) -> int:
-        """Count the tokens that the first messages write, as far as all of them write the same.
+    def _length_of(self, messages: Sequence[Message]) -> int:
+        """Count the tokens that some messages write, as far as the conversation writes the same.
 
         What follows is encoded alone: where that gives the last tokens of the whole, the others
-        are the beginning's. 0 where the template refuses so few messages.
+        are the beginning's. 0 where the template refuses these messages.
         """
         try:
             part = render(
                 self.tokenizer,
-                self.messages[:n_messages],
+                messages,
                 self.tools,
                 is_asking=False,
                 control_tokens_in_text=self.control_tokens_in_text,
@@ -118,6 +130,12 @@ class Prefixes:
             if tail and self.tokens[n:].tolist() == tail:
                 return n
         return self.tokens.common_prefix(History(encode(self.tokenizer, part)))
+
+
+def _otherwise(message: Message) -> Message:
+    """Return a message of the same role whose text begins with another character."""
+    begins = str(message.get("content"))[:1]
+    return {"role": message["role"], "content": "," if begins == "." else "."}
 
 
 @dataclass(frozen=True, slots=True)

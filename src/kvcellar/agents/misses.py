@@ -23,8 +23,8 @@ CAUSES = {
     "evicted": "the KV was neither in the cache nor in the store; give either more room",
     "window": "a window or chunk had moved on; it goes on from the nearest turn's end",
     "snapshot": "no snapshot of the recurrent layers' states was left at or after position "
-    "{position}, and such states cannot be cut back; give --snapshots more room, and fork or "
-    "rewind at the end of a turn",
+    "{position}, and such states cannot be cut back; the ends of turns have one for as long as "
+    "--snapshots has room: give it more, or fork and rewind there",
     "recomputed": "computing it again was expected to be faster than loading it",
     "other model": "the history belongs to another model, whose KV means nothing to this one",
 }

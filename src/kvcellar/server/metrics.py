@@ -22,6 +22,8 @@ _COUNTERS = {
     "accepted_tokens": "Guesses that were right.",
     "drafter_failures": "Times that who guesses failed; requests went on without guesses.",
     "evicted_tokens": "Tokens whose cells were taken back.",
+    "taken_snapshots": "Slots of recurrent layers' states that were kept to go on from.",
+    "evicted_snapshots": "Slots of recurrent layers' states that were taken back.",
     "gathered_cells": "Cells that were copied into longer runs while nobody asked.",
     "preemptions": "Times that a running sequence gave way.",
     "n_steps": "Steps that ran a batch.",
@@ -33,6 +35,9 @@ _GAUGES = {
     "live_cells": "Cells that sequences stand on.",
     "evictable_cells": "Cells that only the prefix index holds.",
     "free_cells": "Cells that nobody holds.",
+    "snapshots": "Slots of recurrent layers' states that only the prefix index holds.",
+    "live_slots": "Slots of recurrent layers' states that sequences stand on.",
+    "free_slots": "Slots of recurrent layers' states that nobody holds.",
 }
 
 

@@ -1,7 +1,10 @@
 """Snapshot of the cache as JSON: every cell and its owners. To look changes nothing.
 
 A cell map is runs of cells: ``[length, owners, state]``, in the order of the cells, where
-``owners`` is the number of a set of agents and ``state`` one of ``STATES``.
+``owners`` is the number of a set of agents and ``state`` one of ``STATES``. Slots of recurrent
+layers' states are ``[length, tokens, owners, state]``, those that are taken: states after the first
+``length`` tokens of its owners, and the tokens that would be computed again without them; both 0
+where no agent has them.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvcellar.agents import AgentInfo, ModelHost
-from kvcellar.engine import CellState, Engine, EngineStats
+from kvcellar.engine import CellMap, CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
 from kvcellar.history import History
 from kvcellar.server.service import Service
@@ -44,6 +48,11 @@ _COUNTED = (
     "evictable_cells",
     "free_cells",
     "protected_tokens",
+    "snapshots",
+    "live_slots",
+    "free_slots",
+    "taken_snapshots",
+    "evicted_snapshots",
 )
 
 Owned = Sequence[tuple[str, History, int | None]]
@@ -109,33 +118,62 @@ def _model(
 def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
     """Find whose every cell of the first layer group is. In the engine's thread."""
     seen = engine.cell_map((tokens.tokens, run) for _, tokens, run in owned)
-    numbers, sets = _owner_sets(len(seen.states), seen.tables)
+    sets = OwnerSets()
+    numbers = sets.numbers_of(len(seen.states), seen.tables)
     names = [name for name, *_ in owned]
+    params = engine.cache.config.params
     cells = {
         "capacity": len(seen.states),
         "cell_runs": _runs(numbers, seen.states),
-        "owner_sets": [[names[i] for i in members] for members in sets],
+        "slot_bytes": 0 if params.state is None else params.state.slot_bytes,
+        "n_slots": len(seen.slots),
+        "slots": _slots(seen, sets),
+        "snapshots_of": {
+            name: lengths[:, 0].tolist()
+            for name, lengths in zip(names, seen.snapshots, strict=True)
+            if len(lengths)
+        },
+        "owner_sets": [[names[i] for i in members] for members in sets.members],
         "cached": {name: int(t.size) for name, t in zip(names, seen.tables, strict=True) if t.size},
     }
     return cells, engine.stats()
 
 
-def _owner_sets(capacity: int, tables: list[IntArray]) -> tuple[IntArray, list[tuple[int, ...]]]:
-    """Per cell the number of the set of its owners; set 0 is nobody."""
-    numbers = np.zeros(capacity, dtype=np.int64)
-    sets: list[tuple[int, ...]] = [()]
-    known: dict[tuple[int, ...], int] = {(): 0}
-    for owner, table in enumerate(tables):
-        before = numbers[table]
-        renamed = np.zeros(len(sets), dtype=np.int64)
-        for number in np.unique(before):
-            members = (*sets[number], owner)
-            if members not in known:
-                known[members] = len(sets)
-                sets.append(members)
-            renamed[number] = known[members]
-        numbers[table] = renamed[before]
-    return numbers, sets
+@dataclass(slots=True)
+class OwnerSets:
+    """Sets of agents that own something together, by number; set 0 is nobody."""
+
+    members: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    known: dict[tuple[int, ...], int] = field(default_factory=lambda: {(): 0})
+
+    def numbers_of(self, size: int, tables: Sequence[IntArray]) -> IntArray:
+        """Return per cell or slot the number of the set of its owners."""
+        numbers = np.zeros(size, dtype=np.int64)
+        for owner, table in enumerate(tables):
+            before = numbers[table]
+            renamed = np.zeros(len(self.members), dtype=np.int64)
+            for number in np.unique(before):
+                members = (*self.members[number], owner)
+                if members not in self.known:
+                    self.known[members] = len(self.members)
+                    self.members.append(members)
+                renamed[number] = self.known[members]
+            numbers[table] = renamed[before]
+        return numbers
+
+
+def _slots(seen: CellMap, sets: OwnerSets) -> list[list[int]]:
+    """Return the slots that are taken: see the module."""
+    numbers = sets.numbers_of(len(seen.slots), [held[:, 1] for held in seen.snapshots])
+    lengths, costs = np.zeros_like(numbers), np.zeros_like(numbers)
+    for held in seen.snapshots:
+        at, slots = held.T
+        lengths[slots] = at
+        costs[slots] = np.diff(at, prepend=0)
+    taken = np.flatnonzero(seen.slots)
+    found = np.stack((lengths, costs, numbers, seen.slots), axis=1)[taken]
+    rows: list[list[int]] = found.tolist()
+    return rows
 
 
 def _runs(numbers: IntArray, state: IntArray) -> list[list[int]]:

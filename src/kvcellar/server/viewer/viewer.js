@@ -190,6 +190,7 @@ function take(snapshot) {
   showStatus(names);
   showTree();
   showMap();
+  showSlots();
   showTiers();
   showAgent();
 }
@@ -437,6 +438,43 @@ $("map").addEventListener("keydown", (event) => {
   tellCell(sum(now.cell_runs.slice(0, next)));
 });
 
+// States of recurrent layers ---------------------------------------------------------------------
+
+const MOST_SLOTS = 60; // drawn: those that run, those of the chosen agent, and then those that save most
+
+function showSlots() {
+  const now = model();
+  $("states").hidden = !now?.n_slots;
+  if (!now?.n_slots) return;
+  const used = now.slots.length;
+  $("states-sum").textContent = `${count(used)} of ${count(now.n_slots)} slots taken, ${bytes(now.slot_bytes)} each; ${count(now.snapshots)} snapshots to go on from`;
+  const rank = ([, , owners, kind]) => (kind === 3 ? 0 : now.owner_sets[owners].includes(state.chosen) ? 1 : 2);
+  const slots = now.slots.toSorted((a, b) => rank(a) - rank(b) || b[1] - a[1] || b[0] - a[0]);
+  const focused = document.activeElement?.closest?.("#slots button")?.dataset.at;
+  const items = slots.slice(0, MOST_SLOTS).map((slot) => el("li", {}, chip(now, slot)));
+  if (used > MOST_SLOTS) items.push(el("li", { class: "more" }, `and ${count(used - MOST_SLOTS)} more`));
+  if (!used) items.push(el("li", { class: "more" }, "none is taken"));
+  $("slots").replaceChildren(...items);
+  if (focused) $("slots").querySelector(`[data-at="${focused}"]`)?.focus({ preventScroll: true });
+}
+
+// A slot: behind how many tokens its states are, and how many would be computed again without it.
+function chip(now, [length, tokens, owners, kind]) {
+  const who = now.owner_sets[owners];
+  const what = ["free", "a snapshot, evictable", "a snapshot, shared", "in use now"][kind];
+  const whose = who.length ? `${who.slice(0, 6).join(", ")}${who.length > 6 ? " …" : ""}` : "of no agent that is known";
+  const text = `states after ${count(length)} tokens: ${what}; ${whose}; it saves computing ${count(tokens)} tokens, for ${bytes(now.slot_bytes)}`;
+  const swatch = el("i");
+  if (who.length) swatch.style.background = who.length > 1 ? "var(--gold)" : colour(who[0]);
+  const tell = () => { $("cell-said").textContent = text; };
+  const kinds = ["", "", "locked", "running"][kind] + (state.chosen && who.length && !who.includes(state.chosen) ? " other" : "");
+  return el("button", {
+    type: "button", class: kinds.trim(), title: text, "aria-label": text, "data-at": `${length}-${owners}-${kind}`,
+    onpointerenter: tell, onfocus: tell,
+    onclick: () => { if (who.length) choose(who[(who.indexOf(state.chosen) + 1) % who.length]); },
+  }, swatch, who.length ? `at ${count(length)}` : "?", tokens ? el("span", {}, `+${count(tokens)}`) : null);
+}
+
 // Tiers, and what happened over time -------------------------------------------------------------
 
 function showTiers() {
@@ -455,6 +493,10 @@ function showTiers() {
   if (now) {
     rows.push(row("cache", [[now.live_cells + now.protected_tokens, ""], [now.evictable_cells, "soft"]], now.capacity,
       `${bytes(now.pool_bytes)}, ${count(now.capacity)} cells`));
+  }
+  if (now?.n_slots) {
+    rows.push(row("states", [[now.live_slots, ""], [now.snapshots, "soft"]], now.n_slots,
+      `${bytes((now.n_slots - now.free_slots) * now.slot_bytes)} of ${bytes(now.n_slots * now.slot_bytes)}`));
   }
   for (const [name, tier] of [["RAM", stored.warm], ["disk", stored.cold]]) {
     rows.push(row(name, [[tier.size_bytes, ""]], tier.limit_bytes, `${bytes(tier.size_bytes)} of ${bytes(tier.limit_bytes)}, ${count(tier.n_blocks)} blocks`));
@@ -524,6 +566,8 @@ async function showAgent() {
   $("agent-title").replaceChildren(swatch, agent.id);
   const cached = state.snapshot.models.find((one) => one.name === agent.model)?.cached[agent.id] ?? 0;
   const facts = [["state", agent.state], ["tokens", count(agent.n_tokens)], ["in cache", count(cached)], ["stored", count(agent.n_stored)], ["turns", agent.n_turns]];
+  const kept = state.snapshot.models.find((one) => one.name === agent.model)?.snapshots_of[agent.id] ?? [];
+  if (kept.length) facts.push(["goes on from", `${count(kept[kept.length - 1])}${kept.length > 1 ? ` and ${count(kept.length - 1)} before` : ""}`]);
   if (agent.parent) facts.push(["from", `${agent.parent} at ${agent.parent_position}`]);
   $("facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
   showMiss(agent);
