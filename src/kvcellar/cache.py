@@ -170,8 +170,8 @@ class SeqCache(Cache, Protocol):
         """Cells that a step could claim: the fewest of all layer groups."""
         ...
 
-    def can_take_slots(self, n: int) -> bool:
-        """Return true if a step could write ``n`` slots of states, or there are none to write."""
+    def n_missing_slots(self, n: int) -> int:
+        """Return how many slots are missing so that a step could write ``n``; 0 or less: none."""
         ...
 
     def shared_slots(self) -> list[int]:

@@ -324,6 +324,18 @@ def test_slots_are_drawn_beside_cells():
     nothing_is_left(engine)
 
 
+def test_slots_that_cannot_be_had_cost_no_snapshot():
+    engine = state_engine(n_slots=6)
+    engine.generate(Request(tuple(range(30)), ONE, snapshots_at=(10, 20)))
+    before = engine.stats().snapshots
+    assert before == 3
+    residency = engine.scheduler.residency
+    assert not residency.make_room_for([0], 7)
+    assert engine.stats().snapshots == before
+    assert residency.make_room_for([0], 6)
+    assert engine.stats().snapshots == 0
+
+
 # Guesses ----------------------------------------------------------------------------------------
 
 
@@ -387,6 +399,20 @@ def test_trees_keep_the_states_of_the_guesses_that_were_right():
     assert end.usage.accepted_tokens > 5
     n_wrong = end.usage.drafted_tokens - end.usage.accepted_tokens
     assert ran_tokens(engine) == 3 + 19 + n_wrong, "none is run again"
+    nothing_is_left(engine)
+
+
+def test_guesses_leave_half_of_the_slots_to_snapshots():
+    engine = state_engine(
+        kind="tree", drafter=GuessTrees(STATE_PARAMS, VOCAB), verify_all_drafts=True, n_slots=24
+    )
+    points = tuple(range(10, 230, 10))
+    prompt = tuple(i % 250 for i in range(240))
+    engine.generate(Request(prompt, ONE, snapshots_at=points))
+    assert engine.stats().snapshots == 23
+    end = engine.generate(Request((5, 5, 5), SamplingParams(max_tokens=20, ignore_eos=True)))
+    assert end.usage.accepted_tokens > 5
+    assert engine.stats().snapshots >= 12
     nothing_is_left(engine)
 
 

@@ -73,10 +73,9 @@ class Blocks:
 
     def evict_states(self, n_slots, held):
         gone = []
-        while len(gone) < n_slots * self.has_states:
+        there = [one for one in self.snapshots() if one[0] not in held]
+        while len(gone) < n_slots * self.has_states and (gone or len(there) >= n_slots):
             there = [one for one in self.snapshots() if one[0] not in held]
-            if not there:
-                break
             worth = {s: (self.marks[s][0] + saved, self.marks[s][1]) for s, _, _, saved in there}
             slot, key, i, _ = min(there, key=lambda one: worth[one[0]])
             self.level = max(self.level, worth[slot][0])

@@ -55,12 +55,13 @@ class Room:
         wanted = zip(self._layouts, self.growth.cells_for(n), strict=True)
         return self.growth.can_add([layout.n_missing(cells, promised) for layout, cells in wanted])
 
-    def can_take_slots(self, n: int, promised: Appends = NOTHING) -> bool:
-        """Return true if ``n`` slots, the cells of the last layout, could be taken besides."""
+    def n_missing_slots(self, n: int, promised: Appends = NOTHING) -> int:
+        """Return how many slots, cells of the last layout, are missing to take ``n`` besides."""
         n_missing = n - self._layouts[-1].n_sure(promised)
         if self.growth is None or n_missing <= 0:
-            return n_missing <= 0
-        return self.growth.can_add([0] * (len(self._layouts) - 1) + [n_missing])
+            return n_missing
+        rows = [0] * (len(self._layouts) - 1)
+        return next(m for m in range(n_missing + 1) if self.growth.can_add([*rows, n_missing - m]))
 
     def n_free(self, promised: Appends = NOTHING) -> int:
         """Return the most tokens by which any one sequence could grow."""

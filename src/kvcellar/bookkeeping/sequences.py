@@ -340,12 +340,15 @@ class Sequences(Tables):
 
     # Slots -------------------------------------------------------------------------------------
 
-    def can_take_slots(self, n: int) -> bool:
-        """Return true if a step could write ``n`` slots of states; true without recurrent layers.
+    def n_missing_slots(self, n: int) -> int:
+        """Return how many slots are missing so that a step could write ``n``; 0 or less: none.
 
-        With a memory budget: those that it would grant are counted.
+        Those that a memory budget would grant are not missing, and none is without recurrent
+        layers.
         """
-        return self.slots is None or self.room.can_take_slots(n, self.steps.drafts.promised())
+        if self.slots is None:
+            return 0
+        return self.room.n_missing_slots(n, self.steps.drafts.promised())
 
     def shared_slots(self) -> list[int]:
         """Return the slots of states that have several owners: one that lets go frees none."""

@@ -96,12 +96,10 @@ class Residency:
 
     def _evict_until(self, is_enough: Callable[[], bool], n_cells: int, n_slots: int) -> bool:
         """Give up snapshots where slots are short, and rows where cells are."""
-        while True:
-            while not self.cache.can_take_slots(n_slots):
-                if not self._evict_snapshot():
-                    return False
-            if is_enough():
-                return True
+        n_missing = self.cache.n_missing_slots(n_slots)
+        if n_missing > 0 and not self._evict_snapshots(n_missing):
+            return False
+        while not is_enough():
             evictable = self.index.size_info().evictable
             if not evictable:
                 return False
@@ -112,19 +110,20 @@ class Residency:
             self.counts.evicted_tokens += evicted.n_tokens
             if self.snapshots.has_states:
                 self.counts.evicted_snapshots += len(evicted.cells[-1])
+        return True
 
-    def _evict_snapshot(self) -> bool:
-        """Give up the cheapest snapshot that frees a slot; false where there is none.
+    def _evict_snapshots(self, n_slots: int) -> bool:
+        """Give up the cheapest snapshots that free so many slots, or none; false: there are fewer.
 
         Those that somebody holds a history for go last.
         """
         shared = set(self.cache.shared_slots())
         held = {holder.end_slot for holder in self.holders}
         for spared in (shared | held, shared):
-            evicted = self.index.evict_states(1, spared)
+            evicted = self.index.evict_states(n_slots, spared)
             if len(evicted.cells[-1]):
                 self.cache.release_cells(evicted.cells)
-                self.counts.evicted_snapshots += 1
+                self.counts.evicted_snapshots += n_slots
                 for holder in list(self.holders):
                     holder.lose(set(evicted.cells[-1].tolist()))
                 return True

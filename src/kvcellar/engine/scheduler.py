@@ -247,10 +247,12 @@ class Scheduler:
             n_others = sum(s.n_left for s in self.running if s.n_again or not s.is_decoding)
             most = self.limits.max_num_batched_tokens - len(decoding)
             speculator.propose(decoding, min(n_others, max(0, most)))
-            if self.limits.max_positions is not None:
-                for sequence in decoding:  # no guess is computed beyond the model's positions
-                    n_left = self.limits.max_positions - len(sequence.tokens)
-                    sequence.draft = sequence.draft.first(max(0, n_left))
+            n_nodes = self.residency.snapshots.most_nodes(decoding, len(self.running))
+            for sequence in decoding:
+                n_left = n_nodes
+                if self.limits.max_positions is not None:  # the model was made for no more
+                    n_left = min(n_left, self.limits.max_positions - len(sequence.tokens))
+                sequence.draft = sequence.draft.first(max(0, n_left))
 
     def _has_room(self, allotments: list[Allotment]) -> bool:
         """Make room for these tokens, giving up drafts, and states kept, before anyone's turn."""

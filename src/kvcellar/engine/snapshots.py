@@ -7,11 +7,14 @@ be wanted, and a sequence that gets tokens over blocks keeps the newest whole nu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvcellar.cache import SeqCache, TreeSeqCache
 from kvcellar.engine.draft import Draft
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.spacing import Spacing
 from kvcellar.prefix import PrefixIndex
+from kvcellar.types import MOST_CELLS
 
 
 class Snapshots:
@@ -113,6 +116,18 @@ class Snapshots:
     def is_tree(self, draft: Draft) -> bool:
         """Return true if guesses are to be the nodes of a tree."""
         return not draft.is_chain or (self.has_nodes and len(draft) > 0)
+
+    def most_nodes(self, decoding: Iterable[Sequence], n_running: int) -> int:
+        """Return how many guesses each sequence may have verified, for their slots.
+
+        Half of the slots go to guesses for a step, those of the running sequences among them, so
+        that half of the snapshots stay: a guess saves a moment, a snapshot perhaps a prompt.
+        """
+        n_guessing = sum(len(sequence.draft) > 0 for sequence in decoding)
+        if not self.has_nodes or not n_guessing:
+            return MOST_CELLS
+        n_slots = self._cache.config.n_slots // 2 - self.slots_per_sequence * n_running
+        return max(0, n_slots // n_guessing)
 
     def before_guesses(self, sequence: Sequence) -> None:
         """Keep the states that a sequence goes back to if one of its guesses is wrong."""

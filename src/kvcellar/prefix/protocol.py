@@ -133,7 +133,7 @@ class PrefixIndex(Protocol):
         ...
 
     def evict_states(self, n_slots: int, held: Collection[int] = ()) -> Evicted:
-        """Give up ``n_slots`` snapshots of states, or all that may go; rows stay."""
+        """Give up ``n_slots`` snapshots of states, or none where fewer may go; rows stay."""
         ...
 
     def demote(self, handle: PrefixHandle) -> None:

@@ -86,7 +86,9 @@ class Marks:
         self._marks = {int(new[slot]): mark for slot, mark in self._marks.items()}
 
     def cheapest(self, nodes: Iterable[PathNode], n: int, held: Collection[int]) -> list[Snapshot]:
-        """Choose up to ``n`` snapshots to go, in this order; the worth of the last becomes a level.
+        """Choose ``n`` snapshots to go, in this order, or none where fewer may.
+
+        What the dearest was worth is where marks begin from now on.
 
         Args:
             nodes: all nodes that have some.
@@ -94,12 +96,12 @@ class Marks:
             held: slots that are to stay.
         """
         left = snapshots_of(nodes)
+        if n > sum(one.slot not in held for one in left):
+            return []
         used = {slot: order for order, slot in enumerate(self._marks)}
         chosen: list[Snapshot] = []
         while len(chosen) < n:
-            may_go = [one for one in left if one.slot not in held]
-            if not may_go:
-                break
+            may_go = (one for one in left if one.slot not in held)
             gone = min(
                 may_go, key=lambda one: (self._marks[one.slot] + one.n_saved, used[one.slot])
             )

@@ -298,7 +298,7 @@ class PathTree(ABC):
         return self._evicted(n_gone, parts)
 
     def evict_states(self, n_slots: int, held: Collection[int] = ()) -> Evicted:
-        """Give up ``n_slots`` snapshots of states, or all that may go, the cheapest first.
+        """Give up ``n_slots`` snapshots of states, the cheapest, or none where fewer may go.
 
         A snapshot costs the tokens since the one before it on its path, weighed by its use: see
         ``snapshots.py``. Rows stay, and what is locked may go too: who stands on a path has a slot
