@@ -1,10 +1,10 @@
 """Processes whose agents talk until they are killed.
 
-Run as a script this is a server: for every line ``FOLDER SEED WHEN`` it forks a child that opens
-the folder and takes turns. It prints ``open`` when all agents are stored, ``begin NAME N`` before a
-turn and ``done NAME N`` when its save says published, or, where WHEN is ``acknowledged``, as soon
-as the turn has ended, with a disk that takes its time; the server prints ``pid N`` before and
-``end`` when it is dead.
+Run as a script this is a server of a model of ``MODELS``: for every line ``FOLDER SEED WHEN`` it
+forks a child that opens the folder and takes turns. It prints ``open`` when all agents are stored,
+``begin NAME N`` before a turn and ``done NAME N`` when its save says published, or, where WHEN is
+``acknowledged``, as soon as the turn has ended, with a disk that takes its time; the server prints
+``pid N`` before and ``end`` when it is dead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ import numpy as np
 
 from kvcellar.store import StoreConfig
 from kvcellar.store.folder import Folder
-from tests.agents.fakes import manager, turn
+from tests.agents.fakes import PARAMS, make_host, manager, turn
+from tests.engine.fakes import MIXED_PARAMS, STATE_PARAMS
 
 NAMES = ("a", "b", "c")
 CONFIG = StoreConfig(warm_bytes=1 << 20)
+MODELS = {"windows": PARAMS, "states": STATE_PARAMS, "both": MIXED_PARAMS}
+
+
+def loader(model: str) -> Any:
+    """Load a model that hashes what it sees."""
+    return partial(make_host, params=MODELS[model])
 
 
 def new_tokens(name: str, i: int) -> list[int]:
@@ -67,12 +75,12 @@ async def talk(agents: Any, seed: int, when: str) -> None:
         print(f"done {name} {i + 1}\n", end="", flush=True)
 
 
-def serve() -> None:
+def serve(model: str) -> None:
     for line in sys.stdin:
         folder, seed, when = line.split()
         pid = os.fork()
         if not pid:
-            with manager(Path(folder), config=CONFIG) as agents:
+            with manager(Path(folder), loader(model), CONFIG) as agents:
                 asyncio.run(talk(agents, int(seed), when))
             os._exit(0)
         print(f"pid {pid}\n", end="", flush=True)
@@ -81,4 +89,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -40,7 +40,7 @@ SMALL = StoreConfig(warm_bytes=1 << 24)
 class Eager(Costs):
     """Loads whatever is stored: a hash is faster than any disk."""
 
-    def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
+    def estimate(self, match: Any, n_cached: int, n_rows: int, stop: int) -> Estimate:
         return Estimate(0.0, None)
 
     def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:

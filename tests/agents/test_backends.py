@@ -11,6 +11,8 @@ from kvcellar.agents import ModelHost, open_host
 from kvcellar.engine import EngineConfig, SamplingParams
 from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.agents.test_torch import held_rows_of, home, tokens_of_all
+from tests.models.hybrid_checkpoints import FAMILIES as HYBRIDS
+from tests.models.hybrid_checkpoints import write_hybrid
 from tests.models.tiny_checkpoints import make_checkpoint
 
 __all__ = ["home"]
@@ -31,10 +33,14 @@ def loader(folder: str, backend: str, **options: Any) -> Any:
     return load
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_next", "lfm2", "falcon_h1", "kimi_linear"],
+)
 @pytest.mark.slow
 def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: Any) -> None:
-    folder = str(make_checkpoint(family, tmp_path / family))
+    folder = str(tmp_path / family)
+    (write_hybrid if family in HYBRIDS else make_checkpoint)(family, tmp_path / family)
     with manager(tmp_path / "one", loader(folder, "torch")) as agents:
         run(agents.lifecycle.create("a", model=folder))
         for said in SAID:
@@ -42,14 +48,16 @@ def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: A
         want = tokens_of(agents, "a")
     for i, said in enumerate(SAID):
         backend = ("torch", "mlx")[i % 2]
-        with manager(tmp_path / "two", loader(folder, backend)) as agents:
+        with manager(tmp_path / "two", loader(folder, backend), verify="canary") as agents:
             if not i:
                 run(agents.lifecycle.create("a", model=folder))
             before = len(tokens_of(agents, "a"))
             end = run(turn(agents, "a", tokens=said, params=GREEDY))
             if i:
                 assert end.usage.restored_tokens == before - 1, "nothing was computed again"
+                assert any("computed again and agree" in note for note in end.usage.notes)
             assert tokens_of(agents, "a") == want[: len(tokens_of(agents, "a"))]
+            assert agents.store.take_events() == []
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "k8v4", "int4:g32:rot"])

@@ -193,7 +193,7 @@ def test_a_restore_waits_for_cells_as_long_as_it_pays(tmp_path, monkeypatch, is_
 class Balanced(Costs):
     """Loading takes as long as computing."""
 
-    def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
+    def estimate(self, match: Any, n_cached: int, n_rows: int, stop: int) -> Estimate:
         return Estimate(float(stop - n_cached), float(stop - n_cached))
 
 

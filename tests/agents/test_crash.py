@@ -16,28 +16,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.agents.crashing import CONFIG, NAMES, new_tokens
+from tests.agents.crashing import CONFIG, MODELS, NAMES, loader, new_tokens
 from tests.agents.fakes import BLOCK_TOKENS, manager, oracle, run, tokens_of, turn
 from tests.store.fakes import QUICK
 
-N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "150"))
+N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "50"))
 ROOT = Path(__file__).parents[2]
 
 
-def states_of(name: str, n: int) -> list[tuple[int, ...]]:
+def states_of(name: str, n: int, model: str = "windows") -> list[tuple[int, ...]]:
     """The history of an agent that is never interrupted, after each of its turns."""
     states: list[tuple[int, ...]] = [()]
     for i in range(n):
         tokens = [*states[-1], *new_tokens(name, i)]
-        states.append((*tokens, *oracle(tokens, 6)))
+        states.append((*tokens, *oracle(tokens, 6, MODELS[model])))
     return states
 
 
 @contextmanager
-def server() -> Iterator[Any]:
+def server(model: str = "windows") -> Iterator[Any]:
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.agents.crashing"],
+        [sys.executable, "-W", "ignore", "-m", "tests.agents.crashing", model],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -53,10 +53,11 @@ def server() -> Iterator[Any]:
         process.stdout.close()
 
 
+@pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.slow
-def test_agents_that_were_killed_go_on_as_if_they_had_not_been():
+def test_agents_that_were_killed_go_on_as_if_they_had_not_been(model: str) -> None:
     rng = np.random.default_rng(11)
-    with server() as process, tempfile.TemporaryDirectory(dir=QUICK) as name:
+    with server(model) as process, tempfile.TemporaryDirectory(dir=QUICK) as name:
         folder = Path(name)
         done = dict.fromkeys(NAMES, 0)
         begun = dict.fromkeys(NAMES, 0)
@@ -78,11 +79,11 @@ def test_agents_that_were_killed_go_on_as_if_they_had_not_been():
                     is_killed = True
             if kill % 10 and kill + 1 < N_KILLS:
                 continue
-            with manager(folder, config=CONFIG) as agents:
+            with manager(folder, loader(model), CONFIG) as agents:
                 for agent_id in NAMES:
                     n = run(agents.directory.describe(agent_id)).n_turns
                     assert done[agent_id] <= n <= begun[agent_id]
-                    want = states_of(agent_id, n + 1)
+                    want = states_of(agent_id, n + 1, model)
                     assert tokens_of(agents, agent_id) == want[n]
                     end = run(turn(agents, agent_id, tokens=new_tokens(agent_id, n)))
                     assert tokens_of(agents, agent_id) == want[n + 1]

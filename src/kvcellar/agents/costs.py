@@ -88,9 +88,12 @@ class Costs:
     s_per_byte: dict[str, float] = field(default_factory=lambda: dict(START_S_PER_BYTE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def estimate(self, match: Match, n_cached: int, stop: int) -> Estimate:
-        """Estimate what positions ``[n_cached, stop)`` of a match take."""
-        part = (stop - n_cached) / max(1, match.n_tokens)
+    def estimate(self, match: Match, n_cached: int, n_rows: int, stop: int) -> Estimate:
+        """Estimate what positions ``[n_cached, stop)`` of a match take.
+
+        The rows of the first ``n_rows`` need not be loaded.
+        """
+        part = max(0, stop - n_rows) / max(1, match.n_tokens)
         with self._lock:
             load = FIXED_S + part * (
                 match.warm_bytes * self.s_per_byte["warm"]

@@ -173,8 +173,9 @@ class _Job:
             stop = match.resumable_at(limit)
             if stop < held.n_tokens + MIN_GAIN or self.is_cancelled:
                 break
-            estimate = self.host.costs.estimate(match, held.n_tokens, stop)
-            first = 0 if self.is_wanted else self._split(estimate, held.n_tokens, stop)
+            estimate = self.host.costs.estimate(match, held.n_tokens, held.n_rows, stop)
+            is_split = held.n_rows == held.n_tokens and not self.is_wanted
+            first = self._split(estimate, held.n_tokens, stop) if is_split else 0
             if not self.is_wanted and not estimate.is_restore_faster and not first:
                 self.host.costs.declined()
                 result.is_recomputed = True
@@ -230,7 +231,7 @@ class _Job:
         at = restore.first if layout.full_groups else stop
         front: Front | None = None
         try:
-            if restore.first > result.n_cached:
+            if not restore.has_beginning:
                 front = Front(self.host, self.tokens[: restore.first])
             self._call(lambda _: write_boundaries(restore, layout, boundaries))
             if layout.full_groups:
@@ -249,6 +250,8 @@ class _Job:
             result.release(self.host)
             result._held = held
             result.n_restored = max(0, held.n_tokens - result.n_cached - result.n_computed)
+            if boundaries and not result.tiers:  # all rows were there, and only states came
+                result.tiers[boundaries[-1].tier] = result.n_restored
             return at
         finally:
             if front is not None:

@@ -64,11 +64,13 @@ class HeldPrefix:
     Attributes:
         n_tokens: leading tokens from which the history can go on.
         n_matched: leading tokens that are stored, whether it can go on from there or not.
-        tables: per layer group ``[n_tokens]``: the cell of each position, -1 for none; slots last.
+        n_rows: leading tokens whose rows are protected; more where only states are missing.
+        tables: per layer group ``[n_rows]``: the cell of each position, -1 for none; slots last.
     """
 
     n_tokens: int
     n_matched: int
+    n_rows: int
     tables: tuple[IntArray, ...]
     _residency: Residency
     _handle: PrefixHandle
@@ -85,7 +87,7 @@ class HeldPrefix:
     def end_slot(self) -> int:
         """The slot of the states that the history goes on from; ``NO_SLOT``: none."""
         has_states = self._residency.snapshots.has_states
-        return int(self.tables[-1][-1]) if has_states and self.n_tokens else NO_SLOT
+        return int(self.tables[-1][self.n_tokens - 1]) if has_states and self.n_tokens else NO_SLOT
 
     def lose(self, slots: set[int]) -> None:
         """Take note that the index has given up snapshots of states."""
@@ -95,7 +97,7 @@ class HeldPrefix:
         """Let it be evicted again. May be called twice."""
         if self._is_held:
             self._is_held = False
-            if self.n_tokens:
+            if self.n_rows:
                 self._residency.index.unlock_handle(self._handle)
 
 
@@ -127,10 +129,15 @@ def states_in(cache: SeqCache, slot: int) -> StatesOfOne:
 
 def hold(residency: Residency, tokens: IntArray) -> HeldPrefix:
     """Find what the cache holds of the beginning of a history, and protect it."""
-    match = residency.index.match_prefix(tokens)
-    if match.length:
-        residency.index.lock_handle(match.handle)
-    return HeldPrefix(match.length, match.n_matched, match.cells, residency, match.handle)
+    index = residency.index
+    match = index.match_prefix(tokens)
+    handle, tables = match.handle, match.cells
+    if match.n_matched > match.length and residency.snapshots.lack_states_alone:
+        handle, tables = index.find_prefix(tokens), index.peek_prefix(tokens)
+    n_rows = handle.length
+    if n_rows:
+        index.lock_handle(handle)
+    return HeldPrefix(match.length, match.n_matched, n_rows, tables, residency, handle)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +183,7 @@ class Restore:
             return None
         stop = len(tokens)
         held = hold(residency, tokens)
-        first = max(first, held.n_tokens)
+        first = max(first, held.n_rows)
         wanted = []
         for positions in windows:
             table = np.full(stop, -1, dtype=np.int64)
@@ -332,8 +339,8 @@ class Restore:
 
     @property
     def has_beginning(self) -> bool:
-        """True if all of what comes before ``first`` is there."""
-        return self._held.n_tokens >= self.first
+        """True if all rows before ``first`` are there."""
+        return self._held.n_rows >= self.first
 
     def publish(self, n_tokens: int) -> HeldPrefix:
         """Let requests reuse the first ``n_tokens``; the rest is given up."""

@@ -27,6 +27,8 @@ class Snapshots:
         self._block_size = index.block_size
         self._is_cut_anywhere = all(sight.is_full for sight in params.sights)
         self.has_states = params.state is not None
+        self.lack_states_alone = self.has_states and all(group.is_full for group in params.groups)
+        """True if a history whose rows are there can lack nothing but states."""
         self.has_nodes = self.has_states and isinstance(cache, TreeSeqCache)
         """Guesses are nodes of a tree, each with a slot of its own: none is computed again."""
         self.spacing = Spacing(cache.config) if self.has_states else None
