@@ -300,6 +300,8 @@ def test_a_recurrent_layer_may_come_first_in_a_forward_that_nobody_began():
     assert cache.is_step_open
     with pytest.raises(StepError, match="recurrent layer 2 asked for its states; this cache has 2"):
         cache.steps.plan_states(2, 3, None)
+    with pytest.raises(StepError, match="recurrent layer 1 brings 3 tokens and no step is open"):
+        Sequences(config()).steps.plan_states(1, 3, None)
 
 
 def test_states_come_with_a_history_whose_bytes_come_from_elsewhere():

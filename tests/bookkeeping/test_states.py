@@ -22,7 +22,8 @@ from tests.bookkeeping.actions import ActionMachine, action
 
 STATE = StateGroup(((StateShape("recurrent", (30,)),), (StateShape("convolution", (2, 3)),)))
 PICK = st.integers(0, 99)
-BATCH = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4)
+LENGTH = st.sampled_from([1, 1, 1, 2, 5])
+BATCH = st.lists(st.tuples(st.integers(0, 4), LENGTH), min_size=1, max_size=4)
 
 
 class Entry:
@@ -92,6 +93,28 @@ class StatesAgainstHistories(ActionMachine):
             self.refused(CacheFullError, self.cache.begin_step, ids)
             return
         self.forward(ids, fate, n_turns)
+
+    @action(weight=3, pick=PICK, n=st.integers(1, 8))
+    def ask(self, pick, n):
+        """What can_extend says holds for each sequence, those that are not there yet included."""
+        seqs = [seq for seq in range(6) if seq not in self.nodes]
+        fits = [self.cache.can_begin_step([seq] * n) for seq in seqs]
+        if self.cache.can_extend(n):
+            assert all(fits)
+        elif self.windows == (None,) and self.cache.block_size == 1:
+            assert not any(fits)
+        assert self.cache.can_extend(1) == (self.cache.n_free > 0)
+
+    @action(weight=2, pick=PICK, n=st.integers(1, 3))
+    def crawl(self, pick, n):
+        """Tokens one by one, each of them a point."""
+        seq = self.picked(pick)
+        for _ in range(n):
+            if seq is None or seq in self.nodes or not self.cache.can_begin_step([seq]):
+                return
+            self.forward([seq], "done", 0)
+            self.cache.keep_point(seq, len(self.want[seq]))
+            self.points.setdefault(seq, set()).add(len(self.want[seq]))
 
     def forward(self, ids, fate, n_turns):
         """Run tokens of sequences, or the pending nodes of those that have a tree."""

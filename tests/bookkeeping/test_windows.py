@@ -421,6 +421,20 @@ def test_what_a_point_needs_is_not_let_go_of_to_make_room():
     cache.check()
 
 
+def test_what_a_dropped_point_needed_is_room_again():
+    cache = cache_of((4,), capacity=40)
+    feed(cache, 0, 10)
+    cache.keep_point(0, 10)
+    feed(cache, 0, 28)
+    cache.drop_point(0, 9)
+    assert cache.n_free == 34, "that was no point"
+    cache.drop_point(0, 10)
+    assert cache.n_free == 37
+    feed(cache, 1, 36)
+    assert cache.resume_at(0, 10) == 0
+    cache.check()
+
+
 def test_a_contiguous_history_keeps_its_points_too():
     cache = SimulatedContiguous(config_of((4,), 2000, 0, min_chunk=8))
     for n in range(30):
@@ -428,5 +442,9 @@ def test_a_contiguous_history_keeps_its_points_too():
     cache.keep_point(29)
     for n in range(30, 300):
         cache.forward([n])
-    cache.rewind(29)
+    assert cache.rewind(29) == 29
     assert cache.forward([999])[0] == [[26, 27, 28, 999]]
+    cache.drop_point(29)
+    for n in range(30, 300):
+        cache.forward([n])
+    assert cache.rewind(29) == 0

@@ -78,7 +78,7 @@ def stretches_of(steps: Steps, ids: list[int]) -> tuple[list[Stretch], list[int]
     return stretches, positions
 
 
-def refuse(room: Room, steps: Steps, layer: int, n_tokens: int, positions: Positions) -> None:
+def refuse(room: Room, steps: Steps, who: str, n_tokens: int, positions: Positions) -> None:
     """Refuse a forward that nobody began.
 
     Raises:
@@ -86,17 +86,17 @@ def refuse(room: Room, steps: Steps, layer: int, n_tokens: int, positions: Posit
     """
     if steps.is_open:
         raise StepError(
-            f"layer {layer} has had its turn in this step, which is still open; if its forward "
+            f"{who} has had its turn in this step, which is still open; if its forward "
             f"raised, call cancel_step and begin_step again"
         )
     raise StepError(
-        f"layer {layer} brings {n_tokens} tokens and no step is open for them; "
+        f"{who} brings {n_tokens} tokens and no step is open for them; "
         f"call begin_step(seq_ids) before each forward"
     )
 
 
 def begin_sequence_0(
-    room: Room, steps: Steps, layer: int, n_tokens: int, positions: Positions
+    room: Room, steps: Steps, who: str, n_tokens: int, positions: Positions
 ) -> None:
     """Begin a forward that nobody began with tokens of sequence 0, where there is no other one.
 
@@ -104,7 +104,7 @@ def begin_sequence_0(
         StepError: there are other sequences.
     """
     if any(seq_id != 0 for seq_id in (*steps.lengths, *steps.drafts.seq_ids())):
-        refuse(room, steps, layer, n_tokens, positions)
+        refuse(room, steps, who, n_tokens, positions)
     begin_tokens(room, steps, [0] * n_tokens, positions)
 
 

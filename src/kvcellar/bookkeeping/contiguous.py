@@ -237,7 +237,7 @@ class OneSequence(StepFace):
 
 
 def _begin_next(
-    layouts: Sequence[OneRun], steps: Steps, layer: int, n_tokens: int, positions: Positions
+    layouts: Sequence[OneRun], steps: Steps, who: str, n_tokens: int, positions: Positions
 ) -> None:
     """Begin a forward with the tokens that follow the history.
 

@@ -74,9 +74,9 @@ class OpenStep:
         return self.n_left == 0
 
 
-Unasked = Callable[["Steps", int, int, Positions], None]
-"""(steps, layer, tokens, positions): begin the step that a forward without one means, or raise
-StepError."""
+Unasked = Callable[["Steps", str, int, Positions], None]
+"""(steps, which layer asks, tokens, positions): begin the step that a forward without one means, or
+raise StepError."""
 
 
 class Steps:
@@ -316,7 +316,7 @@ class Steps:
         """
         step = self._open
         if step is None or step.seen[index] or step.is_complete:
-            self._unasked(self, index, n_tokens, positions)
+            self._unasked(self, who, n_tokens, positions)
             step = self._open
             assert step is not None, "whoever begins a step opens it or raises"
             positions = None  # compared there

@@ -39,7 +39,7 @@ class Tables(StepFace):
         *,
         block_size: int = 1,
         reads: ReadsOf = reads_of,
-        unasked: Callable[[Room, Steps, int, int, Positions], None] = refuse,
+        unasked: Callable[[Room, Steps, str, int, Positions], None] = refuse,
     ) -> None:
         """Create a cache without sequences.
 
