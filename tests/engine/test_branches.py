@@ -9,7 +9,9 @@ import pytest
 from kvcellar.engine import SamplingParams, branch, generate, last
 from kvcellar.engine.branches import bytes_per_cell
 from kvcellar.errors import ConfigError, PromptError
-from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, HashRunner, make_cache
+from kvcellar.types import ModelCacheParams
+from tests.engine.fakes import FULL_PARAMS, STATE_PARAMS, ByteTokenizer, HashRunner, make_cache
+from tests.engine.fakes import PARAMS as WINDOW_PARAMS
 
 VOCAB = ByteTokenizer.vocab_size
 TOKENIZER = ByteTokenizer()
@@ -20,13 +22,14 @@ both_caches = pytest.mark.parametrize("kind", ["seq", "tree"])
 
 
 @both_caches
-def test_each_branch_is_as_if_it_had_been_alone(kind: str) -> None:
-    cache = make_cache(kind)
+@pytest.mark.parametrize("params", [WINDOW_PARAMS, STATE_PARAMS], ids=["window", "state"])
+def test_each_branch_is_as_if_it_had_been_alone(kind: str, params: ModelCacheParams) -> None:
+    cache = make_cache(kind, params=params, n_slots=9)
     report = branch(HashRunner(cache, VOCAB), cache, TOKENIZER, PROMPT, PARAMS, 4)
     for index, one in enumerate(report.branches):
-        fresh = make_cache(kind)
-        params = replace(PARAMS, seed=5 + index)
-        alone = last(generate(HashRunner(fresh, VOCAB), fresh, TOKENIZER, PROMPT, params))
+        fresh = make_cache(kind, params=params)
+        seeded = replace(PARAMS, seed=5 + index)
+        alone = last(generate(HashRunner(fresh, VOCAB), fresh, TOKENIZER, PROMPT, seeded))
         assert tuple(one.token_ids) == alone.token_ids
         assert one.text == alone.text
         assert one.finish == alone.finish
@@ -97,6 +100,15 @@ def test_branches_that_do_not_fit_are_refused_before_any_compute() -> None:
     with pytest.raises(
         PromptError, match="has 16 tokens and its continuation 44; the cache has 50"
     ):
+        branch(runner, cache, TOKENIZER, PROMPT, PARAMS, 4)
+    assert runner.forwards == []
+    assert branch(runner, cache, TOKENIZER, PROMPT, PARAMS, 3).n_sampled == 36
+
+
+def test_branches_whose_states_have_no_slots_are_refused_before_any_compute() -> None:
+    cache = make_cache("seq", params=STATE_PARAMS, n_slots=8)
+    runner = HashRunner(cache, VOCAB)
+    with pytest.raises(PromptError, match=r"4 branches take 9 slots .* 8 are free of 8; ask for"):
         branch(runner, cache, TOKENIZER, PROMPT, PARAMS, 4)
     assert runner.forwards == []
     assert branch(runner, cache, TOKENIZER, PROMPT, PARAMS, 3).n_sampled == 36

@@ -21,7 +21,7 @@ from kvcellar.engine.generate import (
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample
 from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import TextStream, Tokenizer
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -118,7 +118,7 @@ def branch(
 
     Raises:
         PromptError: the prompt is empty or of another tokenizer, or it does not fit together with
-            its branches; raised before any compute.
+            its branches, or their states do not; raised before any compute.
         ConfigError: no branches, or no ``max_tokens`` above 0.
     """
     whole(n_branches, "n_branches", least=1)
@@ -130,6 +130,13 @@ def branch(
     prompt = check_prompt(
         prompt_ids, runner.vocab_size, trunk, n_reserved=n_branches * (params.max_tokens - 1)
     )
+    n_slots = 2 * n_branches + 1  # each branch reads one and writes one, and the prompt's stays
+    if cache.n_missing_slots(n_slots) > 0:
+        raise PromptError(
+            f"{n_branches} branches take {n_slots} slots for the states of recurrent layers, "
+            f"{n_slots - cache.n_missing_slots(n_slots)} are free of {cache.config.n_slots}; ask "
+            f"for fewer branches or raise n_slots"
+        )
     growing = [
         _Growing(
             Branch(1 + index),

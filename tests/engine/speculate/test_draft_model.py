@@ -16,6 +16,7 @@ from kvcellar.errors import ConfigError
 from tests.engine.fakes import (
     FULL_PARAMS,
     PARAMS,
+    STATE_PARAMS,
     ByteTokenizer,
     HashRunner,
     TreeCells,
@@ -31,7 +32,9 @@ def draft_of(params: Any, capacity: int = 2000, vocab: int = VOCAB) -> DraftMode
     return DraftModel(HashRunner(cache, vocab), cache, VOCAB)
 
 
-@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "params", [FULL_PARAMS, PARAMS, STATE_PARAMS], ids=["full", "window", "state"]
+)
 def test_its_guesses_are_what_it_would_say_itself(params):
     drafter = draft_of(params)
     tokens = [5, 6, 7]
@@ -46,7 +49,9 @@ def test_its_guesses_are_what_it_would_say_itself(params):
     assert drafter._cache.n_free == drafter._cache.capacity
 
 
-@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "params", [FULL_PARAMS, PARAMS, STATE_PARAMS], ids=["full", "window", "state"]
+)
 @pytest.mark.parametrize("capacity", [2000, 120])
 def test_the_same_tokens_in_fewer_steps(params, capacity):
     drafter = draft_of(params, capacity)
@@ -89,7 +94,9 @@ def slow_tree(
     return {path: found[path][0] for path in best}
 
 
-@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "params", [FULL_PARAMS, PARAMS, STATE_PARAMS], ids=["full", "window", "state"]
+)
 def test_its_trees_hold_the_likeliest_paths_whatever_was_right_before(params):
     """It shows nowhere if guesses that were right are kept in its cache or computed again."""
     drafter = draft_of(params)
