@@ -21,6 +21,7 @@ from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
+from kvcellar.kernel import recurrent
 from kvcellar.states import StatePlan
 from kvcellar.types import (
     AttendKind,
@@ -97,6 +98,7 @@ class TorchCache(RowMoves):
         self._slots = slots_of(pools.config.params)
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
         self._stretches: tuple[StatePlan, tuple[Stretches, ...]] | None = None
+        self._batch: tuple[StatePlan, torch.dtype, recurrent.StateBatch] | None = None
 
     # The op's face -----------------------------------------------------------------------------
 
@@ -169,6 +171,15 @@ class TorchCache(RowMoves):
         """Advances of the last forward that has come to a recurrent layer, in tensors."""
         assert self._stretches is not None, "a recurrent layer has had its turn"
         return self._stretches[1]
+
+    def state_batch(self, dtype: torch.dtype) -> recurrent.StateBatch:
+        """Return the same for the CPU kernel, for rows of a type; made once per forward."""
+        assert self._stretches is not None, "a recurrent layer has had its turn"
+        plan = self._stretches[0]
+        if self._batch is None or self._batch[0] is not plan or self._batch[1] != dtype:
+            made = recurrent.StateBatch(plan.n_tokens, kernel.dtype_of(dtype), plan.advances)
+            self._batch = plan, dtype, made
+        return self._batch[2]
 
     def read_states(self, slots: Sequence[int] | IntArray) -> StateArrays:
         """Return copies of the states of some slots: per recurrent layer and state ``[n, ...]``."""

@@ -17,7 +17,7 @@ import transformers
 from kvcellar import __version__
 from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
-from kvcellar.backends.torch.fast.hold import Held, hold_weights
+from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.fast.mixtures import n_numbers
@@ -255,10 +255,11 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     )
     n_parameters = n_numbers(network)
     bind_network(network, found.facts)
+    known = known_path(found.raw, _BY).with_suffix(f".{found.weights or found.dtype}.parts.json")
     if found.weights is None:
+        hold_mixers(network, known)
         return network, None, n_parameters
     report(0.95, "packing the weights")
-    known = known_path(found.raw, _BY).with_suffix(f".{found.weights}.parts.json")
     is_first = not known.is_file()
     held = hold_weights(network, found.weights, known=known)
     if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):

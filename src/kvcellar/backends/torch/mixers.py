@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,11 @@ class Mixer:
         self._argument = argument
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._is_first, self._is_last = is_first, is_last
-        self._places: dict[Place, int] = {
+        self.is_alone = is_first and is_last
+        """True if all states of its layer are its own."""
+        self.shapes = tuple(state.shape for state in layer.shapes)
+        """Shapes of its layer's states."""
+        self.places: dict[Place, int] = {
             (shape.kind, index): at
             for at, (shape, index) in enumerate(zip(layer.shapes, layer.indices, strict=True))
         }
@@ -102,22 +106,24 @@ class Mixer:
         cache = active_cache()
         if not isinstance(cache, TorchCache) or cache.pools.states is None:
             return self._run(given, named)
-        named = {**dict(zip(self._names, given, strict=False)), **named}
+        named = self.named(given, named)
         hidden = next(value for value in named.values() if isinstance(value, Tensor))
         n_tokens = hidden.shape[1]
         if self._is_first:
-            said = current_positions()
-            at = None if said is None else said[0]
-            cache.begin_states(self.number, n_tokens, at, hidden.device)
+            begin_states(cache, self.number, hidden)
         states = cache.pools.states.of_layer[self.number]
         joined = _Joined(n_tokens)
         for stretches in cache.stretches:
-            joined.add(stretches, self._advance(stretches, states, named, hidden))
+            joined.add(stretches, self.advance(stretches, states, named, hidden))
         if self._is_last:
             cache.steps.wrote_states(self.number)
         return joined.result
 
-    def _advance(
+    def named(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by their names."""
+        return {**dict(zip(self._names, given, strict=False)), **named}
+
+    def advance(
         self,
         stretches: Stretches,
         states: list[Tensor],
@@ -127,7 +133,7 @@ class Mixer:
         """Run the module on some stretches and store their states; return its result."""
         if stretches.src is not None and not self._dtypes:
             self._learn_dtypes(named, hidden)
-        past = SlotStates(self._places, states, stretches, self._dtypes)
+        past = SlotStates(self.places, states, stretches, self._dtypes)
         n_tokens = hidden.shape[1]
         own = {name: _part(value, stretches, n_tokens) for name, value in named.items()}
         result = self._run((), {**own, self._argument: past})
@@ -139,12 +145,28 @@ class Mixer:
         """Run one token without a past, to see in which types the module has its states."""
         one = Stretches(1, 1, slice(0, 1), None, torch.zeros(0))
         own = {name: _part(value, one, hidden.shape[1]) for name, value in named.items()}
-        past = SlotStates(self._places, [], one, {})
+        past = SlotStates(self.places, [], one, {})
         self._run((), {**own, self._argument: past})
         self._dtypes.update(past.dtypes)
 
     def _run(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         return type(self.module).forward(self.module, *given, **named)
+
+
+def begin_states(cache: TorchCache, layer: int, hidden: Tensor) -> list[Tensor]:
+    """Let a recurrent layer have its turn in the forward that this thread runs.
+
+    Args:
+        cache: the active one.
+        layer: its number among the recurrent layers.
+        hidden: ``[1, T, ...]``, the flat batch.
+
+    Returns:
+        Its states ``[n_slots, *shape]``; whoever has written them calls ``steps.wrote_states``.
+    """
+    said = current_positions()
+    at = None if said is None else said[0]
+    return cache.begin_states(layer, hidden.shape[1], at, hidden.device)
 
 
 class SlotStates(Cache):

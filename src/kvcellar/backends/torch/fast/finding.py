@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.finding_recurrent import Known, does_the_same, mixer_parts
 from kvcellar.backends.torch.fast.parts import (
     AttentionPart,
     LayerPart,
@@ -26,6 +27,7 @@ from kvcellar.backends.torch.fast.parts import (
     read_eps,
     read_weight,
 )
+from kvcellar.backends.torch.fast.recurrent import KernelMixer, MixerPart
 from kvcellar.backends.torch.fast.rotations import possible_rotations
 from kvcellar.backends.torch.fast.trial import (
     AnyExperts,
@@ -40,6 +42,7 @@ from kvcellar.backends.torch.fast.trial import (
     recorded,
     run,
 )
+from kvcellar.errors import ConfigError
 
 
 class Finder:
@@ -58,6 +61,7 @@ class Finder:
             Exception: whatever the network raises where it cannot be copied or run like this.
         """
         self.parts: dict[str, Part] = {}
+        self._known: Known = {}
         self.exact = Trial(network, torch.float32, is_linear)
         is_exact = network.dtype == torch.float32
         self.own = self.exact if is_exact else Trial(network, network.dtype, is_linear)
@@ -65,6 +69,7 @@ class Finder:
     def find(self) -> None:
         """Fill ``parts``; what lies around them runs with them, or nothing is found."""
         names = list(self.exact.calls)
+        self._find_mixers()
         for name in names:
             self._take_first(name, self._norms(name))
         for name in names:
@@ -77,6 +82,18 @@ class Finder:
         if not self._run_whole():
             self.parts.clear()
 
+    def find_mixers(self) -> None:
+        """Fill ``parts`` with recurrent modules alone."""
+        self._find_mixers()
+        if not self._run_whole():
+            self.parts.clear()
+
+    def _find_mixers(self) -> None:
+        before: list[MixerPart] = []
+        for name in list(self.exact.calls):
+            self._take_first(name, mixer_parts(self.exact, self.own, name, before))
+            before += [part for part in [self.parts.get(name)] if isinstance(part, MixerPart)]
+
     def _take_first(self, name: str, candidates: Iterator[Part]) -> None:
         """Keep the first candidate that does what the module does."""
         for part in candidates:
@@ -87,7 +104,12 @@ class Finder:
 
     def _is_right(self, name: str, trial: Trial) -> bool:
         module = trial.module(name)
-        candidate = build(name, module, self.parts, _joined).eval()
+        try:
+            candidate = build(name, module, self.parts, _joined).eval()
+        except (ConfigError, AttributeError):  # sizes or parameters that are not the kernel's
+            return False
+        if isinstance(candidate, KernelMixer):
+            return does_the_same(trial, name, candidate, self._known)
         if isinstance(self.parts[name], NormPart) and not _is_such_a_norm(trial, name, candidate):
             return False
         return trial.agrees(name, candidate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from kvcellar.backends.torch.fast.mixtures import hold_experts, n_numbers
 from kvcellar.backends.torch.fast.parts import LayerPart, Part, Parts, build
 from kvcellar.backends.torch.fast.sorted_experts import hold_sorted_experts
 from kvcellar.backends.torch.memory import Arena, give_back
+from kvcellar.backends.torch.mixers import Mixer
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
 from kvcellar.models.weights import MOST_EXACT_BITS, bits_of, can_pack, is_packed
@@ -106,6 +107,49 @@ def hold_weights(
     is_whole = all(layer.is_native for layer in layers)
     decoder = KernelDecoder(model, whole) if whole is not None and is_whole else None
     return Held(decoder, n_weights, holder.n_held, n_compiled, parts, why_none)
+
+
+def hold_mixers(model: Any, known: Path | None = None) -> list[str]:
+    """Put the kernel's recurrent modules in the place of a network's own; all else stays torch's.
+
+    Args:
+        model: of transformers, in evaluation mode, its recurrent modules bound to states.
+        known: where its parts are kept once they are found; None: they are found again.
+
+    Returns:
+        Names of the modules; empty where the kernel is not built here, or the model is elsewhere.
+    """
+    has_states = any(isinstance(vars(one).get("forward"), Mixer) for one in model.modules())
+    if not has_states or not levels.is_available() or model.device.type != "cpu":
+        return []
+    linears = {
+        name: (one.in_features, one.out_features, one.bias is not None)
+        for name, one in held_linears(model).items()
+    }
+    key = key_of(model, linears)
+    kept = None if known is None else read_parts(known, key)
+    parts = _find_mixers(model, linears) if kept is None else kept[0]
+    if known is not None and kept is None:
+        keep_parts(known, key, parts, None)
+    for name in parts:
+        held = build(name, model.get_submodule(name), parts, _joined)
+        model.set_submodule(name, held)
+    return list(parts)
+
+
+def _find_mixers(model: Any, linears: Mapping[str, tuple[int, int, bool]]) -> dict[str, Part]:
+    """Find the recurrent modules that the kernel computes; none in what cannot be tried."""
+    sizes = {id(model.get_submodule(name)): size for name, size in linears.items()}
+    try:
+        finder = Finder(model, lambda module: sizes.get(id(module)))
+        finder.find_mixers()
+    except Exception:  # whatever does not like random numbers: it runs as it is
+        return {}
+    return finder.parts
+
+
+def _joined(modules: Sequence[nn.Module]) -> nn.Module:
+    return join([one for one in map(linear_of, modules) if one is not None])
 
 
 def _check(model: Any, weights: str) -> None:
@@ -202,12 +246,14 @@ class _Holder:
         for one in self._names.get(name, [name]):
             self._model.set_submodule(one, held)
 
-    def make(self, modules: Sequence[nn.Module]) -> KernelLinear:
+    def make(self, modules: Sequence[nn.Module]) -> nn.Module:
         """Make the kernel's layer of one of torch's, or of several behind one another.
 
-        Layers that have the same weights get the same one.
+        Layers that have the same weights get the same one; what cannot be held is torch's.
         """
         linears = [one for one in map(linear_of, modules) if one is not None]
+        if not self._can_hold(linears[0].in_features):
+            return join(linears)
         if all(self._times[id(one.weight)] <= 1 for one in linears):
             return self._make(linears, is_head=modules[0] is self._head)
         key = tuple(id(parameter) for one in linears for parameter in one.parameters())

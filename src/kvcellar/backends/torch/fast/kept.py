@@ -25,13 +25,14 @@ from kvcellar.backends.torch.fast.parts import (
     Part,
     Parts,
 )
+from kvcellar.backends.torch.fast.recurrent import MixerPart
 from kvcellar.backends.torch.fast.rotations import Rotation
 from kvcellar.models.known import keep, read_kept
 
-VERSION = 1
+VERSION = 2
 """Version of how parts are found and written; those of another one are found again."""
 
-_KINDS = {kind.__name__: kind for kind in (NormPart, MlpPart, AttentionPart, LayerPart)}
+_KINDS = {kind.__name__: kind for kind in (NormPart, MlpPart, AttentionPart, LayerPart, MixerPart)}
 
 Found = tuple[dict[str, Part], Whole | None]
 

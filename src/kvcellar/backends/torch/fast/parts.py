@@ -16,6 +16,7 @@ from kvcellar.backends.torch.fast.layers import (
     KernelMlp,
     KernelNorm,
 )
+from kvcellar.backends.torch.fast.recurrent import KernelMixer, MixerPart
 from kvcellar.backends.torch.fast.rotations import Rotation
 from kvcellar.backends.torch.fast.routed import KernelMixture
 
@@ -63,7 +64,7 @@ class LayerPart:
     mlp: str
 
 
-Part = NormPart | MlpPart | AttentionPart | LayerPart
+Part = NormPart | MlpPart | AttentionPart | LayerPart | MixerPart
 Parts = Mapping[str, Part]
 
 
@@ -91,6 +92,10 @@ def build(name: str, module: nn.Module, parts: Parts, make: MakeLinear) -> nn.Mo
     if isinstance(part, MlpPart):
         act = None if part.act is None else module.get_submodule(part.act)
         return KernelMlp(linears(part.gate_up), linears([part.down]), act)
+    if isinstance(part, MixerPart):
+        chains = {"gate": part.gate, "decay": part.decay}
+        behind = {of: linears([chain[1]]) for of, chain in chains.items() if chain}
+        return KernelMixer(module, part, linears(part.inputs), behind, linears([part.out]))
     if isinstance(part, LayerPart):
         before, attention, between, mlp = (
             child(one) for one in (part.before, part.attention, part.between, part.mlp)
