@@ -158,9 +158,12 @@ class TorchInSmallPieces(TorchWithoutKernel):
 
 class MlxAdapter(BackendAdapter):
     def __init__(
-        self, cases: Sequence[Case] = CASES, walked: Sequence[Case] | None = WALKED
+        self,
+        cases: Sequence[Case] = CASES,
+        walked: Sequence[Case] | None = WALKED,
+        state_cases: Sequence[Case] = (),
     ) -> None:
-        super().__init__("mlx", cases=cases, walked=walked)
+        super().__init__("mlx", cases=cases, walked=walked, state_cases=state_cases)
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
         return {"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-3}[in_dtype]

@@ -46,7 +46,7 @@ class TestTorchInSmallPieces(ConformanceSuite):
 
 @needs_mlx
 class TestMlx(ConformanceSuite):
-    adapter = MlxAdapter()
+    adapter = MlxAdapter(state_cases=STATE_CASES)
 
 
 @needs_mlx

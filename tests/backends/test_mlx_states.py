@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar import ModelCacheParams, make_config
 from kvcellar.errors import ShapeError
 from kvcellar.states import NO_SLOT, Advance, StateGroup, StatePlan, StateShape
 
@@ -23,6 +24,11 @@ GROUP = StateGroup(((StateShape("convolution", (8, 4)), StateShape("recurrent", 
 N_SLOTS = 64
 
 
+def make_pools(n_slots: int) -> StatePools:
+    params = ModelCacheParams(1, 1, 8, state=GROUP)
+    return StatePools(GROUP, make_config(params, 16, n_slots=n_slots))
+
+
 def step(pools: StatePools, src: int, dst: int) -> None:
     """What a forward does: all layers read, all are evaluated, all are written."""
     for layer in range(len(GROUP.layers)):
@@ -33,7 +39,7 @@ def step(pools: StatePools, src: int, dst: int) -> None:
 
 
 def test_a_step_reads_one_slot_and_writes_another_and_copies_no_pool() -> None:
-    pools = StatePools(GROUP, N_SLOTS)
+    pools = make_pools(N_SLOTS)
     pools.ensure(N_SLOTS)
     step(pools, 0, 1)
     step(pools, 1, 2)
@@ -48,7 +54,7 @@ def test_a_step_reads_one_slot_and_writes_another_and_copies_no_pool() -> None:
 
 
 def test_pools_grow_by_doubling_up_to_the_most_and_keep_what_they_hold() -> None:
-    pools = StatePools(GROUP, 5)
+    pools = make_pools(5)
     pools.ensure(1)
     assert pools.n_slots == 2 and pools.size_bytes == 2 * GROUP.slot_bytes
     step(pools, 0, 1)
@@ -61,7 +67,7 @@ def test_pools_grow_by_doubling_up_to_the_most_and_keep_what_they_hold() -> None
 
 
 def test_states_come_back_as_they_were_put_in() -> None:
-    rng, pools = np.random.default_rng(0), StatePools(GROUP, N_SLOTS)
+    rng, pools = np.random.default_rng(0), make_pools(N_SLOTS)
     given = [
         [rng.standard_normal((3, *state.shape)).astype(np.float32) for state in states]
         for states in GROUP.layers
@@ -75,7 +81,7 @@ def test_states_come_back_as_they_were_put_in() -> None:
 
 
 def test_what_a_failed_forward_was_going_to_write_is_forgotten() -> None:
-    pools = StatePools(GROUP, N_SLOTS)
+    pools = make_pools(N_SLOTS)
     pools.ensure(2)
     pools.write(0, mx.array([1]), [state + 1 for state in pools.read(0, mx.array([0]))])
     pools.forget()

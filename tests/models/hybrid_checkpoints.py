@@ -49,11 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Family of transformers -> fields of its config, as a small model that mlx-lm reads as well."""
 
 
+def hybrid_raw(family: str) -> dict[str, Any]:
+    """The ``config.json`` of a family."""
+    return default_raw(family, **{**SMALL, **FAMILIES[family]})
+
+
 def write_hybrid(family: str, folder: Path) -> Any:
     """Write a checkpoint; return its network in torch."""
-    network = random_network(
-        default_raw(family, **{**SMALL, **FAMILIES[family]}), attention="eager"
-    )
+    network = random_network(hybrid_raw(family), attention="eager")
     getattr(network, "whole", network).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return network

@@ -13,8 +13,10 @@ import kvcellar as kv
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'kvcellar[mlx]'")
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'kvcellar[mlx]'")
 
+from kvcellar.backends.mlx.checking import check_network  # noqa: E402
 from kvcellar.backends.mlx.learning import learn  # noqa: E402
 from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402
+from kvcellar.backends.mlx.state_pools import StatePools  # noqa: E402
 from tests.models.mlx_families import make_model  # noqa: E402
 from tests.models.mlx_hybrids import HYBRIDS  # noqa: E402
 from tests.models.test_mlx_families import assert_close, mlx_lm_says, text  # noqa: E402
@@ -77,3 +79,28 @@ def test_nodes_of_a_tree_go_on_from_their_parents(family: str) -> None:
         assert_close(
             runner.forward(trunk[3:], cache.begin_step([1] * 9)), mlx_lm_says(model, trunk)[-1:]
         )
+
+
+QUICK = ["falcon_h1", "lfm2"]
+"""Families that are checked in every run: both kinds in one layer, and convolutions alone."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in HYBRIDS]
+)
+def test_a_hybrid_model_is_checked_beside_mlx_lm(family: str) -> None:
+    model, learnt = model_of(family)
+    verdict = check_network(model, learnt, family)
+    assert verdict.reason is None and verdict.is_exact, verdict
+    assert f"{len(learnt.states)} recurrent" in verdict.layers
+
+
+def test_a_state_that_is_read_from_the_wrong_slot_is_found(monkeypatch: Any) -> None:
+    read = StatePools.read
+
+    def elsewhere(self: Any, layer: int, slots: Any) -> Any:
+        return read(self, layer, mx.maximum(slots - layer, 0))
+
+    monkeypatch.setattr(StatePools, "read", elsewhere)
+    verdict = check_network(*model_of("lfm2"), "lfm2")
+    assert verdict.reason is None and not verdict.is_exact

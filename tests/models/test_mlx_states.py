@@ -20,10 +20,12 @@ from transformers import DynamicCache  # noqa: E402
 
 from kvcellar.backends.mlx.learning import learn  # noqa: E402
 from kvcellar.backends.mlx.loading import load_weights  # noqa: E402
+from kvcellar.backends.mlx.loading import model_facts as mlx_facts  # noqa: E402
 from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402
 from kvcellar.backends.mlx.words import text_config  # noqa: E402
+from kvcellar.backends.torch.loading import model_facts as torch_facts  # noqa: E402
 from kvcellar.models.checkpoint import read_config  # noqa: E402
-from tests.models.hybrid_checkpoints import FAMILIES, write_hybrid  # noqa: E402
+from tests.models.hybrid_checkpoints import FAMILIES, hybrid_raw, write_hybrid  # noqa: E402
 from tests.models.players import text  # noqa: E402
 
 
@@ -75,3 +77,24 @@ def test_states_are_those_of_transformers_and_go_on_in_its_modules(
         np.testing.assert_allclose(again, want_more, atol=1e-3)
         cache.write_states(slot, theirs)
         np.testing.assert_allclose(on_mlx(more), np.concatenate(want_more), atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_backends_learn_the_same_of_a_checkpoint(family: str) -> None:
+    raw = hybrid_raw(family)
+    on_torch, on_mlx = torch_facts(raw), mlx_facts(raw)
+    assert on_mlx.params == on_torch.params and on_mlx.n_layers == on_torch.n_layers
+    for mine, other in ((on_mlx.layers, on_torch.layers), (on_mlx.states, on_torch.states)):
+        assert [at.layer for at in mine] == [at.layer for at in other]
+
+
+def test_a_config_in_the_words_of_its_hub_is_the_same_model() -> None:
+    raw = hybrid_raw("granitemoehybrid")
+    words = {"linear_attention": "mamba", "full_attention": "attention"}
+    hub = {
+        **raw,
+        "layer_types": [words[kind] for kind in raw["layer_types"]],
+        "position_embedding_type": "nope",
+    }
+    assert hub["layer_types"] == ["mamba", "attention"] * 2
+    assert mlx_facts(hub) == mlx_facts(raw)

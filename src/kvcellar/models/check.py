@@ -50,7 +50,7 @@ PARTS = ("prefill", "chunks", "decode", "rollback", "fork", "batch", "restore")
 CAPACITY = 320
 """Cells of the caches."""
 
-_LENGTH, _PREFILL, _DECODES, _FORK, _CUT = 104, 64, 32, 40, 70
+LENGTH, _PREFILL, _DECODES, _FORK, _CUT = 104, 64, 32, 40, 70
 """Tokens of a text; of its first forward; those that come one by one behind 8 more; and where a
 fork and another end begin."""
 
@@ -287,7 +287,7 @@ class Subject:
     oracle: Oracle
     bind: Callable[[CacheSession[Any]], Runner]
     backend: str
-    n_columns: int = _LENGTH
+    n_columns: int = LENGTH
     replay: Replay | None = None
     report: Callable[[float], None] = field(default=lambda part: None)
 
@@ -460,22 +460,22 @@ def _play_one(player: _Player) -> Iterator[_Piece]:
     """Play a text in two forwards and then token by token, take it back twice, and go on."""
     yield "prefill", _MAIN, 0, player.feed(_MAIN, _PREFILL)
     player.keep()
-    at = _LENGTH - _DECODES
+    at = LENGTH - _DECODES
     yield "chunks", _MAIN, _PREFILL, player.feed(_MAIN, at - _PREFILL)
-    for i in range(at, _LENGTH):
+    for i in range(at, LENGTH):
         yield "decode", _MAIN, i, player.feed(_MAIN, 1)
-        if i == _LENGTH - 7:
+        if i == LENGTH - 7:
             player.keep()
-    at = player.cut(_LENGTH - 5)
+    at = player.cut(LENGTH - 5)
     yield "rollback", _MAIN, at, player.feed(_MAIN, 3)
     at = player.cut(_CUT)
-    yield "rollback", _OTHER, at, player.feed(_OTHER, _LENGTH - at)
+    yield "rollback", _OTHER, at, player.feed(_OTHER, LENGTH - at)
 
 
 def _play_chunks(player: _Player) -> Iterator[_Piece]:
     """Play a text token by token, then seven at a time, and the rest at once."""
     at = 0
-    for size in [1] * 12 + [7] * 4 + [_LENGTH - 40]:
+    for size in [1] * 12 + [7] * 4 + [LENGTH - 40]:
         yield "chunks", _FIRST, at, player.feed(_FIRST, size)
         at += size
 

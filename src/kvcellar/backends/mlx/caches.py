@@ -20,7 +20,7 @@ from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
 from kvcellar.backends.mlx.codecs import rotate, rotate_queries
 from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_rows
-from kvcellar.backends.mlx.state_pools import StatePools, States
+from kvcellar.backends.mlx.state_pools import GivenStates, StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import BASE, exact_cells
@@ -103,7 +103,7 @@ class MlxPools:
         """Pools of the layers that store rows."""
         self.of_layer = [found[source] for source in config.params.sources]
         state = config.params.state
-        self.states = None if state is None else StatePools(state, config.n_slots)
+        self.states = None if state is None else StatePools(state, config)
         """Slots of the recurrent layers; None: there are none."""
 
     @property
@@ -221,12 +221,12 @@ class MlxCache(RowMoves):
         """Note that a recurrent layer has stored its states; after the last, tokens count."""
         self.steps.wrote_states(layer)
 
-    def read_states(self, slots: IntArray) -> States:
+    def read_states(self, slots: Sequence[int] | IntArray) -> States:
         """Return copies of the states in ``slots [n]``, per recurrent layer ``[n, *shape]``."""
         assert self.pools.states is not None, "a cache with recurrent layers has slots"
         return self.pools.states.read_states(slots)
 
-    def write_states(self, slots: IntArray, states: States) -> None:
+    def write_states(self, slots: Sequence[int] | IntArray, states: GivenStates) -> None:
         """Store states in ``slots [n]``; see :meth:`StatePools.write_states`."""
         assert self.pools.states is not None, "a cache with recurrent layers has slots"
         self.pools.states.write_states(slots, states)

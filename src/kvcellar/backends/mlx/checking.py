@@ -21,9 +21,6 @@ from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray
 
-LENGTH = 88
-"""Tokens of the longest text of a check."""
-
 _COLUMNS = 512
 """Logits of each token that are compared: all of a large vocabulary would be large."""
 

@@ -13,13 +13,13 @@ import mlx_lm
 import mlx_lm.utils
 from mlx_lm.models.rope_utils import YarnRoPE
 
-from kvcellar.backends.mlx.checking import LENGTH, check_network, versions
+from kvcellar.backends.mlx.checking import check_network, versions
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.check import Verdict, demand_exact, keep_verdict, verdict_of
+from kvcellar.models.check import LENGTH, Verdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.configs import positions_of
 from kvcellar.models.facts import ModelFacts

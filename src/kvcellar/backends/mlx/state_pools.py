@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.bookkeeping.growth import STEP_SLOTS
-from kvcellar.cache import grown_size
+from kvcellar.bookkeeping.growth import STEP_SLOTS, grown_size
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.states import StateGroup
 from kvcellar.types import IntArray
@@ -22,14 +22,18 @@ from kvcellar.types import IntArray
 States = list[list[NDArray[np.float32]]]
 """Per recurrent layer its states ``[n, *shape]`` of n slots."""
 
+GivenStates = Sequence[Sequence[NDArray[np.float32]]]
+"""The same, as others may give it."""
+
 
 class StatePools:
     """Slots of all recurrent layers: float32, laid out as :class:`StateShape` says."""
 
-    def __init__(self, group: StateGroup, n_slots: int) -> None:
-        """Create pools without slots, which grow to at most ``n_slots``."""
+    def __init__(self, group: StateGroup, config: CacheConfig) -> None:
+        """Create pools without slots."""
         self._group = group
-        self._most = n_slots
+        self._most = config.n_slots
+        self._chunk = STEP_SLOTS if config.budget is None else 0
         self._layers = [
             [mx.zeros((0, *state.shape), dtype=mx.float32) for state in states]
             for states in group.layers
@@ -53,7 +57,7 @@ class StatePools:
         """Hold at least ``n_slots``: doubled, and never more than there may be."""
         if n_slots <= self.n_slots:
             return
-        size = grown_size(n_slots, self.n_slots, STEP_SLOTS, self._most)
+        size = grown_size(n_slots, self.n_slots, self._chunk, self._most)
         for states in self._layers:
             for at, old in enumerate(states):
                 new = mx.zeros((size, *old.shape[1:]), dtype=old.dtype)
@@ -83,15 +87,15 @@ class StatePools:
         """Let go of what waits: the forward failed."""
         self._waiting.clear()
 
-    def read_states(self, slots: IntArray) -> States:
+    def read_states(self, slots: Sequence[int] | IntArray) -> States:
         """Return copies of the states in ``slots [n]``."""
-        rows = mx.array(slots)
+        rows = mx.array(np.asarray(slots, dtype=np.int64))
         return [
             [np.array(state) for state in self.read(layer, rows)]
             for layer in range(len(self._layers))
         ]
 
-    def write_states(self, slots: IntArray, states: States) -> None:
+    def write_states(self, slots: Sequence[int] | IntArray, states: GivenStates) -> None:
         """Store states in ``slots [n]``, evaluated.
 
         Raises:
@@ -101,10 +105,12 @@ class StatePools:
         got = [[np.shape(state) for state in of_layer] for of_layer in states]
         if got != want:
             raise ShapeError(f"{len(slots)} slots take states of {want}, got {got}")
-        self.ensure(int(slots.max(initial=-1)) + 1)
+        rows = np.asarray(slots, dtype=np.int64)
+        if not len(rows):
+            return
+        self.ensure(int(rows.max()) + 1)
         for layer, of_layer in enumerate(states):
-            self.write(
-                layer, mx.array(slots), [mx.array(np.asarray(s, np.float32)) for s in of_layer]
-            )
+            given = [mx.array(np.asarray(state, np.float32)) for state in of_layer]
+            self.write(layer, mx.array(rows), given)
         mx.eval(self.arrays)
         self.settle()
