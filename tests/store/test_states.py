@@ -267,3 +267,26 @@ def test_a_length_that_only_the_store_still_has_is_kept_and_one_that_nobody_has_
         save(store, "a", History(KEY, TOKENS[:30]), boundaries=(12,))
         save(store, "a", Forgetful(KEY, TOKENS), boundaries=(12, 40))
         assert [b.length for b in store.get("a").boundaries] == [12, 30, 60]
+
+
+def test_older_states_go_before_any_history_does(tmp_path: Path) -> None:
+    large = StateGroup(((StateShape("recurrent", (32, 32)),),))
+    key = make_key(groups=[FULL], state=large)
+    first, second = tokens_of(1, 60), tokens_of(2, 60)
+    with Store(tmp_path / "one", COLD) as store:
+        save(store, "a", History(key, first), boundaries=(10, 20, 40))
+        size = store.stats().cold.size_bytes
+    config = StoreConfig(warm_bytes=0, cold_bytes=2 * size - large.slot_bytes)
+    with Store(tmp_path / "two", config) as store:
+        save(store, "a", History(key, first), boundaries=(10, 20, 40))
+        save(store, "b", History(key, second), boundaries=(10, 20, 40))
+        (event,) = store.take_events()
+        assert event.kind is EventKind.EVICTED and event.subject == "a"
+        assert "before 40 tokens" in event.detail
+        assert [b.length for b in store.get("a").boundaries] == [40, 60]
+        assert [b.length for b in store.get("b").boundaries] == [10, 20, 40, 60]
+        for tokens in (first, second):
+            assert load_all(store, History(key, tokens)) == 60
+        save(store, "c", History(key, tokens_of(3, 60)), boundaries=(10, 20, 40))
+        assert load_all(store, History(key, tokens_of(3, 60))) == 60
+        assert store.verify().is_good

@@ -44,6 +44,9 @@ MIN_GAIN = 16
 
 MAX_ATTEMPTS = 3
 
+SLOTS_TO_VERIFY = 4
+"""Slots that verifying states takes: of earlier, restored and computed ones, and a spare."""
+
 PATIENCE_S = 2.0
 """How long to wait for cells where nobody knows what computing takes, or it was asked for."""
 
@@ -204,7 +207,8 @@ class _Job:
             return None
         seconds = time.perf_counter() - started
         self.host.costs.learn_load(last.tier, last.size_bytes, seconds)
-        if self.is_verified and layout.state is not None:
+        has_slots = self.host.engine.cache.config.n_slots >= SLOTS_TO_VERIFY
+        if self.is_verified and layout.state is not None and has_slots:
             earlier = self.store.load_boundary(match, last.n_tokens - 1)
             if earlier is not None and last.n_tokens - earlier.n_tokens <= MAX_TAIL:
                 return [earlier, last]

@@ -25,6 +25,9 @@ from kvcellar.store.reports import EventKind, EventLog
 
 T = TypeVar("T")
 
+LATEST = 2
+"""Boundary states that a history keeps as long as it keeps its KV: the last turn's."""
+
 MAX_SEEN = 1 << 18
 """Addresses that are remembered to be stored; more than that, and all are forgotten."""
 
@@ -257,8 +260,8 @@ class ColdTier:
         """Remove until ``n_bytes`` more fit. Only within ``locked``.
 
         First the quarantine, then what no reference needs, then histories that were dropped, oldest
-        first, then whole histories' KV, least recently used first; never what is in ``protect``, or
-        the KV of ``keep``.
+        first, then all but the latest boundary states of histories, then whole histories' KV, least
+        recently used first; never what is in ``protect``, or the KV of ``keep``.
 
         Raises:
             StoreError: that is not enough; what could be removed was removed.
@@ -291,11 +294,11 @@ class ColdTier:
         rows = [row for row in self.ask(Catalogue.references) if row.name != keep]
         for name in sorted(row.name for row in rows if row.name.startswith(DROPPED)):
             yield partial(self._forget_dropped, name)
-        for row in rows:
-            if self._holds(row.name):
-                ref = self.reference(row.name)
-                if ref is not None:
-                    yield partial(self._give_up, ref)
+        for give_up in (self._give_up_boundaries, self._give_up):
+            for row in rows:
+                ref = self.reference(row.name) if self._holds(row.name) else None
+                if ref is not None and (give_up == self._give_up or ref.boundaries[LATEST:]):
+                    yield partial(give_up, ref)
 
     def _forget_dropped(self, name: str) -> None:
         """Delete a history that was dropped."""
@@ -304,13 +307,26 @@ class ColdTier:
             EventKind.EVICTED, name, "what was dropped cannot be brought back: its room is used"
         )
 
-    def _give_up(self, ref: Reference) -> None:
-        """Drop a history's KV and keep its tokens; the file is smaller than the one before."""
-        bare = replace(
-            ref, blocks=(), n_stored=0, boundaries=(), is_evicted=True, revision=ref.revision + 1
+    def _give_up_boundaries(self, ref: Reference) -> None:
+        """Drop a history's boundary states but the latest, from which it goes on."""
+        self._shrink(replace(ref, boundaries=ref.boundaries[-LATEST:]))
+        first = ref.boundaries[-LATEST].length
+        self.events.add(
+            EventKind.EVICTED,
+            ref.name,
+            f"its boundary states before {first} tokens were given up to stay below "
+            f"{self.limit_bytes} bytes; it can be resumed from there on",
         )
-        path = self.references.publish(ref.name, bare.pack(), keeps_before=False)
-        self._listing.put_reference(bare, path, stamp_of(path), time.time())
+
+    def _shrink(self, ref: Reference) -> None:
+        """Publish a reference on less than it had; the file is smaller than the one before."""
+        less = replace(ref, revision=ref.revision + 1)
+        path = self.references.publish(ref.name, less.pack(), keeps_before=False)
+        self._listing.put_reference(less, path, stamp_of(path), time.time())
+
+    def _give_up(self, ref: Reference) -> None:
+        """Drop a history's KV and keep its tokens."""
+        self._shrink(replace(ref, blocks=(), n_stored=0, boundaries=(), is_evicted=True))
         self.events.add(
             EventKind.EVICTED,
             ref.name,

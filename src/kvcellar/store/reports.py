@@ -25,7 +25,7 @@ class EventKind(enum.StrEnum):
     SAVE_SKIPPED: a save was not taken, the queue being full; nothing was changed.
     SAVE_PARTIAL: a save was taken with a shorter stored history than there is.
     JOURNAL_DAMAGED: the journal, or an entry of it, could not be used; what it alone said is lost.
-    EVICTED: a history's KV was given up to make room; its tokens remain.
+    EVICTED: a history's KV or older boundary states were given up for room; its tokens remain.
     """
 
     DAMAGED = "damaged"
