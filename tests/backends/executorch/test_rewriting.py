@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,11 +14,22 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+import kvcellar as kv
+from kvcellar.backends.executorch import exporting
 from kvcellar.backends.executorch.exporting import export_program, trace
-from kvcellar.backends.executorch.rewriting import DenseExperts, RmsNorm, TanhGelu, rewrite
+from kvcellar.backends.executorch.rewriting import (
+    DenseExperts,
+    DenseSortedExperts,
+    RmsNorm,
+    TanhGelu,
+    rewrite,
+)
+from kvcellar.backends.executorch.rotating import pairs_for_complex
+from kvcellar.backends.torch.checking import twins
 from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw, write_tiny
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
+from kvcellar.registry import use_cache
 from tests.backends.executorch.programs import MAX_TOKENS, quietly
 
 
@@ -73,8 +85,54 @@ def test_mixtures_and_layers_of_several_sizes_call_the_op_once(tmp_path: Any, fa
     assert [n.args[4] for n in calls] == list(range(model.params.n_layers))
 
 
-def test_a_graph_that_cannot_be_exported_is_refused_by_name(tmp_path: Any) -> None:
-    write_tiny("llama4_text", tmp_path / "it")
-    with quietly(), pytest.raises(ModelError, match=r"graph of 'llama4_text'.*backend torch"):
+@pytest.mark.parametrize("family", ["deepseek_v2", "llama4_text"])
+def test_a_graph_has_no_complex_numbers_and_says_what_the_model_says(family: str) -> None:
+    pair = twins(default_raw(family))
+    rewrite(pair.ours)
+    with quietly():
+        graph = trace(pair.ours, MAX_TOKENS)
+    kinds = {getattr(node.meta.get("val"), "dtype", None) for node in graph.graph.nodes}
+    assert torch.float32 in kinds and not any(kind.is_complex for kind in kinds if kind)
+    ids, at = torch.arange(20)[None] * 7 % 250, torch.arange(20)[None]
+    config = kv.make_config(pair.facts.params, 32)
+    with kv.make_decode_session("torch", config) as session, use_cache(session.cache):
+        (got,) = graph.module()(ids, at, at[0])
+    with torch.no_grad():
+        want = pair.theirs(input_ids=ids, position_ids=at, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_outside_of_a_trace_complex_numbers_are_torchs() -> None:
+    angles = torch.linspace(0, 3, 6).view(2, 3)
+    q = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(3))
+
+    def turned() -> torch.Tensor:
+        turns = torch.polar(torch.ones_like(angles), angles) * 1.5
+        return torch.view_as_real(torch.view_as_complex(q)[None] * turns.unsqueeze(0))
+
+    want = turned()
+    with pairs_for_complex():
+        torch.testing.assert_close(turned(), want)
+        assert not torch.is_tensor(torch.polar(angles, angles))
+    assert torch.polar(angles, angles).is_complex()
+
+
+def test_experts_that_are_given_rows_by_expert_run_as_linear_layers() -> None:
+    network = random_network(twin_raw(default_raw("llama4_text")))
+    experts = next(m for m in network.modules() if type(m).__name__ == "Llama4TextExperts")
+    made = rewritten(experts)
+    assert isinstance(made, DenseSortedExperts)
+    rows = torch.randn(len(made.down) * 5, made.inside[0].in_features)
+    with torch.no_grad():
+        torch.testing.assert_close(made(rows), experts(rows))
+
+
+def test_a_graph_that_cannot_be_exported_is_refused_by_name(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    write_tiny("qwen3", tmp_path / "it")
+    monkeypatch.setattr(exporting, "trace", Mock(side_effect=ValueError("it branches")))
+    match = "graph of 'qwen3' cannot be exported: ValueError: it branches.*backend torch"
+    with quietly(), pytest.raises(ModelError, match=match):
         export_program(tmp_path / "it", tmp_path / "x.pte", max_tokens_per_step=32)
     assert not (tmp_path / "x.pte").exists()

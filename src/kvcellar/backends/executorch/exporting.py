@@ -19,6 +19,7 @@ from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX
 from kvcellar.backends.executorch.quantising import check_scheme, quantise
 from kvcellar.backends.executorch.rewriting import rewrite
+from kvcellar.backends.executorch.rotating import pairs_for_complex
 from kvcellar.backends.torch.loading import TorchModel
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.backends.torch.runner import inputs_of, modules_given
@@ -282,7 +283,7 @@ def trace(
         torch.arange(n)[None],
         torch.arange(min(3, max_tokens_per_step)),
     )
-    with torch.no_grad():
+    with torch.no_grad(), pairs_for_complex():
         return torch.export.export(
             Flat(model, feature_layers),
             example,

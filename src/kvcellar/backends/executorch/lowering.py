@@ -24,6 +24,8 @@ from torch.fx import traceback
 from torch.utils import _pytree as pytree
 from torchao.quantization import quant_primitives
 
+from kvcellar.backends.executorch.replacing import replaced
+
 
 def lower(graph: ExportedProgram, method: str, constants: dict[str, Any]) -> Any:
     """Lower a traced graph to XNNPACK.
@@ -54,26 +56,16 @@ def work_done_once() -> Iterator[None]:
     base, ao = pass_base._ExportPassBase, quant_primitives
     quantise, dequantise = "_quantize_affine_no_dtype_cast", "_dequantize_affine_no_dtype_check"
     with (
-        _replaced(base, "_fx", _remembering(base._fx)),
-        _replaced(ao, quantise, _shapes_of(getattr(ao, quantise))),
-        _replaced(ao, dequantise, _shapes_of(getattr(ao, dequantise))),
-        _replaced(ExportedProgram, "run_decompositions", _if_needed),
+        replaced(base, "_fx", _remembering(base._fx)),
+        replaced(ao, quantise, _shapes_of(getattr(ao, quantise))),
+        replaced(ao, dequantise, _shapes_of(getattr(ao, dequantise))),
+        replaced(ExportedProgram, "run_decompositions", _if_needed),
         # Lists of where a node came from are never changed, so copies can share them.
-        _replaced(traceback, "copy", SimpleNamespace(copy=copy.copy, deepcopy=lambda value: value)),
+        replaced(traceback, "copy", SimpleNamespace(copy=copy.copy, deepcopy=lambda value: value)),
         # A pass writes the whole graph as text for a log that is off.
-        _replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
+        replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 # Replays ------------------------------------------------------------------------------------------

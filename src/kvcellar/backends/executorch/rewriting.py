@@ -13,6 +13,7 @@ Experts are found by the interface that transformers has for them, norms by runn
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh
 
 from kvcellar.backends.torch.fast.parts import read_eps
+from kvcellar.backends.torch.fast.sorted_experts import find_sorted
 
 
 def rewrite(model: Any) -> None:
@@ -39,7 +41,8 @@ def _replacement(module: Any) -> nn.Module | None:
         return TanhGelu()
     if vars(module).keys() >= _EXPERTS and not module.has_post_expert_norm:
         return DenseExperts(module)
-    return _norm_like(module)
+    found = find_sorted(module)
+    return _norm_like(module) if found is None else DenseSortedExperts(*found)
 
 
 _EXPERTS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed"}
@@ -139,6 +142,24 @@ class DenseExperts(nn.Module):
         return out
 
 
+class DenseSortedExperts(nn.Module):
+    """Experts as linear layers, each of which runs for its rows of those that lie by expert."""
+
+    def __init__(self, up: Sequence[Tensor], down: Sequence[Tensor], between: Any) -> None:
+        """Take weights ``[n_out, n_in]`` of each expert, and what lies between the products."""
+        super().__init__()
+        self.inside, self.down = (
+            nn.ModuleList(_linear(weight.contiguous()) for weight in each) for each in (up, down)
+        )
+        self._activate = between
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Compute ``[n_experts * n_each, hidden] -> [n_experts * n_each, hidden]``."""
+        of_experts = rows.view(len(self.down), -1, rows.shape[-1]).unbind(0)
+        layers = zip(of_experts, self.inside, self.down, strict=True)
+        return torch.cat([down(self._activate(inside(x))) for x, inside, down in layers])
+
+
 def _linears(experts: Any, name: str) -> nn.ModuleList:
     """Make one layer per expert of its weights under a name."""
     weights = getattr(experts, name).detach()
@@ -146,9 +167,14 @@ def _linears(experts: Any, name: str) -> nn.ModuleList:
     made = nn.ModuleList()
     for index, weight in enumerate(weights):
         rows = weight.T.contiguous() if experts.is_transposed else weight.contiguous()
-        linear = nn.Linear(rows.shape[1], rows.shape[0], bias=biases is not None, device="meta")
-        linear.weight = nn.Parameter(rows, requires_grad=False)
-        if biases is not None:
-            linear.bias = nn.Parameter(biases[index].contiguous(), requires_grad=False)
-        made.append(linear)
+        made.append(_linear(rows, None if biases is None else biases[index].contiguous()))
     return made
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Make a linear layer of weights ``[n_out, n_in]``."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear

@@ -90,14 +90,28 @@ def _parts(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
     return (up, down) if fits else None
 
 
+def find_sorted(module: nn.Module) -> tuple[ExpertRows, ExpertRows, Rows] | None:
+    """Return the two products of such a module, of all experts, and what lies between them.
+
+    None: it is no such module.
+    """
+    found = _parts(module)
+    if found is None:
+        return None
+    up, down = (ExpertRows(part.detach(), True, None) for part in found)
+    betweens = (each for each in _betweens(module) if _is_it(module, up, down, each))
+    between = next(betweens, None)
+    return None if between is None else (up, down, between)
+
+
 def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | None:
     """Make what the kernel runs in a module's place; None where it is not what was understood."""
-    found = _parts(module)
-    assert found is not None, "looked at before"
-    parts = [ExpertRows(part.detach(), True, None) for part in found]
+    found = find_sorted(module)
+    if found is None:
+        return None
+    *parts, between = found
     bits = [bits_of_experts(part, name) for part in parts]
-    between = next((each for each in _betweens(module) if _is_it(module, parts, each)), None)
-    if between is None or bits[0] is None or bits[1] is None:
+    if None in bits:
         return None
     gate, joined = find_gate(between, False)
     up, down = (
@@ -119,9 +133,8 @@ def _gated(act: Rows, gate: int, x: Tensor) -> Tensor:
     return act(halves[gate]) * halves[1 - gate]
 
 
-def _is_it(module: Any, parts: list[ExpertRows], between: Rows) -> bool:
+def _is_it(module: Any, up: ExpertRows, down: ExpertRows, between: Rows) -> bool:
     """Return true if a module makes of a few rows what its parts do; and of zeros, zeros."""
-    up, down = parts
     n_experts, hidden = len(up), up[0].shape[1]
     some = sorted({0, n_experts // 2, n_experts - 1})
     x = torch.zeros(n_experts, _N_ROWS, hidden)
