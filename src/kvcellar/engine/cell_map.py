@@ -46,6 +46,9 @@ def map_cells(scheduler: Scheduler, histories: Iterable[tuple[IntArray, int | No
     """Return the states of all cells and the cells of some histories; see ``Engine.cell_map``."""
     cache, index = scheduler.residency.cache, scheduler.residency.index
     has_states = cache.config.params.state is not None
+    running: dict[int | None, tuple[IntArray, ...]] = {
+        one.request_id: cache.seq_table(one.seq_id) for one in scheduler.running if one.n_computed
+    }
     states = np.full(cache.capacity, CellState.FREE, dtype=np.int64)
     slots = np.full(cache.config.n_slots * has_states, CellState.FREE, dtype=np.int64)
     held = index.held_cells()
@@ -54,20 +57,15 @@ def map_cells(scheduler: Scheduler, histories: Iterable[tuple[IntArray, int | No
     if has_states:  # a lock on a path protects its rows alone
         slots[held[-1]] = CellState.EVICTABLE
         slots[cache.shared_slots()] = CellState.LOCKED
-    running: dict[int | None, tuple[IntArray, ...]] = {}
-    for sequence in scheduler.running:
-        if sequence.n_computed:
-            table = running[sequence.request_id] = cache.seq_table(sequence.seq_id)
-            states[_taken(table[0])] = CellState.RUNNING
-            if has_states:
-                slots[_taken(table[-1])] = CellState.RUNNING
+    for table in running.values():
+        states[_taken(table[0])] = CellState.RUNNING
+        if has_states:
+            slots[_taken(table[-1])] = CellState.RUNNING
     _mark_blocks(states, cache.block_size)
-    found = [
-        (running.get(request_id), index.peek_prefix(tokens)) for tokens, request_id in histories
-    ]
+    found = [(running.get(request), index.peek_prefix(tokens)) for tokens, request in histories]
     tables = [_taken((own or stored)[0]) for own, stored in found]
-    of_histories = [_snapshots(own, stored, has_states) for own, stored in found]
-    return CellMap(states, tables, slots, of_histories)
+    snapshots = [_snapshots(own, stored, has_states) for own, stored in found]
+    return CellMap(states, tables, slots, snapshots)
 
 
 def _snapshots(

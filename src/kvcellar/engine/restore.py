@@ -97,6 +97,7 @@ class HeldPrefix:
         """Let it be evicted again. May be called twice."""
         if self._is_held:
             self._is_held = False
+            self._residency.holders.discard(self)
             if self.n_rows:
                 self._residency.index.unlock_handle(self._handle)
 
