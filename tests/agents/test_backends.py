@@ -11,14 +11,16 @@ from kvcellar.agents import ModelHost, open_host
 from kvcellar.engine import EngineConfig, SamplingParams
 from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.agents.test_torch import held_rows_of, home, tokens_of_all
-from tests.models.hybrid_checkpoints import FAMILIES as HYBRIDS
-from tests.models.hybrid_checkpoints import write_hybrid
+from tests.models.hybrid_checkpoints import FAMILIES, write_hybrid
 from tests.models.tiny_checkpoints import make_checkpoint
 
 __all__ = ["home"]
 
 if importlib.util.find_spec("mlx_lm") is None:
     pytest.skip("needs mlx-lm: pip install 'kvcellar[mlx]'", allow_module_level=True)
+
+HYBRIDS = [family for family in FAMILIES if family != "jamba"]
+"""Jamba on torch is not exact in chunks with transformers' own cache."""
 
 pytestmark = pytest.mark.usefixtures("eager")
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -35,7 +37,7 @@ def loader(folder: str, backend: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_next", "lfm2", "falcon_h1", "kimi_linear"],
+    ["llama", "qwen3", "gemma3", "gpt_oss", *HYBRIDS],
 )
 @pytest.mark.slow
 def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: Any) -> None:

@@ -31,7 +31,9 @@ CONV = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": LINEAR,
+    "qwen3_5_moe": {**EXPERTS, **LINEAR},
     "qwen3_next": {**EXPERTS, **LINEAR},
+    "olmo_hybrid": {**LINEAR, "linear_num_key_heads": 4, "linear_value_head_dim": 16},
     "lfm2": CONV,
     "lfm2_moe": {**EXPERTS, **CONV},
     "falcon_h1": {**MAMBA, "mamba_n_heads": 4},
@@ -57,6 +59,8 @@ def hybrid_raw(family: str) -> dict[str, Any]:
 def write_hybrid(family: str, folder: Path) -> Any:
     """Write a checkpoint; return its network in torch."""
     network = random_network(hybrid_raw(family), attention="eager")
-    getattr(network, "whole", network).save_pretrained(folder)
+    # Qwen's own files of this family have all experts in one tensor, as the module has.
+    is_split = family != "qwen3_5_moe"
+    getattr(network, "whole", network).save_pretrained(folder, save_original_format=is_split)
     make_tokenizer().save_pretrained(folder)
     return network

@@ -46,6 +46,12 @@ _PARTS = {
 }
 """Where transformers keeps the parts of a multimodal model -> where mlx-lm looks for them."""
 
+_NORMS = {
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}
+"""Names of norms in the files of some models -> their names in models, of mlx-lm too."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlxModel(LoadedModel):
@@ -243,12 +249,14 @@ def _renaming_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _renamed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Rename weights of multimodal models and of gpt-oss with float experts for mlx-lm."""
+    """Rename weights of multimodal models, of gpt-oss with float experts, and norms for mlx-lm."""
     found: dict[str, mx.array] = {}
     for name, value in weights.items():
         for theirs, ours in _PARTS.items():
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
+        for theirs, ours in _NORMS.items():
+            name = name.replace(theirs, ours)
         stem, _, last = name.rpartition(".")
         if last == "gate_up_proj":  # [experts, in, 2 * out], gate and up in turns
             found[f"{stem}.gate_proj.weight"] = value[..., 0::2].swapaxes(-1, -2)
