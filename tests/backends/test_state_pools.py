@@ -98,3 +98,17 @@ def test_an_advance_comes_after_the_one_whose_slot_it_reads():
         ([1, 2], 1, [10, 10], [11, 12]),
         ([3], 1, [12], [13]),
     ]
+
+
+def test_stretches_are_run_token_by_token_from_what_was_written_before():
+    advances = Advance(0, 3, 5, 6), Advance(4, 3, 7, 8)
+    (whole,) = stretches_of(StatePlan(7, advances, 9), CPU)
+    steps = [
+        (one.tokens.tolist(), one.n, one.n_tokens, one.src.tolist(), one.dst.tolist())
+        for one in whole.by_token()
+    ]
+    assert steps == [
+        ([0, 4], 2, 1, [5, 7], [6, 8]),
+        ([1, 5], 2, 1, [6, 8], [6, 8]),
+        ([2, 6], 2, 1, [6, 8], [6, 8]),
+    ]

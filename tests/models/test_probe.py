@@ -272,6 +272,12 @@ def test_a_layer_may_have_attention_and_states():
     assert [at.layer for at in facts.layers] == [at.layer for at in facts.states] == [0, 1]
 
 
+@pytest.mark.parametrize(("family", "by_token"), [("jamba", True), ("zaya", False)])
+def test_modules_that_ignore_a_past_where_several_tokens_come_are_found(family, by_token):
+    facts = probe.learn_facts(tiny.twin_raw(tiny.default_raw(family)))
+    assert {at.by_token for at in facts.states} == {by_token}
+
+
 def test_a_model_without_attention_is_refused():
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
     raw = tiny.default_raw("granitemoehybrid")

@@ -280,6 +280,7 @@ class Subject:
         n_columns: tokens of the texts that the oracle is given; it is compared on the first of
             them. More than those where a text's length changes every position.
         report: is told how much of the check is done.
+        followed: most by which what ours was held to in the oracle's place differs from it.
     """
 
     params: ModelCacheParams
@@ -290,6 +291,14 @@ class Subject:
     n_columns: int = LENGTH
     replay: Replay | None = None
     report: Callable[[float], None] = field(default=lambda part: None)
+    followed: float = 0.0
+
+    def nearer(self, got: FloatArray, want: FloatArray, own: FloatArray, unit: float) -> float:
+        """Return how far logits are from the oracle's, or from the replay's where that is less."""
+        gap, other = gap_of(got, want, unit), gap_of(got, own, unit)
+        if other < gap:
+            self.followed = max(self.followed, gap_of(own, want, unit))
+        return min(gap, other)
 
 
 def compare(subject: Subject) -> dict[str, dict[str, float]]:
@@ -320,7 +329,7 @@ def compare(subject: Subject) -> dict[str, dict[str, float]]:
                     if gap > TOLERANCE and subject.replay is not None:
                         ends = player.ends_of(row, at + len(got))
                         own = subject.replay(texts[row, : ends[-1]], ends)
-                        gap = gap_of(got, own, unit)
+                        gap = subject.nearer(got, want[row, at : at + len(got)], own, unit)
                     worst = max(parts.get(part, 0.0), gap)
                     parts[part] = worst if np.isfinite(gap) else float("inf")
         found[kind] = parts

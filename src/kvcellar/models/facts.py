@@ -68,12 +68,14 @@ class StateFacts:
         indices: per state, its number among those of its kind in the runtime's own cache.
         askers: ``(path, argument)`` of the modules of the network that ask the cache for them, and
             of the argument by which the cache reaches them; none where the runtime binds otherwise.
+        by_token: true if these go on from a past by single tokens alone.
     """
 
     layer: int
     shapes: tuple[StateShape, ...]
     indices: tuple[int, ...]
     askers: tuple[tuple[str, str], ...] = ()
+    by_token: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shapes) != len(self.indices):
@@ -246,6 +248,7 @@ def _state_facts(value: Mapping[str, Any]) -> StateFacts:
         shapes=tuple(StateShape(str(kind), tuple(map(_whole, of))) for kind, of in own["shapes"]),
         indices=tuple(map(_whole, own["indices"])),
         askers=tuple((str(path), str(argument)) for path, argument in own["askers"]),
+        by_token=bool(own["by_token"]),
     )
 
 

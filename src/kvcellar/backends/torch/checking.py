@@ -133,13 +133,15 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
         pair = make()
         name, layers = pair.name, kinds_of(pair.facts.params)
         own = own_gap(pair.theirs, pair.facts.vocab_size)
-        replay = _Replay(pair.theirs)
-        subject = subject_of(pair, report, replay if pair.facts.states else None)
+        replay = _Replay(pair.theirs) if pair.facts.states else None
+        subject = subject_of(pair, report, replay)
         differences = compare(subject)
-        own = replay.gap if own is None else max(own, replay.gap)
-        if replay.gap > _MOST_OWN:
+        own = subject.followed if own is None else max(own, subject.followed)
+        if subject.followed > _MOST_OWN:
             raise _differs_from_itself(family, own)
         allowed = _allowed(pair, subject, differences)
+        if pair.facts.states:  # in chunks its own code rounds otherwise
+            allowed = max(allowed, min(own, _MOST_SLACK))
     except UnreadWeightsError:
         raise
     except Exception as error:  # whatever transformers' own code does not like
@@ -210,15 +212,10 @@ def own_gap(network: Any, vocab_size: int) -> float | None:
 
 
 class _Replay:
-    """A model's own code with its own cache, fed in the pieces that ours was fed in.
-
-    Attributes:
-        gap: most that its logits differed from those of the whole text at once.
-    """
+    """A model's own code with its own cache, fed in the pieces that ours was fed in."""
 
     def __init__(self, network: Any) -> None:
         """Remember nothing yet."""
-        self.gap = 0.0
         self._network = network
         self._pasts: dict[tuple[bytes, tuple[int, ...]], Any] = {}
 
@@ -239,10 +236,8 @@ class _Replay:
                     use_cache=True,
                 )
                 past, logits = out.past_key_values, out.logits
-            whole = self._network(input_ids=ids, position_ids=at, use_cache=False).logits
         assert logits is not None, "there are pieces"
         self._pasts[tokens.tobytes(), ends] = past
-        self.gap = max(self.gap, (logits - whole[:, starts[-1] :]).abs().max().item())
         found: FloatArray = logits[0].float().numpy()
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class Mixer:
         self._argument = argument
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._is_first, self._is_last = is_first, is_last
+        self._by_token = layer.by_token
         self.is_alone = is_first and is_last
         """True if all states of its layer are its own."""
         self.shapes = tuple(state.shape for state in layer.shapes)
@@ -113,7 +114,7 @@ class Mixer:
             begin_states(cache, self.number, hidden)
         states = cache.pools.states.of_layer[self.number]
         joined = _Joined(n_tokens)
-        for stretches in cache.stretches:
+        for stretches in self._calls(cache.stretches):
             joined.add(stretches, self.advance(stretches, states, named, hidden))
         if self._is_last:
             cache.steps.wrote_states(self.number)
@@ -140,6 +141,14 @@ class Mixer:
         past.store()
         self._dtypes.update(past.dtypes)
         return result
+
+    def _calls(self, all_stretches: Iterable[Stretches]) -> Iterator[Stretches]:
+        """Yield what is run together, in its order."""
+        for stretches in all_stretches:
+            if self._by_token and stretches.src is not None and stretches.n_tokens > 1:
+                yield from stretches.by_token()
+            else:
+                yield stretches
 
     def _learn_dtypes(self, named: Mapping[str, Any], hidden: Tensor) -> None:
         """Run one token without a past, to see in which types the module has its states."""

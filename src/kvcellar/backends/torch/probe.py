@@ -26,6 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvcellar.backends.torch.finding_latents import find_latents
+from kvcellar.backends.torch.going_on import modules_by_token
 from kvcellar.backends.torch.networks import empty_network, not_called
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.visibility import MaskFunction, read_mask
@@ -77,11 +78,13 @@ class _Seen:
         calls: of the attention, in their order.
         cache: what the layers have besides, which notes what they ask.
         active: numbers per token inside of the experts that run for it.
+        by_token: paths of recurrent modules that go on from a past by single tokens alone.
     """
 
     calls: list[_Call] = field(default_factory=list)
     cache: WatchedCache = field(default_factory=lambda: WatchedCache(_N_TOKENS))
     active: int = 0
+    by_token: frozenset[str] = frozenset()
 
 
 def learn_facts(raw: Mapping[str, Any]) -> ModelFacts:
@@ -114,7 +117,7 @@ def probe(network: Any) -> ModelFacts:
     config = network.config
     family = str(config.model_type)
     seen = _watch(network, family)
-    states, others = seen.cache.states, seen.cache.others
+    states, others = seen.cache.states(seen.by_token), seen.cache.others
     if not seen.calls and not states and not others:
         raise not_called(family)
     with _seeing():
@@ -165,6 +168,7 @@ def _watch(network: Any, family: str) -> _Seen:
                 # All of them: given a number, Gemma 4 cuts the masks of its last layers.
                 logits_to_keep=torch.arange(_N_TOKENS, device=device),
             )
+        seen.by_token = modules_by_token(seen.cache)
     except Exception as error:  # whatever its layers do not like
         raise _UnseenError(
             f"architecture {family!r} cannot be served: what its attention needs could not be "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,6 +115,14 @@ class Stretches:
     tokens: Tensor | slice
     src: Tensor | None
     dst: Tensor
+
+    def by_token(self) -> Iterator[Stretches]:
+        """Yield the same as advances of one token each, in an order that works."""
+        all_tokens = self.tokens
+        if isinstance(all_tokens, slice):
+            all_tokens = torch.arange(all_tokens.start, all_tokens.stop, device=self.dst.device)
+        for at, tokens in enumerate(all_tokens.view(self.n, self.n_tokens).unbind(1)):
+            yield Stretches(self.n, 1, tokens, self.dst if at else self.src, self.dst)
 
     def read(self, states: Tensor) -> Tensor:
         """Return copies ``[n, *shape]`` of the states ``[n_slots, *shape]`` they go on from."""

@@ -8,10 +8,11 @@ handed to that module in its place.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -26,19 +27,26 @@ class WatchedCache(Cache):
 
     Attributes:
         n_tokens: of the forward that is watched.
+        calls: by path, a module that asks for states and what it was called with.
+        asker_arguments: by its path, the name of the argument by which it is given the cache.
     """
 
     def __init__(self, n_tokens: int = 0) -> None:
         """Create a cache for any number of layers."""
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])
         self.n_tokens = n_tokens
+        self.calls: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+        self.asker_arguments: dict[str, str] = {}
         self._running: list[tuple[str, str]] = []
         """``(path, argument)`` of each module that runs, outermost first; "": it has no cache."""
+        self._called: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+        """By path, each module that was given the cache, and its arguments."""
         self._strange: dict[str, str] = {}
         """Path of a module -> an argument of its that is no number per token."""
         self._attending: set[str] = set()
         """Paths of modules that run while a layer attends."""
-        self._shapes: dict[int, dict[tuple[int, str], tuple[int, ...]]] = {}
+        self._states: dict[int, dict[tuple[int, str], Tensor]] = {}
+        """By layer, number and kind, a state such as the layer has."""
         self._askers: dict[int, dict[str, str]] = {}
         self._others: dict[int, set[str]] = {}
 
@@ -50,11 +58,13 @@ class WatchedCache(Cache):
         """Return this forward's K and V: there is no past."""
         return key_states, value_states
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return None: there is no past."""
+        return None
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return None: there is no past."""
+        return None
 
     def update_conv_state(
         self,
@@ -66,15 +76,15 @@ class WatchedCache(Cache):
     ) -> Tensor:
         """Note a state of a convolution, and return it."""
         width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
-        shape = (*conv_states.shape[1:-1], width)
-        self._note(layer_idx, state_idx, _CONVOLUTION, shape)
+        state = conv_states.new_zeros((*conv_states.shape[:-1], width))
+        self._note(layer_idx, state_idx, _CONVOLUTION, state)
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Note a recurrent state, and return it."""
-        self._note(layer_idx, state_idx, _RECURRENT, tuple(recurrent_states.shape[1:]))
+        self._note(layer_idx, state_idx, _RECURRENT, torch.zeros_like(recurrent_states))
         return recurrent_states
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -98,17 +108,28 @@ class WatchedCache(Cache):
         """Note that a layer attends, inside of all modules that run."""
         self._attending.update(path for path, _ in self._running)
 
-    @property
-    def states(self) -> tuple[StateFacts, ...]:
-        """Facts of the layers whose states can be served, ascending."""
+    def noted(self, layer: int, index: int, kind: str) -> Tensor:
+        """Return a state of zeros such as a layer has, the same object each time."""
+        return self._states[layer][index, kind]
+
+    def states(self, by_token: Container[str]) -> tuple[StateFacts, ...]:
+        """Return facts of the layers whose states can be served, ascending.
+
+        Args:
+            by_token: paths of modules that go on from a past by single tokens alone.
+        """
         return tuple(
             StateFacts(
                 layer,
-                tuple(StateShape(kind, shape) for (_, kind), shape in sorted(shapes.items())),
-                tuple(index for index, _ in sorted(shapes)),
+                tuple(
+                    StateShape(kind, tuple(map(int, state.shape[1:])))
+                    for (_, kind), state in sorted(states.items(), key=lambda item: item[0])
+                ),
+                tuple(index for index, _ in sorted(states)),
                 tuple(self._askers[layer].items()),
+                any(path in by_token for path in self._askers[layer]),
             )
-            for layer, shapes in sorted(self._shapes.items())
+            for layer, states in sorted(self._states.items())
             if not self._unserved(layer)
         )
 
@@ -116,7 +137,7 @@ class WatchedCache(Cache):
     def others(self) -> tuple[tuple[int, str], ...]:
         """``(layer, kind)`` of layers that keep what cannot be served, ascending."""
         found = {layer: set(kinds) for layer, kinds in self._others.items()}
-        for layer in self._shapes:
+        for layer in self._states:
             for kind in self._unserved(layer):
                 found.setdefault(layer, set()).add(kind)
         return tuple((layer, "+".join(sorted(kinds))) for layer, kinds in sorted(found.items()))
@@ -131,11 +152,12 @@ class WatchedCache(Cache):
         reasons += [f"a state that depends on {name}" for name in sorted(strange)]
         return reasons
 
-    def _note(self, layer: int, index: int, kind: str, shape: tuple[int, ...]) -> None:
-        self._shapes.setdefault(layer, {})[index, kind] = tuple(map(int, shape))
+    def _note(self, layer: int, index: int, kind: str, state: Tensor) -> None:
+        self._states.setdefault(layer, {})[index, kind] = state
         path, argument = next((at for at in reversed(self._running) if at[1]), ("", ""))
         if argument:
             self._askers.setdefault(layer, {})[path] = argument
+            self.calls[path], self.asker_arguments[path] = self._called[path], argument
 
     @contextmanager
     def watching(self, network: nn.Module) -> Iterator[None]:
@@ -162,8 +184,10 @@ class WatchedCache(Cache):
 
         def enter(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             arguments = {**dict(zip(parameters, given, strict=False)), **named}
-            names = (name for name, value in arguments.items() if value is self)
-            self._running.append((path, next(names, "")))
+            argument = next((name for name, value in arguments.items() if value is self), "")
+            self._running.append((path, argument))
+            if argument:
+                self._called[path] = module, arguments
             for name, value in arguments.items():
                 is_tensor = isinstance(value, Tensor)
                 if is_tensor and (value.dim() < 2 or value.shape[:2] != (1, self.n_tokens)):
