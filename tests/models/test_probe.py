@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import transformers
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from kvcellar.backends.torch import probe, tiny
+from kvcellar.backends.torch import narrow, probe, tiny
 from kvcellar.backends.torch.loading import model_facts
 from kvcellar.backends.torch.visibility import FARTHEST, read_mask
 from kvcellar.errors import ModelError
@@ -346,8 +347,35 @@ def test_a_small_network_that_does_not_run_without_numbers_is_run_with_some(fami
     small = tiny.twin_raw(tiny.default_raw(family))
     facts = probe.learn_facts(small)
     assert facts.n_layers == len(facts.layers)
+
+
+def test_a_large_network_that_reads_numbers_is_learnt_from_narrow_ones():
+    factors = {"long_factor": [2.0] * 64, "short_factor": [1.0] * 64}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+    raw = tiny.default_raw("phimoe", num_hidden_layers=4, max_position_embeddings=131_072)
+    plain = probe.learn_facts(raw)
+    moving = {**rope, **factors, "long_mscale": 1.2, "short_mscale": 1.2}
+    facts = probe.learn_facts({**raw, "rope_parameters": moving})
+    assert facts == replace(plain, rope=Rope("longrope", 4096))
+
+
+def test_a_large_network_that_takes_no_head_dim_is_learnt_with_its_own():
+    facts = probe.learn_facts(tiny.default_raw("jetmoe"))
+    assert (len(facts.layers), facts.hidden_size, facts.vocab_size) == (12, 2048, 32000)
+    assert {(at.n_heads, at.head_dim, at.scale) for at in facts.layers} == {(32, 128, 128**-0.5)}
+
+
+def test_a_large_network_is_refused_where_no_narrow_one_is_like_it(monkeypatch):
+    raw = tiny.default_raw("jetmoe")
+    with monkeypatch.context() as only:
+        own = narrow.narrow_raw
+        only.setattr(
+            narrow, "narrow_raw", lambda raw, width: {**own(raw, width), "kv_channels": 64}
+        )
+        with pytest.raises(ModelError, match="could not be seen"):
+            probe.learn_facts(raw)
     with pytest.raises(ModelError, match="could not be seen"):
-        probe.learn_facts(tiny.default_raw(family))
+        probe.learn_facts(tiny.default_raw("longcat_flash"))  # its heads alone are too large
 
 
 # Masks --------------------------------------------------------------------------------------------

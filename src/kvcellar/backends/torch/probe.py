@@ -96,12 +96,48 @@ def learn_facts(raw: Mapping[str, Any]) -> ModelFacts:
     network = empty_network(raw, attention=NAME)
     try:
         return probe(network)
-    except _UnseenError:
+    except _UnseenError as error:
         if sum(parameter.numel() for parameter in network.parameters()) > _MOST_NUMBERS:
-            raise
+            return _learn_narrow(raw, network, error)
     from kvcellar.backends.torch.tiny import random_network  # few need it
 
     return probe(random_network(raw, attention=NAME))
+
+
+def _learn_narrow(raw: Mapping[str, Any], network: Any, unseen: ModelError) -> ModelFacts:
+    """Learn the facts of a large network that reads numbers, from narrow ones in memory.
+
+    Raises:
+        ModelError: ``unseen``, where no narrow network can be built, or layers depend on the width.
+    """
+    from kvcellar.backends.torch.narrow import WIDTHS, is_narrow_of, narrow_raw
+    from kvcellar.backends.torch.tiny import random_network
+
+    try:
+        narrow = [random_network(narrow_raw(raw, width), attention=NAME) for width in WIDTHS]
+        is_it = all(is_narrow_of(one, network) for one in narrow)
+        found = [probe(one) for one in narrow]
+    except Exception as error:  # whatever its classes do not like of other sizes
+        raise unseen from error
+    first, second = (replace(one, hidden_size=1, inner_size=1) for one in found)
+    if not is_it or first != second:
+        raise unseen
+    return replace(
+        found[0],
+        hidden_size=int(network.config.hidden_size),
+        inner_size=_inner_size(network, _Seen(active=_active(network))),
+        vocab_size=int(network.get_input_embeddings().weight.shape[0]),
+    )
+
+
+def _active(network: Any) -> int:
+    """Return the numbers per token inside of the experts that run for it, by their parameters."""
+    n_chosen = int(getattr(network.config, "num_experts_per_tok", None) or 1)
+    experts = [
+        [max(weight.shape[1:]) for weight in module.parameters(recurse=False) if weight.dim() == 3]
+        for module in network.modules()
+    ]
+    return n_chosen * max((min(widths) for widths in experts if widths), default=0)
 
 
 def probe(network: Any) -> ModelFacts:
