@@ -18,6 +18,7 @@ from kvcellar.agents import ModelHost, open_host
 from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.engine import EngineConfig, SamplingParams
 from kvcellar.engine.restore import states_in
+from kvcellar.store import Store
 from tests.agents.fakes import Eager, manager, run, tokens_of, turn
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,41 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
             got = end_states(agents, folder)
     for a, b in zip(got, states, strict=True):
         assert np.allclose(a, b, atol=1e-4 * max(1.0, np.abs(b).max()))
+
+
+def test_a_cache_in_blocks_goes_on_behind_whole_ones_of_what_one_in_cells_has_stored(
+    tmp_path, monkeypatch
+):
+    folder = str(write_tiny("qwen3_next", tmp_path / "tiny"))
+    blocks = {"cache": "paged", "block_size": 16}
+    loaded: list[int] = []
+    load_boundary = Store.load_boundary
+
+    def count(self: Store, *args: Any) -> Any:
+        state = load_boundary(self, *args)
+        loaded.append(state.n_tokens)
+        return state
+
+    monkeypatch.setattr(Store, "load_boundary", count)
+    with manager(tmp_path / "store", loader(folder)) as agents:
+        run(agents.lifecycle.create("a", model=folder))
+        run(turn(agents, "a", tokens=[7] * 73, params=GREEDY))  # 80 and the last, not computed
+        run(agents.sleep.pause("a"))
+        run(turn(agents, "a", tokens=[8] * 20, params=GREEDY))
+        before = tokens_of(agents, "a")
+        want = run_on(agents, folder, before)
+        loaded.clear()
+    with manager(tmp_path / "store", loader(folder, **blocks)) as agents:
+        end = run(turn(agents, "a", tokens=[9] * 20, params=GREEDY))
+        assert end.usage.restored_tokens == 80 and loaded == [80]
+        assert tokens_of(agents, "a") == want
+
+
+def run_on(agents: Any, folder: str, before: Any) -> Any:
+    """What the agent would say next, said by one that begins with all of it."""
+    run(agents.lifecycle.create("b", model=folder))
+    run(turn(agents, "b", tokens=[*before, *[9] * 20], params=GREEDY))
+    return tokens_of(agents, "b")
 
 
 def child(folder: str, store: Path, text: str) -> Any:

@@ -169,7 +169,7 @@ class _Job:
 
     def _fill(self, held: HeldPrefix, result: BroughtBack) -> None:
         """Load what is worth loading."""
-        match = self.store.match(self.host.key, self.tokens)
+        match = self._match()
         limit = match.n_tokens
         result.n_known = max(held.n_tokens, match.n_resumable)
         for _ in range(MAX_ATTEMPTS):
@@ -192,6 +192,17 @@ class _Job:
             limit = self._load(match, first, stop, boundaries, result, patience_s)
             if result.n_restored or result.is_recomputed or not boundaries:
                 break
+
+    def _match(self) -> Match:
+        """Find what is stored of the history; of states, those behind whole blocks of the cache."""
+        match, size = (
+            self.store.match(self.host.key, self.tokens),
+            self.host.engine.cache.block_size,
+        )
+        if size == 1 or self.host.key.layout.state is None:
+            return match
+        usable = tuple(point for point in match.boundaries if point.info.stop % size == 0)
+        return replace(match, boundaries=usable)
 
     def _boundaries(self, match: Match, limit: int) -> list[BoundaryState] | None:
         """Load the boundary state to go on from; [] where a model needs none, None without any.
