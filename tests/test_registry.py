@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvcellar.registry import (
     register_backend,
     use_cache,
 )
+from kvcellar.states import StateGroup, StateShape
 from kvcellar.types import ModelCacheParams
 
 CONFIG = make_config(ModelCacheParams(1, 1, 1), 8)
@@ -353,6 +355,18 @@ def test_two_installed_packages_that_bring_one_name_are_refused(installed):
     installed("right", "BACKEND = 3", "twin")
     with pytest.raises(BackendError, match=r"several packages: left_.*, right_.*; uninstall all"):
         registry.load_backend("twin")
+
+
+def test_a_model_with_states_is_refused_where_a_cache_keeps_none(fake_backend):
+    state = StateGroup(((StateShape("recurrent", (2,)),),))
+    config = make_config(replace(CONFIG.params, state=state), 8)
+    with pytest.raises(ConfigError, match=r"'fake' built .*, which keeps no states, and .* 8 byt"):
+        make_seq_session("fake", config)
+    with (
+        make_seq_session("reference", config) as session,
+        pytest.raises(ConfigError, match="recurrent layers cannot be frozen"),
+    ):
+        freeze_prefix(session.cache)
 
 
 def test_a_frozen_prefix_is_refused_where_a_cache_cannot_read_it(fake_backend):

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcellar.bookkeeping.compaction import Compacted
 from kvcellar.bookkeeping.growth import grown_size
 from kvcellar.cache_config import CacheConfig, CacheUsage
@@ -18,6 +21,7 @@ __all__ = [
     "Cache",
     "DecodeCache",
     "SeqCache",
+    "StateCache",
     "TreeCache",
     "TreeSeqCache",
     "grown_size",
@@ -196,6 +200,21 @@ class SeqCache(Cache, Protocol):
 
     def release_cells(self, cells: Sequence[IntArray]) -> None:
         """Drop an owner that is no sequence."""
+        ...
+
+
+@runtime_checkable
+class StateCache(Cache, Protocol):
+    """Cache whose slots' states, of recurrent layers, can be read and written: NumPy, float32."""
+
+    def read_states(self, slots: IntArray) -> Sequence[Sequence[NDArray[np.float32]]]:
+        """Return per recurrent layer its states in some slots, each ``[n, *shape]``."""
+        ...
+
+    def write_states(
+        self, slots: IntArray, states: Sequence[Sequence[NDArray[np.float32]]]
+    ) -> None:
+        """Put back what ``read_states`` gave, in slots of the same order."""
         ...
 
 

@@ -40,7 +40,7 @@ class SequenceConflictError(KVCellarError, ValueError):
 
 
 class RewindError(KVCellarError, ValueError):
-    """A history cannot be cut back to that length: it is shorter, or a window has moved on."""
+    """A history cannot go on from that length: it is shorter, or what was before is gone."""
 
 
 class ProposalError(KVCellarError, ValueError):

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from kvcellar.budget import format_size
-from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeSeqCache
+from kvcellar.cache import Cache, DecodeCache, SeqCache, StateCache, TreeSeqCache
 from kvcellar.cache_config import CacheConfig, SharedPrefix
 from kvcellar.checks import seen, text
 from kvcellar.errors import (
@@ -347,6 +347,12 @@ def _make_session(
             f"backend {backend!r} built {type(made).__name__}, which reads no frozen prefix, and "
             f"config.prefix has {config.prefix.length} tokens; leave prefix out, or use one of the "
             f"backends reference, torch or mlx"
+        )
+    if config.params.state is not None and not isinstance(made, StateCache):
+        raise ConfigError(
+            f"backend {backend!r} built {type(made).__name__}, which keeps no states, and the "
+            f"model has recurrent layers ({config.params.state}); use one of the backends "
+            f"reference, torch or mlx"
         )
     return CacheSession(made, backend=backend)
 

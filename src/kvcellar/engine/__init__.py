@@ -9,7 +9,7 @@ from kvcellar.engine.conversation import Conversation, encode_chat
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
 from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
-from kvcellar.engine.restore import HeldPrefix, Restore, RowCache, StateCache
+from kvcellar.engine.restore import HeldPrefix, Restore, RowCache
 from kvcellar.engine.sampling import (
     DEFAULTABLE,
     Choice,
@@ -50,7 +50,6 @@ __all__ = [
     "RowCache",
     "SamplingParams",
     "SamplingState",
-    "StateCache",
     "StopMatcher",
     "TextStream",
     "TokenEvent",

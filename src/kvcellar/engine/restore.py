@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.bookkeeping.compaction import Relocation, relocated
-from kvcellar.cache import SeqCache
+from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.residency import Residency
 from kvcellar.models import Runner
 from kvcellar.prefix import PrefixHandle
@@ -36,21 +36,6 @@ class RowCache(SeqCache, Protocol):
 
     def write_rows(self, tables: Sequence[IntArray], rows: Any) -> None:
         """Put back what ``read_rows`` gave, in cells of the same order."""
-        ...
-
-
-@runtime_checkable
-class StateCache(RowCache, Protocol):
-    """A cache whose slots' states can be read and written as NumPy arrays, float32."""
-
-    def read_states(self, slots: IntArray) -> Sequence[Sequence[NDArray[np.float32]]]:
-        """Return per recurrent layer its states in some slots, each ``[n, *shape]``."""
-        ...
-
-    def write_states(
-        self, slots: IntArray, states: Sequence[Sequence[NDArray[np.float32]]]
-    ) -> None:
-        """Put back what ``read_states`` gave, in slots of the same order."""
         ...
 
 
