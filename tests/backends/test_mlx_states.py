@@ -33,7 +33,7 @@ def step(pools: StatePools, src: int, dst: int) -> None:
     """What a forward does: all layers read, all are evaluated, all are written."""
     for layer in range(len(GROUP.layers)):
         states = pools.read(layer, mx.array([src]))
-        pools.write(layer, mx.array([dst]), [state + 1 for state in states])
+        pools.write(layer, np.array([dst]), [state + 1 for state in states])
     mx.eval(pools.arrays)
     pools.settle()
 
@@ -83,7 +83,7 @@ def test_states_come_back_as_they_were_put_in() -> None:
 def test_what_a_failed_forward_was_going_to_write_is_forgotten() -> None:
     pools = make_pools(N_SLOTS)
     pools.ensure(2)
-    pools.write(0, mx.array([1]), [state + 1 for state in pools.read(0, mx.array([0]))])
+    pools.write(0, np.array([1]), [state + 1 for state in pools.read(0, mx.array([0]))])
     pools.forget()
     pools.settle()
     assert pools.read_states(np.array([1]))[0][1].max() == 0

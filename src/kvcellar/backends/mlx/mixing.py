@@ -19,6 +19,7 @@ from mlx_lm.models import cache as theirs
 from kvcellar.backends.mlx.state_layers import StateLayer
 from kvcellar.backends.mlx.state_pools import StatePools
 from kvcellar.states import NO_SLOT, Advance, StatePlan
+from kvcellar.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +42,7 @@ class Batch:
     length: int
     src: mx.array | None
     made: tuple[tuple[int, int], ...]
-    dst: mx.array
+    dst: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +86,7 @@ def batches_of(plan: StatePlan) -> Batches:
                 length,
                 None if is_new or level else mx.array(src),
                 made,
-                mx.array(dst),
+                np.array(dst),
             )
         )
         tokens.append(own)

@@ -17,7 +17,7 @@ from kvcellar.bookkeeping.growth import STEP_SLOTS, grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.states import StateGroup
-from kvcellar.types import IntArray
+from kvcellar.types import IntArray, runs_of
 
 States = list[list[NDArray[np.float32]]]
 """Per recurrent layer its states ``[n, *shape]`` of n slots."""
@@ -38,7 +38,7 @@ class StatePools:
             [mx.zeros((0, *state.shape), dtype=mx.float32) for state in states]
             for states in group.layers
         ]
-        self._waiting: list[tuple[int, mx.array, list[mx.array]]] = []
+        self._waiting: list[tuple[int, IntArray, list[mx.array]]] = []
         self.n_slots = 0
         """Slots that are allocated."""
 
@@ -71,7 +71,7 @@ class StatePools:
         """Return a layer's states ``[n, *shape]`` in ``slots [n]``."""
         return [mx.take(state, slots, axis=0) for state in self._layers[layer]]
 
-    def write(self, layer: int, slots: mx.array, states: Sequence[mx.array]) -> None:
+    def write(self, layer: int, slots: IntArray, states: Sequence[mx.array]) -> None:
         """Have states ``[n, *shape]`` of a layer written to ``slots [n]`` by ``settle``."""
         self._waiting.append((layer, slots, list(states)))
 
@@ -80,7 +80,10 @@ class StatePools:
         waiting, self._waiting = self._waiting, []
         for layer, slots, states in waiting:
             for pool, state in zip(self._layers[layer], states, strict=True):
-                pool[slots] = state
+                first = 0
+                for start, length in runs_of(slots):  # ten times as fast as by index
+                    pool[start : start + length] = state[first : first + length]
+                    first += length
         mx.eval(self._layers)
 
     def forget(self) -> None:
@@ -111,6 +114,6 @@ class StatePools:
         self.ensure(int(rows.max()) + 1)
         for layer, of_layer in enumerate(states):
             given = [mx.array(np.asarray(state, np.float32)) for state in of_layer]
-            self.write(layer, mx.array(rows), given)
+            self.write(layer, rows, given)
         mx.eval(self.arrays)
         self.settle()
