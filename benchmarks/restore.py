@@ -42,7 +42,7 @@ SHAPE = {
 class Always(Costs):
     """Whatever is stored is loaded: here it is asked what that takes, not whether it pays."""
 
-    def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
+    def estimate(self, match: Any, n_cached: int, n_rows: int, stop: int) -> Estimate:
         """Return 0: to load is free."""
         return Estimate(0.0, None)
 
