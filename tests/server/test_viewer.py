@@ -12,6 +12,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from kvcellar.agents import Turn
 from kvcellar.engine import SamplingParams
+from tests.server.hybrid import load_hybrid, write_hybrid
 from tests.server.live import PATIENCE_S, serving
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser")) if p), None)
@@ -440,3 +441,35 @@ def test_a_server_that_stops_is_shown_as_stopped(open_page, tmp_path_factory):
         page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")
         expect(page.locator("#status-text")).to_contain_text("no model in memory")
     expect(page.locator("#dead")).to_contain_text("The server has stopped.")
+
+
+def test_states_of_recurrent_layers_are_drawn_with_their_places_and_owners(open_page, tmp_path):
+    model = write_hybrid(tmp_path / "hybrid")
+    with serving(tmp_path / "store", load=load_hybrid(), offered={"hybrid": str(model)}) as live:
+        live.post("/v1/agents", {"id": "one", "system": "You plan. " * 12})
+        live.post("/v1/agents/one/generate", {"text": "First. " * 30, **SHORT})
+        live.post("/v1/agents", {"id": "two"})
+        page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")  # behind its end
+        chosen(page, "one")
+        (seen,) = live.get("/v1/cache")["models"]
+        lengths = seen["snapshots_of"]["one"]
+        own = page.locator("#slots button:not(.other)")
+        expect(own).to_have_count(len(lengths))
+        last = page.locator("#slots button", has_text=f"at {lengths[-1]}")
+        last.hover()
+        expect(page.locator("#cell-said")).to_contain_text(f"states after {lengths[-1]} tokens")
+        expect(page.locator("#cell-said")).to_contain_text("one")
+        expect(page.locator("#states-sum")).to_contain_text(
+            f"{len(lengths)} of {seen['n_slots']:,}"
+        )
+        expect(page.locator("#facts")).to_contain_text(f"goes on from{lengths[-1]}")
+        chosen(page, "two")
+        expect(page.locator("#slots button.other")).to_have_count(len(lengths))
+        last.click()
+        expect(page.locator("#agent-title")).to_have_text("one")
+
+
+def test_a_model_without_recurrent_layers_has_no_states_to_draw(open_page):
+    page = open_page()
+    expect(page.locator("#cells-sum")).to_contain_text("taken")
+    expect(page.locator("#states")).to_be_hidden()

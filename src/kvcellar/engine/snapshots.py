@@ -16,6 +16,9 @@ from kvcellar.engine.spacing import Spacing
 from kvcellar.prefix import PrefixIndex
 from kvcellar.types import MOST_CELLS
 
+MIN_AHEAD = 16
+"""Tokens behind the last place from which a request can go on, for another to be worth it."""
+
 
 class Snapshots:
     """Says where sequences are published, and keeps states that they may have to go back to."""
@@ -40,8 +43,9 @@ class Snapshots:
     def publish_at(self, sequence: Sequence, n_matched: int) -> set[int]:
         """Return the lengths ahead at which a sequence that enters is to be published.
 
-        Where later requests are said to go on otherwise, where an earlier one did, and at the end
-        of the prompt: whole blocks of the index.
+        Where later requests are said to go on otherwise, where an earlier one did (a few tokens
+        behind another such place are not worth a forward and a slot), and at the end of the prompt:
+        whole blocks of the index.
 
         Args:
             sequence: it has what could be reused.
@@ -49,7 +53,10 @@ class Snapshots:
         """
         if self._is_cut_anywhere:
             return set()
-        wanted = {n_matched, *sequence.request.snapshots_at}
+        wanted = {n for n in sequence.request.snapshots_at if n > sequence.n_computed}
+        near = max((n for n in wanted if n <= n_matched), default=sequence.n_computed)
+        if not self.has_states or n_matched - near >= MIN_AHEAD:
+            wanted.add(n_matched)
         if self.has_states:
             wanted.add(sequence.n_prompt)
         return {n for n in map(self.aligned, wanted) if n > sequence.n_computed}
