@@ -107,6 +107,10 @@ SEQ_VERBS: dict[str, Callable[[Any, Any], Any]] = {
     "expect n": lambda cache, bad: cache.expect(0, bad),
     "can_extend": lambda cache, bad: cache.can_extend(bad),
     "can_resume": lambda cache, bad: cache.can_resume(0, bad),
+    "keep_point": lambda cache, bad: cache.keep_point(bad, 1),
+    "keep_point length": lambda cache, bad: cache.keep_point(0, bad),
+    "drop_point": lambda cache, bad: cache.drop_point(bad, 1),
+    "drop_point length": lambda cache, bad: cache.drop_point(0, bad),
     "resumable_from": lambda cache, bad: cache.resumable_from(bad),
 }
 
@@ -178,6 +182,7 @@ def test_a_rewind_refuses_what_is_no_length(bad):
     refuses(cache, lambda: cache.rewind(bad))
     if bad not in HUGE:
         refuses(cache, lambda: cache.can_extend(bad))
+        refuses(cache, lambda: cache.drop_point(bad))
 
 
 @pytest.mark.parametrize("bad", [*NO_WHOLES, [2**70], [-5]], ids=name_of)
