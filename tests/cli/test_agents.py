@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from kvcellar.agents import host
-from kvcellar.cli import app
+from kvcellar.cli import agent_turns, app
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -76,6 +77,15 @@ def test_an_agent_lives_through_all_commands(home: Path) -> None:
     for name in ("poet", "copy", "twin"):
         assert run_json("delete", name) == {"deleted": [name]}
     assert run_json("list") == []
+
+
+def test_a_turn_prints_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(agent_turns, "print_note", said.append)
+    usage = Mock(restored_tokens=0, drafted_tokens=0, miss=None, time_to_first_token_s=None)
+    usage.notes = ("the KV that was restored had been stored in 8 bits",)
+    agent_turns._show_end(Mock(usage=usage), as_json=False)
+    assert said[1:] == list(usage.notes)
 
 
 def test_an_agent_keeps_its_type_of_k_and_v() -> None:

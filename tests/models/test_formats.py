@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvcellar.backends.torch.networks import load_network
+from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.checkpoint import read_config
@@ -44,17 +45,18 @@ def mixture(folder):
     return folder
 
 
-def store(folder, said, quantise):
+def store(folder, said, quantise, n_dims=2):
     """Store the matrices of a checkpoint's layers otherwise; return the plain numbers of each.
 
     Args:
         folder: the checkpoint; its file is written anew.
         said: its quantization_config.
         quantise: from a matrix to plain numbers, and the tensors by the ends of their names.
+        n_dims: of the parameters that are stored so.
     """
     path, plain, stored = folder / "model.safetensors", {}, {}
     for key, tensor in load_file(path).items():
-        if tensor.dim() == 2 and ".layers." in key:
+        if tensor.dim() == n_dims and ".layers." in key:
             plain[key], parts = quantise(tensor)
             stored |= {key + end: part.contiguous() for end, part in parts.items()}
         else:
@@ -117,6 +119,21 @@ def test_fp8_of_a_wrapper_whose_text_part_says_so(tmp_path):
     del config["quantization_config"]
     config["text_config"]["quantization_config"] = FP8_SAID
     (tmp_path / "config.json").write_text(json.dumps(config))
+    same(weights(tmp_path), want)
+
+
+def test_fp8_of_experts_that_are_stored_together(tmp_path):
+    """Three dimensions, an expert's blocks and scales one behind the other's."""
+    write_tiny("llama4_text", tmp_path)
+
+    def of_experts(tensor):
+        each = [blocks(16, 32)(matrix) for matrix in tensor]
+        ends = each[0][1]
+        together = {end: torch.stack([parts[end] for _, parts in each]) for end in ends}
+        return torch.stack([plain for plain, _ in each]), together
+
+    want = store(tmp_path, FP8_SAID, of_experts, n_dims=3)
+    assert [key for key in want if "experts.gate_up_proj" in key]
     same(weights(tmp_path), want)
 
 
@@ -283,6 +300,7 @@ _MEASURE = """
 import json, sys, torch
 from pathlib import Path
 from kvcellar.backends.torch.networks import load_network
+from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.models.tokenizer import quiet
 
 def load(folder):

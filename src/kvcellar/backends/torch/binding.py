@@ -6,7 +6,6 @@ from typing import Any
 
 from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.mixers import bind_states
-from kvcellar.backends.torch.model_attention import number_layers
 from kvcellar.backends.torch.positions import tell_past_lengths
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.models.facts import ModelFacts
@@ -22,6 +21,9 @@ def bind_network(network: Any, facts: ModelFacts) -> None:
     Raises:
         ModelError: it is another network than the one that was looked at.
     """
+    # Imported here, where loading is quiet: transformers imports all that it can find.
+    from kvcellar.backends.torch.model_attention import number_layers
+
     hold_ropes(network)
     tell_past_lengths(network)
     bind_latents(network, facts.latents)
