@@ -33,8 +33,8 @@ CAPACITY = 24 * 1024
 HYBRID = "qwen3_next"
 """The random model with recurrent layers: two of its four."""
 
-N_FEW = 12
-"""Snapshots of the second run on it."""
+N_FEW = N_AGENTS
+"""Snapshots of the second run on it: as few as the ideal needs to lose nothing."""
 
 MANY_SLOTS, FEW_SLOTS = 512, N_FEW + 2 * N_AGENTS
 """Slots of the two runs: two for each agent that runs, and the others are for snapshots."""
