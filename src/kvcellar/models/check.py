@@ -8,7 +8,7 @@ cache. A model for which that is not so is refused; a person may go on with a wa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from kvcellar.cache_config import make_config
 from kvcellar.errors import ModelError
 from kvcellar.models.known import keep, known_path, read_kept
+from kvcellar.models.plays import CHANGED, LENGTH, MAIN, PLAYS, PREFILL, Player, make_texts
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import (
     CacheSession,
@@ -49,14 +50,6 @@ PARTS = ("prefill", "chunks", "decode", "rollback", "fork", "batch", "restore")
 
 CAPACITY = 320
 """Cells of the caches."""
-
-LENGTH, _PREFILL, _DECODES, _FORK, _CUT = 104, 64, 32, 40, 70
-"""Tokens of a text; of its first forward; those that come one by one behind 8 more; and where a
-fork and another end begin."""
-
-_MAIN, _LEFT, _RIGHT, _OTHER, _FIRST, _SECOND, _THIRD, _CHANGED = range(8)
-"""Texts: one, two that leave it at the fork, one that leaves it at the cut, three strangers, and
-the first with another first token."""
 
 _TELLING = 100 * TOLERANCE
 """Least that another first token must move a logit behind it."""
@@ -320,10 +313,10 @@ def compare(subject: Subject) -> dict[str, dict[str, float]]:
     for done, (kind, make_session) in enumerate(CACHES.items()):
         subject.report(done / len(CACHES))
         parts: dict[str, float] = {}
-        for play in _PLAYS if kind != "contiguous" else _PLAYS[:2]:
-            config = make_config(subject.params, CAPACITY, min_chunk=_PREFILL)
+        for play in PLAYS if kind != "contiguous" else PLAYS[:2]:
+            config = make_config(subject.params, CAPACITY, min_chunk=PREFILL)
             with make_session(subject.backend, config) as session:
-                player = _Player(session, subject.bind(session), texts, kind == "contiguous")
+                player = Player(session, subject.bind(session), texts, kind == "contiguous")
                 for part, row, at, got in play(player):
                     gap = gap_of(got, want[row, at : at + len(got)], unit)
                     if gap > TOLERANCE and subject.replay is not None:
@@ -355,165 +348,9 @@ def _check_telling(logits: FloatArray) -> None:
     """
     if not np.isfinite(logits).all():
         raise ModelError("the model's own logits are not finite on random tokens")
-    moved = float(np.abs(logits[_CHANGED, 1:5] - logits[_MAIN, 1:5]).max())
+    moved = float(np.abs(logits[CHANGED, 1:5] - logits[MAIN, 1:5]).max())
     if moved < _TELLING:
         raise ModelError(
             f"the model's own logits say too little: another first token moves them by "
             f"{moved:.1e}, and it must be {_TELLING:.0e} for the check to mean anything"
         )
-
-
-def make_texts(vocab_size: int, n_columns: int) -> IntArray:
-    """Return the texts ``[8, n_columns]``: random tokens, alike as far as the plays want them.
-
-    Only low ids: high ones may stand for images.
-    """
-    texts = np.random.default_rng(7).integers(0, min(vocab_size, 250), (8, n_columns))
-    texts[[_LEFT, _RIGHT], :_FORK] = texts[_MAIN, :_FORK]
-    texts[_OTHER, :_CUT] = texts[_MAIN, :_CUT]
-    texts[_CHANGED, 1:] = texts[_MAIN, 1:]
-    return texts
-
-
-_Piece = tuple[str, int, int, FloatArray]
-"""Part, text, position of the first token, and logits ``[T, vocab_size]``."""
-
-
-class _Player:
-    """A session and a model bound to it, fed with the texts."""
-
-    def __init__(
-        self, session: CacheSession[Any], runner: Runner, texts: IntArray, is_one: bool
-    ) -> None:
-        """Start with an empty cache."""
-        self.cache: Any = session.cache
-        self._runner, self._texts = runner, texts
-        self._is_one = is_one
-        self._at: dict[int, int] = {}
-        self._ends: dict[int, tuple[int, ...]] = {}
-        """Per sequence where each of the pieces ends that it came in."""
-        self._fed: dict[tuple[int, int], tuple[int, ...]] = {}
-        """By text and its length, the ends of the pieces that it was fed in last."""
-
-    def ends_of(self, text: int, length: int) -> tuple[int, ...]:
-        """Return the ends of the pieces in which a text came up to ``length`` tokens."""
-        return self._fed[text, length]
-
-    def feed(self, text: int, n_tokens: int, seq_id: int = 0) -> FloatArray:
-        """Run the next tokens of a text in one forward; return their logits."""
-        return self.batch([(seq_id, text, n_tokens)])[0]
-
-    def batch(self, pieces: Sequence[tuple[int, int, int]]) -> list[FloatArray]:
-        """Run pieces of several texts as one flat batch; return the logits of each piece.
-
-        Args:
-            pieces: sequence, text and number of tokens of each.
-        """
-        ids: list[int] = []
-        seq_ids: list[int] = []
-        for seq_id, text, n_tokens in pieces:
-            at = self._at.get(seq_id, 0)
-            ids += self._texts[text, at : at + n_tokens].tolist()
-            seq_ids += [seq_id] * n_tokens
-            self._at[seq_id] = at + n_tokens
-            self._ends[seq_id] = (*self._ends.get(seq_id, ()), at + n_tokens)
-            self._fed[text, at + n_tokens] = self._ends[seq_id]
-        positions = (
-            range(self.cache.length, self.cache.length + len(ids))
-            if self._is_one
-            else self.cache.begin_step(seq_ids)
-        )
-        logits = self._runner.forward(ids, list(positions), range(len(ids)))
-        ends = np.cumsum([n_tokens for _, _, n_tokens in pieces])[:-1]
-        return np.split(logits, ends)
-
-    def cut(self, length: int, seq_id: int = 0) -> int:
-        """Go back to the first tokens of a sequence; return how many, fewer where states say so."""
-        at: int = self.cache.rewind(length) if self._is_one else self.cache.seq_rm(seq_id, length)
-        self._at[seq_id] = at
-        self._ends[seq_id] = tuple(end for end in self._ends[seq_id] if end <= at)
-        return at
-
-    def keep(self, seq_id: int = 0) -> None:
-        """Keep the states of where a sequence is, which no rows stand for."""
-        if self.cache.config.params.state is not None:
-            at = self._at[seq_id]
-            self.cache.keep_point(*((at,) if self._is_one else (seq_id, at)))
-
-    def fork(self, seq_id: int, to: int) -> None:
-        """Have another sequence go on from where one is."""
-        self.cache.seq_cp(seq_id, to)
-        self._at[to], self._ends[to] = self._at[seq_id], self._ends[seq_id]
-
-    def restore(self, seq_id: int, to: int) -> None:
-        """Read what a sequence keeps, drop it, and put its bytes back as another sequence."""
-        tables = self.cache.seq_table(seq_id)
-        n_groups = len(self.cache.config.params.groups)
-
-        def of(tables: Sequence[IntArray]) -> tuple[list[IntArray], list[IntArray]]:
-            there = [table[table >= 0] for table in tables]
-            return there[:n_groups], there[n_groups:]
-
-        cells, slots = of(tables)
-        rows = self.cache.read_rows(cells)
-        states = [self.cache.read_states(some) for some in slots]
-        self.cache.seq_rm(seq_id, 0)
-        cells, slots = of(self.cache.seq_claim(to, tables))
-        self.cache.write_rows(cells, rows)
-        for some, of_some in zip(slots, states, strict=True):
-            self.cache.write_states(some, of_some)
-        self._at[to], self._ends[to] = self._at.pop(seq_id), self._ends.pop(seq_id)
-
-
-def _play_one(player: _Player) -> Iterator[_Piece]:
-    """Play a text in two forwards and then token by token, take it back twice, and go on."""
-    yield "prefill", _MAIN, 0, player.feed(_MAIN, _PREFILL)
-    player.keep()
-    at = LENGTH - _DECODES
-    yield "chunks", _MAIN, _PREFILL, player.feed(_MAIN, at - _PREFILL)
-    for i in range(at, LENGTH):
-        yield "decode", _MAIN, i, player.feed(_MAIN, 1)
-        if i == LENGTH - 7:
-            player.keep()
-    at = player.cut(LENGTH - 5)
-    yield "rollback", _MAIN, at, player.feed(_MAIN, 3)
-    at = player.cut(_CUT)
-    yield "rollback", _OTHER, at, player.feed(_OTHER, LENGTH - at)
-
-
-def _play_chunks(player: _Player) -> Iterator[_Piece]:
-    """Play a text token by token, then seven at a time, and the rest at once."""
-    at = 0
-    for size in [1] * 12 + [7] * 4 + [LENGTH - 40]:
-        yield "chunks", _FIRST, at, player.feed(_FIRST, size)
-        at += size
-
-
-def _play_many(player: _Player) -> Iterator[_Piece]:
-    """Fork a text and go on with both, beside three others, in flat batches."""
-    player.feed(_MAIN, _FORK)
-    player.fork(0, 1)
-    at = _FORK
-    for size in (5, 1, 12, 1):
-        left, right = player.batch([(0, _LEFT, size), (1, _RIGHT, size)])
-        yield "fork", _LEFT, at, left
-        yield "fork", _RIGHT, at, right
-        at += size
-    starts = [0, 0, 0]
-    for sizes in ((21, 5, 12), (1, 1, 1), (1, 7, 1), (1, 1, 19), (1, 1, 1)):
-        pieces = [(2 + i, _FIRST + i, size) for i, size in enumerate(sizes)]
-        order = pieces[1:] + pieces[:1]
-        for (seq_id, text, size), got in zip(order, player.batch(order), strict=True):
-            yield "batch", text, starts[seq_id - 2], got
-            starts[seq_id - 2] += size
-
-
-def _play_restore(player: _Player) -> Iterator[_Piece]:
-    """Take what a text has left behind out of the cache, put it back elsewhere, and go on."""
-    player.feed(_SECOND, _FORK)
-    player.restore(0, 3)
-    yield "restore", _SECOND, _FORK, player.feed(_SECOND, 1, 3)
-    yield "restore", _SECOND, _FORK + 1, player.feed(_SECOND, 9, 3)
-
-
-_PLAYS = (_play_one, _play_chunks, _play_many, _play_restore)

@@ -19,7 +19,7 @@ from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.check import LENGTH, Verdict, demand_exact, keep_verdict, verdict_of
+from kvcellar.models.check import Verdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.configs import positions_of
 from kvcellar.models.facts import ModelFacts
@@ -29,6 +29,7 @@ from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of, renew_facts
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
+from kvcellar.models.plays import LENGTH
 from kvcellar.models.runner import Runner
 from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet

@@ -29,10 +29,10 @@ from kvcellar.models.check import (
     Verdict,
     compare,
     kinds_of,
-    make_texts,
     unit_of,
 )
 from kvcellar.models.facts import ModelFacts
+from kvcellar.models.plays import make_texts
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.models.tokenizer import quiet
 from kvcellar.registry import CacheSession

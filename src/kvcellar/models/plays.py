@@ -1,0 +1,180 @@
+"""Plays of a check: texts that are run in every way in which a cache is used.
+
+Tokens come in one piece, in chunks and one by one, are taken back, from a fork, beside others in
+flat batches, and behind bytes that left the cache and came back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcellar.models.runner import FloatArray, Runner
+from kvcellar.registry import CacheSession
+from kvcellar.types import IntArray
+
+LENGTH, PREFILL, _DECODES, _FORK, _CUT = 104, 64, 32, 40, 70
+"""Tokens of a text; of its first forward; those that come one by one behind 8 more; and where a
+fork and another end begin."""
+
+MAIN, _LEFT, _RIGHT, _OTHER, _FIRST, _SECOND, _THIRD, CHANGED = range(8)
+"""Texts: one, two that leave it at the fork, one that leaves it at the cut, three strangers, and
+the first with another first token."""
+
+
+def make_texts(vocab_size: int, n_columns: int) -> IntArray:
+    """Return the texts ``[8, n_columns]``: random tokens, alike as far as the plays want them.
+
+    Only low ids: high ones may stand for images.
+    """
+    texts = np.random.default_rng(7).integers(0, min(vocab_size, 250), (8, n_columns))
+    texts[[_LEFT, _RIGHT], :_FORK] = texts[MAIN, :_FORK]
+    texts[_OTHER, :_CUT] = texts[MAIN, :_CUT]
+    texts[CHANGED, 1:] = texts[MAIN, 1:]
+    return texts
+
+
+Piece = tuple[str, int, int, FloatArray]
+"""Part, text, position of the first token, and logits ``[T, vocab_size]``."""
+
+
+class Player:
+    """A session and a model bound to it, fed with the texts."""
+
+    def __init__(
+        self, session: CacheSession[Any], runner: Runner, texts: IntArray, is_one: bool
+    ) -> None:
+        """Start with an empty cache."""
+        self.cache: Any = session.cache
+        self._runner, self._texts = runner, texts
+        self._is_one = is_one
+        self._at: dict[int, int] = {}
+        self._ends: dict[int, tuple[int, ...]] = {}
+        """Per sequence where each of the pieces ends that it came in."""
+        self._fed: dict[tuple[int, int], tuple[int, ...]] = {}
+        """By text and its length, the ends of the pieces that it was fed in last."""
+
+    def ends_of(self, text: int, length: int) -> tuple[int, ...]:
+        """Return the ends of the pieces in which a text came up to ``length`` tokens."""
+        return self._fed[text, length]
+
+    def feed(self, text: int, n_tokens: int, seq_id: int = 0) -> FloatArray:
+        """Run the next tokens of a text in one forward; return their logits."""
+        return self.batch([(seq_id, text, n_tokens)])[0]
+
+    def batch(self, pieces: Sequence[tuple[int, int, int]]) -> list[FloatArray]:
+        """Run pieces of several texts as one flat batch; return the logits of each piece.
+
+        Args:
+            pieces: sequence, text and number of tokens of each.
+        """
+        ids: list[int] = []
+        seq_ids: list[int] = []
+        for seq_id, text, n_tokens in pieces:
+            at = self._at.get(seq_id, 0)
+            ids += self._texts[text, at : at + n_tokens].tolist()
+            seq_ids += [seq_id] * n_tokens
+            self._at[seq_id] = at + n_tokens
+            self._ends[seq_id] = (*self._ends.get(seq_id, ()), at + n_tokens)
+            self._fed[text, at + n_tokens] = self._ends[seq_id]
+        positions = (
+            range(self.cache.length, self.cache.length + len(ids))
+            if self._is_one
+            else self.cache.begin_step(seq_ids)
+        )
+        logits = self._runner.forward(ids, list(positions), range(len(ids)))
+        ends = np.cumsum([n_tokens for _, _, n_tokens in pieces])[:-1]
+        return np.split(logits, ends)
+
+    def cut(self, length: int, seq_id: int = 0) -> int:
+        """Go back to the first tokens of a sequence; return how many, fewer where states say so."""
+        at: int = self.cache.rewind(length) if self._is_one else self.cache.seq_rm(seq_id, length)
+        self._at[seq_id] = at
+        self._ends[seq_id] = tuple(end for end in self._ends[seq_id] if end <= at)
+        return at
+
+    def keep(self, seq_id: int = 0) -> None:
+        """Keep the states of where a sequence is, which no rows stand for."""
+        if self.cache.config.params.state is not None:
+            at = self._at[seq_id]
+            self.cache.keep_point(*((at,) if self._is_one else (seq_id, at)))
+
+    def fork(self, seq_id: int, to: int) -> None:
+        """Have another sequence go on from where one is."""
+        self.cache.seq_cp(seq_id, to)
+        self._at[to], self._ends[to] = self._at[seq_id], self._ends[seq_id]
+
+    def restore(self, seq_id: int, to: int) -> None:
+        """Read what a sequence keeps, drop it, and put its bytes back as another sequence."""
+        tables = self.cache.seq_table(seq_id)
+        n_groups = len(self.cache.config.params.groups)
+
+        def of(tables: Sequence[IntArray]) -> tuple[list[IntArray], list[IntArray]]:
+            there = [table[table >= 0] for table in tables]
+            return there[:n_groups], there[n_groups:]
+
+        cells, slots = of(tables)
+        rows = self.cache.read_rows(cells)
+        states = [self.cache.read_states(some) for some in slots]
+        self.cache.seq_rm(seq_id, 0)
+        cells, slots = of(self.cache.seq_claim(to, tables))
+        self.cache.write_rows(cells, rows)
+        for some, of_some in zip(slots, states, strict=True):
+            self.cache.write_states(some, of_some)
+        self._at[to], self._ends[to] = self._at.pop(seq_id), self._ends.pop(seq_id)
+
+
+def _play_one(player: Player) -> Iterator[Piece]:
+    """Play a text in two forwards and then token by token, take it back twice, and go on."""
+    yield "prefill", MAIN, 0, player.feed(MAIN, PREFILL)
+    player.keep()
+    at = LENGTH - _DECODES
+    yield "chunks", MAIN, PREFILL, player.feed(MAIN, at - PREFILL)
+    for i in range(at, LENGTH):
+        yield "decode", MAIN, i, player.feed(MAIN, 1)
+        if i == LENGTH - 7:
+            player.keep()
+    at = player.cut(LENGTH - 5)
+    yield "rollback", MAIN, at, player.feed(MAIN, 3)
+    at = player.cut(_CUT)
+    yield "rollback", _OTHER, at, player.feed(_OTHER, LENGTH - at)
+
+
+def _play_chunks(player: Player) -> Iterator[Piece]:
+    """Play a text token by token, then seven at a time, and the rest at once."""
+    at = 0
+    for size in [1] * 12 + [7] * 4 + [LENGTH - 40]:
+        yield "chunks", _FIRST, at, player.feed(_FIRST, size)
+        at += size
+
+
+def _play_many(player: Player) -> Iterator[Piece]:
+    """Fork a text and go on with both, beside three others, in flat batches."""
+    player.feed(MAIN, _FORK)
+    player.fork(0, 1)
+    at = _FORK
+    for size in (5, 1, 12, 1):
+        left, right = player.batch([(0, _LEFT, size), (1, _RIGHT, size)])
+        yield "fork", _LEFT, at, left
+        yield "fork", _RIGHT, at, right
+        at += size
+    starts = [0, 0, 0]
+    for sizes in ((21, 5, 12), (1, 1, 1), (1, 7, 1), (1, 1, 19), (1, 1, 1)):
+        pieces = [(2 + i, _FIRST + i, size) for i, size in enumerate(sizes)]
+        order = pieces[1:] + pieces[:1]
+        for (seq_id, text, size), got in zip(order, player.batch(order), strict=True):
+            yield "batch", text, starts[seq_id - 2], got
+            starts[seq_id - 2] += size
+
+
+def _play_restore(player: Player) -> Iterator[Piece]:
+    """Take what a text has left behind out of the cache, put it back elsewhere, and go on."""
+    player.feed(_SECOND, _FORK)
+    player.restore(0, 3)
+    yield "restore", _SECOND, _FORK, player.feed(_SECOND, 1, 3)
+    yield "restore", _SECOND, _FORK + 1, player.feed(_SECOND, 9, 3)
+
+
+PLAYS = (_play_one, _play_chunks, _play_many, _play_restore)
