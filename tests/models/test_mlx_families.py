@@ -168,15 +168,20 @@ def test_what_mlx_lms_own_code_does_not_keep_to_is_no_rounding(monkeypatch: Any)
     assert not verdict.is_exact and "own logits of a text in pieces" in str(verdict.reason)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_quantised_weights_of_any_family_are_served_as_mlx_lm_serves_them(family: str) -> None:
-    from kvcellar.backends.mlx.checking import check_network
-
-    model = make_model(family)
+def quantise_whole_groups(model: Any) -> None:
+    """Store in four bits whatever has whole groups of 32 numbers."""
 
     def can_quantise(path: str, module: Any) -> bool:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
     mlx_nn.quantize(model, group_size=32, bits=4, class_predicate=can_quantise)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_quantised_weights_of_any_family_are_served_as_mlx_lm_serves_them(family: str) -> None:
+    from kvcellar.backends.mlx.checking import check_network
+
+    model = make_model(family)
+    quantise_whole_groups(model)
     verdict = check_network(model, learn(model, family), family)
     assert verdict.is_exact and verdict.worst < 1e-3

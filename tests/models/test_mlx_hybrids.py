@@ -16,10 +16,16 @@ pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'kvcellar[mlx]'"
 from kvcellar.backends.mlx.checking import check_network  # noqa: E402
 from kvcellar.backends.mlx.learning import learn  # noqa: E402
 from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402
+from kvcellar.backends.mlx.state_layers import StateLayer  # noqa: E402
 from kvcellar.backends.mlx.state_pools import StatePools  # noqa: E402
 from tests.models.mlx_families import make_model  # noqa: E402
 from tests.models.mlx_hybrids import HYBRIDS  # noqa: E402
-from tests.models.test_mlx_families import assert_close, mlx_lm_says, text  # noqa: E402
+from tests.models.test_mlx_families import (  # noqa: E402
+    assert_close,
+    mlx_lm_says,
+    quantise_whole_groups,
+    text,
+)
 
 every_hybrid = pytest.mark.parametrize("family", HYBRIDS)
 
@@ -104,3 +110,33 @@ def test_a_state_that_is_read_from_the_wrong_slot_is_found(monkeypatch: Any) -> 
     monkeypatch.setattr(StatePools, "read", elsewhere)
     verdict = check_network(*model_of("lfm2"), "lfm2")
     assert verdict.reason is None and not verdict.is_exact
+
+
+def test_a_forward_that_fails_leaves_the_states_of_before(monkeypatch: Any) -> None:
+    model, learnt = model_of("falcon_h1")
+    tokens, store, n_stored = text(20), StateLayer.store, 0
+
+    def fail(self: Any, arrays: Any) -> Any:
+        nonlocal n_stored
+        n_stored += 1
+        if n_stored == 3:
+            raise MemoryError("in the third layer")
+        return store(self, arrays)
+
+    with kv.make_seq_session("mlx", kv.make_config(learnt.params, 64)) as session:
+        cache, runner = session.cache, MlxRunner(model, learnt, session)
+        runner.forward(tokens[:12], cache.begin_step([0] * 12))
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(StateLayer, "store", fail)
+            runner.forward(tokens[12:], cache.begin_step([0] * 8))
+        got = runner.forward(tokens[12:], cache.begin_step([0] * 8), range(8))
+        assert_close(got, mlx_lm_says(model, tokens)[12:])
+
+
+@pytest.mark.slow
+def test_weights_in_four_bits_are_served_as_mlx_lm_serves_them() -> None:
+    model = make_model("qwen3_next", **HYBRIDS["qwen3_next"])
+    quantise_whole_groups(model)
+    learnt = learn(model, "qwen3_next")
+    assert learnt.params == model_of("qwen3_next")[1].params
+    assert check_network(model, learnt, "qwen3_next").is_exact
