@@ -125,8 +125,11 @@ def check_command(
 def _families(export: bool) -> list[_Row]:
     """Check every family, in order of their names."""
     with progress_bar("starting torch") as report:
-        from kvcellar.backends.torch.checking import check_family
-        from kvcellar.backends.torch.tiny import default_raw, zoo
+        from kvcellar.models.tokenizer import quiet
+
+        with quiet(lambda part: None):
+            from kvcellar.backends.torch.checking import check_family
+            from kvcellar.backends.torch.tiny import default_raw, zoo
 
         families = zoo()
         found = []

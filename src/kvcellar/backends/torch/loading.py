@@ -217,7 +217,8 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
     Raises:
         ModelError: there is no such checkpoint, or its weights cannot be read.
     """
-    from kvcellar.backends.torch.checking import check_checkpoint
+    with quiet(lambda part: None):
+        from kvcellar.backends.torch.checking import check_checkpoint
 
     folder = find_checkpoint(model, report)
     raw = read_config(folder)
