@@ -40,10 +40,10 @@ KINDS = {
 """Families whose recurrent modules are all the kernel's; ``test_check.py`` has what they give."""
 
 
-def bound(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ModelFacts]:
-    raw = twin_raw(default_raw(family))
+def bound(family: str, dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[Any, ModelFacts]:
+    raw = twin_raw(default_raw(family, **fields))
     facts = learn_facts(raw)
-    network = random_network(raw, attention="kvcellar").to(dtype)
+    network = random_network(raw).to(dtype)
     bind_network(network, facts)
     return network, facts
 
@@ -77,6 +77,16 @@ def test_recurrent_modules_of_a_family_are_the_kernels(family: str) -> None:
     plain = copy.deepcopy(network)
     assert len(hold_mixers(network)) == len(facts.states)
     assert {mixer.part.kind for mixer in mixers(network)} == KINDS[family]
+    got, want = run(network, facts), run(plain, facts)
+    assert np.abs(got - want).max() <= 5e-4 * np.abs(want).max()
+
+
+def test_factors_on_inputs_and_on_what_linear_layers_say_are_taken_along() -> None:
+    factors = {"ssm_in_multiplier": 0.35, "ssm_multipliers": [0.4, 0.25, 1.7, 0.5, 0.31]}
+    network, facts = bound("falcon_h1", **factors)
+    plain = copy.deepcopy(network)
+    assert len(hold_mixers(network)) == len(facts.states)
+    assert {(one.part.scale, one.part.scales) for one in mixers(network)} == {(0.35, "mup_vector")}
     got, want = run(network, facts), run(plain, facts)
     assert np.abs(got - want).max() <= 5e-4 * np.abs(want).max()
 

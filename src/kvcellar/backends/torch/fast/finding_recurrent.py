@@ -71,6 +71,8 @@ class _Module:
     """Shape of the recurrent state; empty: there is none."""
     direct: tuple[str, ...]
     """Linear layers of the module's input."""
+    scale: float
+    """Factor on that input."""
     behind: dict[str, str]
     """Linear layers of the output of one of these, and of which one."""
     out: str
@@ -202,7 +204,8 @@ def _look_at(trial: Trial, in_own_type: Trial, name: str) -> _Module | None:
         key for key in mixes if torch.equal(said[key][0].result.flatten(), call.result.flatten())
     ]
     given = {key: said[key][0].first() for key in mixes if key not in out}
-    direct = [key for key, one in given.items() if one is not None and torch.equal(one, x)]
+    scale = next((found for one in given.values() if (found := _ratio(one, x))), 1.0)
+    direct = [key for key, one in given.items() if _ratio(one, x) == scale]
     behind = {
         key: of
         for key, one in given.items()
@@ -221,9 +224,23 @@ def _look_at(trial: Trial, in_own_type: Trial, name: str) -> _Module | None:
         bound.shapes[of_conv][0],
         () if of_state is None else tuple(bound.shapes[of_state]),
         tuple(direct),
+        scale,
         behind,
         out[0],
     )
+
+
+def _ratio(one: Tensor | None, x: Tensor) -> float | None:
+    """Return by which factor a tensor is another one; None: by none."""
+    if one is None or one.shape != x.shape:
+        return None
+    factor = float(f"{float((one * x).sum() / x.square().sum()):.5g}")
+    return factor if torch.allclose(one, x * factor, rtol=1e-4, atol=0) else None
+
+
+def _scales(found: _Module, n: int) -> list[str]:
+    """Return buffers of a module that may be factors on its linear layers' outputs, or none."""
+    return [key for key, one in found.own.named_buffers(recurse=False) if one.numel() == n] or [""]
 
 
 def _norms(found: _Module, inner: int) -> Iterator[_Norm]:
@@ -323,7 +340,9 @@ def _scans(found: _Module) -> Iterator[MixerPart]:
     for norm in _norms(found, inner):
         for rates, shifts, skips in _vectors(found, [n_heads] * 3, norm.name):
             part = _part(found, "scan", found.direct, at, (n_heads, n_groups, head_dim, dim), norm)
-            yield replace(part, rates=rates, shifts=shifts, skips=skips, has_silu=True)
+            part = replace(part, rates=rates, shifts=shifts, skips=skips, has_silu=True)
+            for scales in _scales(found, inner + found.width + n_heads):
+                yield replace(part, scales=scales)
 
 
 def _deltas(found: _Module) -> Iterator[MixerPart]:
@@ -399,6 +418,8 @@ def _part(
     return MixerPart(
         kind=kind,
         inputs=inputs,
+        scale=found.scale,
+        scales="",
         at=at,
         gate=(),
         decay=(),

@@ -29,7 +29,7 @@ from kvcellar.backends.torch.fast.recurrent import MixerPart
 from kvcellar.backends.torch.fast.rotations import Rotation
 from kvcellar.models.known import keep, read_kept
 
-VERSION = 2
+VERSION = 3
 """Version of how parts are found and written; those of another one are found again."""
 
 _KINDS = {kind.__name__: kind for kind in (NormPart, MlpPart, AttentionPart, LayerPart, MixerPart)}

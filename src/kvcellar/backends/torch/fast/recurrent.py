@@ -31,6 +31,8 @@ class MixerPart:
     Attributes:
         kind: ``delta``, ``scan`` (Mamba 2), or ``convolution`` where there is nothing else.
         inputs: linear layers of the module's input; their outputs lie one behind the other.
+        scale: factor on that input.
+        scales: buffer of factors on those outputs; empty: none.
         at: where in those are what goes through the convolution, the gate, and of ``delta`` what
             decays and beta are made of, of ``scan`` the steps; of ``convolution`` factors on its
             inputs and on its results. -1: behind another linear layer.
@@ -53,6 +55,8 @@ class MixerPart:
 
     kind: str
     inputs: tuple[str, ...]
+    scale: float
+    scales: str
     at: tuple[int, ...]
     gate: tuple[str, ...]
     decay: tuple[str, ...]
@@ -118,6 +122,10 @@ class KernelMixer(nn.Module):
         self._convolution = native.Convolution(n_channels, width, *at, has_silu=part.has_silu)
         self._n_channels = n_channels
         self._order = _order_by_head(part.heads) if part.is_by_head else None
+        self._factors: Tensor | float = part.scale
+        if part.scales:
+            self._factors = (own.get_buffer(part.scales).float() * part.scale).flatten()
+            self._factors = self._factors.to(weight.dtype)
         self._slices = {
             name: _slice_of(own, part.inputs, getattr(part, name)[0]) for name in self.behind
         }
@@ -189,6 +197,8 @@ class KernelMixer(nn.Module):
         """
         rows: Tensor = self.in_proj(x)
         rows = rows.reshape(-1, rows.shape[-1])
+        if isinstance(self._factors, Tensor) or self._factors != 1.0:
+            rows = rows * self._factors
         behind = {name: layer(rows[:, self._slices[name]]) for name, layer in self.behind.items()}
         if self._order is not None:
             rows = rows[:, self._order]
