@@ -95,18 +95,21 @@ def turn_ratio(model: Any) -> dict[str, Any]:
     history = words(HISTORY, 1)
     with engine_of(model, "radix", 2 * HISTORY) as engine:
         first = ask(engine, [*history, *THINK], (HISTORY,), 8 + ANSWER)
-        answer = list(first.token_ids[8:])
-        following = [*history, 12, *answer, *words(QUESTION, 2), *THINK]
-        at = (len(following) - len(THINK),)
-        warm = ask(engine, following, at).usage
+        answer = first.token_ids[8:]
+        # Each another one from where the reasoning was.
+        turns = [[*history, 20 + i, *answer, *words(QUESTION, i), *THINK] for i in range(5)]
+        at = (len(turns[0]) - len(THINK),)
+        warm = [ask(engine, tokens, at).usage for tokens in turns]
     with engine_of(model, "radix", 2 * HISTORY) as engine:
-        cold = ask(engine, following, at).usage
-    ratio = warm.time_to_first_token_s / cold.time_to_first_token_s
+        cold = ask(engine, turns[0], at).usage
+    warm_ms = median_ms([usage.time_to_first_token_s for usage in warm])
+    cold_ms = cold.time_to_first_token_s * 1e3
+    reused = min(usage.cached_tokens for usage in warm)
     print(
-        f"next turn of {len(following)} tokens: warm {warm.time_to_first_token_s * 1e3:.0f} ms "
-        f"({warm.cached_tokens} reused), cold {cold.time_to_first_token_s * 1e3:.0f} ms"
+        f"next turn of {len(turns[0])} tokens: warm {warm_ms:.0f} ms ({reused} reused), "
+        f"cold {cold_ms:.0f} ms"
     )
-    return {"warm_turn_over_cold": round(ratio, 4), "reused_tokens": warm.cached_tokens}
+    return {"warm_turn_over_cold": round(warm_ms / cold_ms, 4), "reused_tokens": reused}
 
 
 def snapshot_overhead(model: Any, quick: bool) -> float:
