@@ -310,8 +310,8 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 
 def test_a_file_in_place_of_a_folder(tmp_path):
-    (tmp_path / "model.gguf").touch()
-    refuses(r"model.gguf is a file; .*GGUF files are not supported", tmp_path / "model.gguf")
+    (tmp_path / "model.bin").touch()
+    refuses(r"model.bin is a file; give a GGUF file, or the folder of", tmp_path / "model.bin")
 
 
 def test_a_name_that_needs_the_hub_when_there_is_no_network(monkeypatch):

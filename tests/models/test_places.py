@@ -155,8 +155,7 @@ def test_another_programs_name_leads_to_its_file(home):
         find_in_place("lmstudio:a/B")
     with pytest.raises(ModelError, match=r"Ollama has no model 'ollama:qwen3' .*llama3.2:latest"):
         find_in_place("ollama:qwen3")
-    with pytest.raises(ModelError, match=r"sha256-.* is a file; .*GGUF files are not supported"):
-        find_checkpoint("ollama:llama3.2", no_progress)
+    assert find_checkpoint("ollama:llama3.2", no_progress) == blob
 
 
 def test_a_checkpoint_in_lm_studios_folder_is_loaded_where_it_lies(home):

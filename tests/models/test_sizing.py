@@ -291,7 +291,7 @@ def test_a_name_that_is_nothing_is_refused(name, words, tmp_path, monkeypatch):
 
 def test_files_that_are_no_config_are_refused(tmp_path):
     for name, text, words in (
-        ("model.gguf", "x", "neither a folder nor a config.json"),
+        ("model.bin", "x", "neither a folder nor a config.json"),
         ("config.json", "{", "cannot be read as JSON"),
         ("config.json", "[1]", "holds list where an object"),
     ):

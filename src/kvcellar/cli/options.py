@@ -21,8 +21,9 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, a name on the "
-        "Hugging Face hub, or a .pte file for the backend executorch.",
+        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, a GGUF file, a "
+        "name on the Hugging Face hub (with :Q4_K_M or the like for one of its GGUF files), "
+        "ollama:NAME or lmstudio:NAME, or a .pte file for the backend executorch.",
     ),
 ]
 Cache = Annotated[

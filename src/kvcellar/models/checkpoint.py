@@ -14,6 +14,8 @@ from typing import Any
 
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
+from kvcellar.models.gguf.families import config_of
+from kvcellar.models.gguf.reader import read_gguf
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors format allows."""
@@ -53,11 +55,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the checkpoint's ``config.json``.
+    """Read the checkpoint's ``config.json``, or make it of the metadata of a GGUF file.
 
     Raises:
-        ModelError: there is none, or it is not JSON.
+        ModelError: there is none, it is not JSON, or not of a model that is read here.
     """
+    if folder.is_file():
+        return config_of(read_gguf(folder))
     path = folder / "config.json"
     if not path.is_file():
         there = sorted(p.name for p in folder.iterdir())
@@ -75,6 +79,8 @@ def check_tokenizer_files(folder: Path) -> None:
     Raises:
         ModelError: there is none.
     """
+    if folder.is_file():
+        return  # the one of a GGUF file is looked at when it is read
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); copy the tokenizer's files "
@@ -87,11 +93,15 @@ def check_weights(folder: Path) -> Counter[str]:
 
     Returns:
         How many tensors are stored in which type, by the format's names (``F32``, ``BF16`` ...).
+        Of a GGUF file these are its matrices; those in blocks count as the type they are made.
 
     Raises:
         ModelError: no safetensors, a missing or truncated file, or a tensor that the index names
             and its file lacks.
     """
+    if folder.is_file():
+        kinds = [one.type_name for one in read_gguf(folder).tensors.values() if len(one.shape) > 1]
+        return Counter(kind if kind in _STORED else "BF16" for kind in kinds)
     if (folder / _SINGLE).is_file():
         return Counter(tensor["dtype"] for tensor in _tensors(folder / _SINGLE).values())
     if not (folder / _INDEX).is_file():
@@ -144,6 +154,8 @@ def stored_bytes(folder: Path, skip: tuple[str, ...] = ()) -> int | None:
     Raises:
         ModelError: as ``check_weights`` does, where there are some.
     """
+    if folder.is_file():
+        return sum(one.n_bytes for one in read_gguf(folder).tensors.values())
     if not any(folder.glob("*.safetensors")):
         return None
     return sum(

@@ -19,6 +19,7 @@ import xxhash
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
+from kvcellar.models.gguf.reader import files_of
 
 Progress = Callable[[float, str], None]
 
@@ -77,10 +78,11 @@ def fingerprint_checkpoint(
     on_progress: Progress | None = None,
     **extra: str | bytes,
 ) -> Fingerprint:
-    """Work out the fingerprint of a Hugging Face checkpoint.
+    """Work out the fingerprint of a Hugging Face checkpoint, or of a GGUF file.
 
     Args:
-        folder: with config.json, the weights (safetensors) and the tokenizer.
+        folder: with config.json, the weights (safetensors) and the tokenizer; or a GGUF file, of
+            which all is hashed as its weights.
         cache_file: where hashes of large files are remembered; None: nowhere.
         on_progress: takes how much of the weights is read, 0 to 1, and what comes now.
         extra: further parts: an adapter, a RoPE override, the type that the weights are used in.
@@ -90,8 +92,9 @@ def fingerprint_checkpoint(
     """
     root = Path(folder)
     try:
-        config = json.loads((root / "config.json").read_text(encoding="utf-8"))
-        weights = sorted(root.glob("*.safetensors"))
+        is_one_file = root.is_file()
+        config = {} if is_one_file else json.loads((root / "config.json").read_text("utf-8"))
+        weights = files_of(root) if is_one_file else sorted(root.glob("*.safetensors"))
         if not weights:
             raise StoreError(
                 f"{root} has no safetensors files, so its KV cannot be told from others'; give "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
+from kvcellar.models.gguf.reader import read_gguf
 
 FILE_NAME = "generation_config.json"
 
@@ -20,6 +21,15 @@ _RANGES = {
 }
 """Settings that are read -> what they may be."""
 
+_OF_GGUF = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""Settings -> their keys in the metadata of a GGUF file."""
+
 
 def sampling_defaults(folder: Path) -> Mapping[str, float]:
     """Settings of sampling that the checkpoint in a folder names, by the names of ours.
@@ -30,10 +40,14 @@ def sampling_defaults(folder: Path) -> Mapping[str, float]:
     Raises:
         ModelError: the file is no JSON object, or a setting cannot be one.
     """
-    path = folder / FILE_NAME
+    path = folder if folder.is_file() else folder / FILE_NAME
     if not path.is_file():
         return {}
-    raw = read_json(path)
+    if folder.is_file():
+        said = read_gguf(folder).metadata
+        raw = {name: said[key] for name, key in _OF_GGUF.items() if key in said}
+    else:
+        raw = read_json(path)
     found: dict[str, float] = {}
     for name, (least, most, wanted) in _RANGES.items():
         value = raw.get(name)

@@ -14,6 +14,7 @@ from kvcellar.models.places import (
     HUGGING_FACE,
     LM_STUDIO_PREFIX,
     OLLAMA_PREFIX,
+    OWN,
     find_in_place,
     is_gguf,
     models_in,
@@ -50,9 +51,9 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
     """Return the folder of a checkpoint, or its GGUF file; download what is not here.
 
     Args:
-        name_or_path: ``demo``, a folder, a file, a name on the Hugging Face hub, ``NAME:QUANT``
-            for one quantisation of a repository of GGUF files, or ``ollama:NAME`` and
-            ``lmstudio:NAME`` for what those programs have downloaded.
+        name_or_path: ``demo``, a folder, a GGUF file or a folder that holds one, a name on the
+            Hugging Face hub, ``NAME:QUANT`` for one quantisation of a repository of GGUF files, or
+            ``ollama:NAME`` and ``lmstudio:NAME`` for what those programs have downloaded.
         report: told about the progress of a download.
 
     Raises:
@@ -67,30 +68,45 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
         return DEMO_FOLDER
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        return in_folder(path)
+    if path.is_file() and is_gguf(path):
         return path
     if path.exists():
         raise ModelError(_not_loadable(path))
     if isinstance(name_or_path, str):
         there = find_in_place(name_or_path)
         if there is not None:
-            if there.is_dir():
-                return there
-            raise ModelError(_not_loadable(there))
+            return there
         if HUB_ID.fullmatch(name_or_path):
             return from_hub(name_or_path, report)
         if _HUB_QUANT.fullmatch(name_or_path):
-            raise ModelError(_not_loadable(pull_quant(name_or_path, report)))
+            return pull_quant(name_or_path, report)
     raise ModelError(f"there is no folder {path}; give a checkpoint's folder, or {DEMO!r}")
+
+
+def in_folder(folder: Path) -> Path:
+    """Return a folder of a checkpoint, or the GGUF file that it holds in its place.
+
+    Raises:
+        ModelError: it holds several.
+    """
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return folder
+    there = [one for one in models_in(folder, str(folder), OWN) if one.format == "gguf"]
+    if len(there) > 1:
+        names = ", ".join(one.path.name for one in there[:8])
+        raise ModelError(f"{folder} holds {len(there)} GGUF files: {names}; give one of them")
+    return there[0].path if there else folder
 
 
 def _not_loadable(path: Path) -> str:
     """Say why a file is no checkpoint, and what to give."""
-    hint = "; GGUF files are not supported" if is_gguf(path) else ""
+    hint = ""
     if path.suffix == ".pte":
         hint = "; for an ExecuTorch program choose the backend executorch"
     return (
-        f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
-        f"tokenizer and safetensors{hint}"
+        f"{path} is a file; give a GGUF file, or the folder of a Hugging Face checkpoint, with its "
+        f"config, tokenizer and safetensors{hint}"
     )
 
 

@@ -31,9 +31,10 @@ from kvcellar.models.formats import (
     is_quantised_for_mlx,
     without_format,
 )
-from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub
+from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub, in_folder
 from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
+from kvcellar.models.places import find_in_place, is_gguf
 from kvcellar.models.weights import (
     Matrix,
     choose_weights,
@@ -111,7 +112,8 @@ def size_checkpoint(
         ModelError, ConfigError, BackendError: as ``size_model``.
     """
     path = find_config(options.model)
-    raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
+    checkpoint = _checkpoint_of(path)
+    raw = read_json(path) if checkpoint is None else read_config(checkpoint)
     try:
         asked = parse_weights(options.weights, options.dtype)
         return _spec_of(options, path, raw, facts_of, asked, has_kernel, is_coded)
@@ -121,8 +123,17 @@ def size_checkpoint(
         )
 
 
+def _checkpoint_of(path: Path) -> Path | None:
+    """Return the folder of a ``config.json``, or a GGUF file; None: a config that is by itself."""
+    if path.suffix != ".json":
+        return path
+    return path.parent if path.name == "config.json" else None
+
+
 def find_config(name_or_path: str | Path) -> Path:
     """Return the ``config.json`` of a model; download it where the name is one of the hub's.
+
+    Of a model in GGUF it is the file itself.
 
     Raises:
         ModelError: there is none.
@@ -131,9 +142,13 @@ def find_config(name_or_path: str | Path) -> Path:
         return DEMO_FOLDER / "config.json"
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path / "config.json"
-    if path.is_file() and path.suffix == ".json":
+        there = in_folder(path)
+        return there if there.is_file() else there / "config.json"
+    if path.is_file() and (path.suffix == ".json" or is_gguf(path)):
         return path
+    place = None if isinstance(name_or_path, Path) else find_in_place(name_or_path)
+    if place is not None:
+        return place if place.is_file() else place / "config.json"
     if path.exists():
         raise ModelError(
             f"{path} is neither a folder nor a config.json; give one of these, the checkpoint's"
@@ -171,17 +186,18 @@ def _spec_of(
     format = format_of(raw, path)
     facts = facts_of(raw)
     params = facts.params
-    files_bytes = stored_bytes(path.parent, _NOT_TEXT) if path.name == "config.json" else None
+    checkpoint = _checkpoint_of(path)
+    files_bytes = None if checkpoint is None else stored_bytes(checkpoint, _NOT_TEXT)
     if is_for_mlx and files_bytes is None:
         raise ModelError(
             "it is quantised for MLX, and how far only its weights say; they are not there"
         )
     stored = Counter({"BF16": 1} if format else {})  # what goes with fewer bits
-    if files_bytes is not None:
-        stored = check_weights(path.parent)
+    if checkpoint is not None and files_bytes is not None:
+        stored = check_weights(checkpoint)
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     has_numbers = format is None and is_written_by_mlx == is_for_mlx
-    files = path.parent if files_bytes is not None and has_numbers else None
+    files = checkpoint if files_bytes is not None and has_numbers else None
     sizes, matrices = _parameters(raw, files, group_size)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, format, is_for_mlx)

@@ -17,6 +17,8 @@ from transformers.utils import logging as hf_logging
 
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
+from kvcellar.models.gguf.reader import read_gguf
+from kvcellar.models.gguf.tokens import ends_of, tokenizer_of
 
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""
@@ -34,6 +36,8 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ModelError: it cannot be read.
     """
+    if folder.is_file():
+        return tokenizer_of(read_gguf(folder))
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -113,6 +117,8 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
 
 def find_eos_token_ids(folder: Path, raw: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
     """Return every token that one of the checkpoint's files calls an end; they often differ."""
+    if folder.is_file():
+        return ends_of(read_gguf(folder))
     sources = [raw, raw.get("text_config") or {}]
     if (folder / "generation_config.json").is_file():
         sources.append(read_json(folder / "generation_config.json"))

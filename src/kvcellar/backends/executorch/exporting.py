@@ -151,6 +151,10 @@ def export_program(
         progress=lambda part, what: report(0.15 * part, what),
     )
     assert isinstance(loaded, TorchModel)
+    if loaded.path.is_file():
+        raise ModelError(
+            f"{loaded.path} is GGUF, of which no program is made; give the model's own checkpoint"
+        )
     check_exports(loaded.facts, str(name_or_path))
     if feature_layers is not None:
         n_layers = loaded.n_layers

@@ -194,6 +194,7 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
     with quiet(lambda part: None):
         folder = find_checkpoint(model, report)
         raw = read_config(folder)
+        _check_files(folder)
         config = text_config(raw)
         network = load_weights(folder, raw, config)
         _untruncate(network, config)
@@ -359,6 +360,10 @@ def _check_weights_option(weights: str | None) -> None:
 
 def _check_files(folder: Path) -> None:
     """Make sure that the files of a checkpoint are there and whole."""
+    if folder.is_file():
+        raise ModelError(
+            f"{folder} is GGUF, which the backend torch loads; choose it, or a checkpoint for MLX"
+        )
     check_weights(folder)
     check_tokenizer_files(folder)
 

@@ -21,6 +21,7 @@ from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.fast.mixtures import n_numbers
+from kvcellar.backends.torch.gguf import makers_of
 from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import TorchRunner
@@ -37,13 +38,14 @@ from kvcellar.models.checkpoint import (
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import format_of
 from kvcellar.models.generation import sampling_defaults
+from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of, known_path, renew_facts
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
-from kvcellar.models.sizing import size_checkpoint
+from kvcellar.models.sizing import find_config, size_checkpoint
 from kvcellar.models.tokenizer import (
     check_vocabulary,
     find_eos_token_ids,
@@ -221,8 +223,7 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
         from kvcellar.backends.torch.checking import check_checkpoint
 
     folder = find_checkpoint(model, report)
-    raw = read_config(folder)
-    format_of(raw, folder)
+    raw = _read_raw(folder)
     verdict = check_checkpoint(folder, raw, lambda part: report(part, f"checking {model}"))
     is_replaced = False
     with suppress(ModelError):  # the verdict says it
@@ -309,8 +310,7 @@ def check_model(options: LoadOptions) -> None:
 
 def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     """Check a checkpoint's files and the options, and pick types and device."""
-    raw = read_config(folder)
-    format_of(raw, folder)
+    raw = _read_raw(folder)
     facts = model_facts(raw)
     facts.params  # noqa: B018 (what cannot be served is refused)
     stored = check_weights(folder)
@@ -326,6 +326,20 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
         is_built=reads_weights(),
     )
     return _Found(folder, raw, dtype, device, weights, facts)
+
+
+def _read_raw(folder: Path) -> dict[str, Any]:
+    """Read a checkpoint's config, of which the weights must be ones that are read here.
+
+    What a GGUF file says of its model is held against its tensors first: nothing is made by sizes
+    that only a damaged file has.
+    """
+    raw = read_config(folder)
+    format_of(raw, folder)
+    if folder.is_file():
+        with quiet(lambda part: None):
+            makers_of(read_gguf(folder), empty_network(raw), torch.float32)
+    return raw
 
 
 def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
@@ -378,6 +392,9 @@ def device_bytes(device: Any) -> int | None:
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
     """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+    path = find_config(options.model)
+    if path.suffix != ".json":
+        _read_raw(path)
     return size_checkpoint(options, model_facts, has_kernel=True, is_coded=codes_weights())
 
 

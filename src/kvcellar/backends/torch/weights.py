@@ -11,10 +11,12 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from kvcellar.backends.torch.gguf import gguf_tensors
 from kvcellar.backends.torch.stored import plain_tensors
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import few
 from kvcellar.models.formats import MXFP4, WeightFormat
+from kvcellar.models.gguf.reader import read_gguf
 
 DTYPES = {
     "float32": torch.float32,
@@ -47,7 +49,7 @@ def load_weights(
     """Read a model's weights; return its network in evaluation mode.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint, or a GGUF file.
         config: its config object.
         reader: the class of transformers that reads it.
         finish: makes the network of what was read.
@@ -60,7 +62,7 @@ def load_weights(
         UnreadWeightsError: weights that are missing, or not this architecture's.
     """
     try:
-        with _source(folder, format, dtype) as (path, options):
+        with _source(folder, config, reader, format, dtype) as (path, options):
             whole, info = reader.from_pretrained(
                 path,
                 config=config,
@@ -74,6 +76,8 @@ def load_weights(
             )
     except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
         raise UnreadWeightsError(f"the weights in {folder} cannot be loaded: {error}") from error
+    except ModelError as error:  # of a file that is not this architecture's
+        raise UnreadWeightsError(str(error)) from error
     _check_keys(info, whole, folder)
     network = finish(whole).to(device).eval()
     if device.type == "cpu":
@@ -83,10 +87,15 @@ def load_weights(
 
 @contextmanager
 def _source(
-    folder: Path, format: WeightFormat | None, dtype: torch.dtype
+    folder: Path, config: Any, reader: type[Any], format: WeightFormat | None, dtype: torch.dtype
 ) -> Iterator[tuple[Path | None, dict[str, Any]]]:
     """Yield where transformers reads, and with which options, so that plain numbers come out."""
-    if format is None:
+    if folder.is_file():
+        with torch.device("meta"):
+            empty = reader(config)
+        with gguf_tensors(read_gguf(folder), empty, dtype) as tensors:
+            yield None, {"state_dict": tensors}
+    elif format is None:
         yield folder, {}
     elif format.method == MXFP4:
         classes: Any = transformers

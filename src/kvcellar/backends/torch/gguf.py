@@ -1,0 +1,222 @@
+"""Weights of GGUF files, made plain numbers one tensor at a time, by the names of transformers."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcellar.backends.torch.stored import PlainTensor
+from kvcellar.errors import ModelError
+from kvcellar.models.checkpoint import few
+from kvcellar.models.gguf.families import FAMILIES, Family
+from kvcellar.models.gguf.reader import GgufFile, GgufTensor, wrong
+
+_AT_A_TIME = 1 << 20
+"""Numbers that are made plain at a time."""
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
+_JOINED = {
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+    "mlp.gate.weight": ("ffn_gate_inp.weight",),
+    "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+}
+"""Parameters of a layer that transformers has in another form than files -> what they are made
+of, one behind the other along their rows."""
+
+_UNREAD = re.compile(r"^(rope_freqs|rope_factors_long|rope_factors_short)\.weight$")
+"""Tensors that the config was made of."""
+
+Make = Callable[[], Tensor]
+
+
+@contextmanager
+def gguf_tensors(
+    file: GgufFile, network: Any, dtype: torch.dtype
+) -> Iterator[dict[str, PlainTensor]]:
+    """Yield the tensors of a GGUF file by a network's names; they are read within the block.
+
+    transformers reads them one after the other meanwhile, since reading ahead would hold what it
+    is going to copy twice.
+
+    Args:
+        file: the model.
+        network: of its config, on the meta device.
+        dtype: that weights are wanted in.
+
+    Raises:
+        ModelError: tensors are missing, of other shapes, or of nothing in the network.
+    """
+    makers = makers_of(file, network, dtype)
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        yield {name: PlainTensor(make) for name, make in makers.items()}
+    finally:
+        if before is None:
+            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        else:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+
+def makers_of(file: GgufFile, network: Any, dtype: torch.dtype) -> dict[str, Make]:
+    """Return what makes each parameter of a network; nothing is read yet.
+
+    Raises:
+        ModelError: as ``gguf_tensors``.
+    """
+    family = FAMILIES.get(file.architecture)
+    if family is None:
+        raise ModelError(f"{file.path} is of {file.architecture}, whose weights are not read here")
+    wanted = _wanted(network)
+    sources = {name: _sources(file, name, network.config) for name in wanted}
+    _check_names(file, network, sources)
+    makers: dict[str, Make] = {}
+    for name, shape in wanted.items():
+        tensors = [file.tensors[source] for source in sources[name]]
+        _check_shape(file, name, tensors, shape)
+        makers[name] = partial(
+            _made, file, tensors, shape, dtype, _turn(family, sources[name][0], network.config)
+        )
+    return makers
+
+
+def _wanted(network: Any) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a network's parameters, those of a tied head left out."""
+    embedding = network.get_input_embeddings().weight
+    head = network.get_output_embeddings()
+    is_tied = head is not None and network.config.tie_word_embeddings
+    skip = head.weight if is_tied and head.weight is not embedding else None
+    return {
+        name: tuple(weight.shape)
+        for name, weight in network.named_parameters()
+        if weight is not skip
+    }
+
+
+def _sources(file: GgufFile, name: str, config: Any) -> tuple[str, ...]:
+    """Return the names that the tensors of one parameter have in a file."""
+    layer = _LAYER.match(name)
+    if layer is not None and layer[2] in _JOINED:
+        return tuple(f"blk.{layer[1]}.{end}" for end in _JOINED[layer[2]])
+    base, dot, suffix = name.rpartition(".")
+    found = _names(file.architecture, config.num_hidden_layers).get_name(base)
+    return (f"{found}{dot}{suffix}",)
+
+
+@lru_cache(maxsize=4)
+def _names(architecture: str, n_layers: int) -> Any:
+    """Return the format's own table from other programs' names to its."""
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(known[architecture], n_layers)
+
+
+def _check_names(file: GgufFile, network: Any, sources: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse a file that has not all of a network's tensors, or has others.
+
+    Raises:
+        ModelError: so it is.
+    """
+    used = {source for each in sources.values() for source in each}
+    missing = sorted(used - file.tensors.keys())
+    if missing:
+        raise wrong(
+            file.path,
+            f"lacks {len(missing)} tensors that a {type(network).__name__} has: {few(missing)}",
+        )
+    others = sorted(one for one in file.tensors.keys() - used if not _UNREAD.match(one))
+    if others:
+        raise ModelError(
+            f"{file.path} has {len(others)} tensors that a {type(network).__name__} does not know: "
+            f"{few(others)}; take the model's own safetensors"
+        )
+
+
+def _check_shape(
+    file: GgufFile, name: str, tensors: list[GgufTensor], shape: tuple[int, ...]
+) -> None:
+    """Refuse tensors that do not make a parameter; axes of one number may be left out.
+
+    Raises:
+        ModelError: so they are.
+    """
+    found = list(tensors[0].shape)
+    if len(tensors) > 1:
+        found[-2] = sum(each.shape[-2] for each in tensors)
+    ours, theirs = ([n for n in each if n != 1] for each in (found, shape))
+    if ours != theirs or len({each.shape for each in tensors}) > 1:
+        raise wrong(
+            file.path, f"has {found} numbers for {name}, and its metadata wants {list(shape)}"
+        )
+
+
+def _turn(family: Family, source: str, config: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return what undoes the way in which a tensor is stored; None: nothing is to be done."""
+    leaf = source.split(".", 2)[-1]
+    if family.norm_offset and source.endswith("norm.weight"):
+        return lambda some: some - family.norm_offset
+    if family.is_turned and leaf.startswith(("attn_q.", "attn_k.")):
+        is_q = leaf.startswith("attn_q.")
+        n_heads = config.num_attention_heads if is_q else config.num_key_value_heads
+        return partial(_halves, n_heads=n_heads)
+    return None
+
+
+def _halves(stored: Tensor, *, n_heads: int) -> Tensor:
+    """Return rows of heads whose halves turn together, of rows that turn in pairs."""
+    by_pairs = stored.view(n_heads, -1, 2, *stored.shape[1:])
+    return by_pairs.transpose(1, 2).reshape(stored.shape)
+
+
+def _made(
+    file: GgufFile,
+    tensors: list[GgufTensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    turn: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Make a parameter of the tensors that are its rows."""
+    if len(tensors) == 1:
+        # What is taken off a norm is taken off in float32: it is small beside what was added.
+        made = _plain(file, tensors[0], dtype if len(shape) > 1 else torch.float32)
+        made = made if turn is None else turn(made)
+        return made.to(dtype).reshape(shape)
+    out = torch.empty(shape, dtype=dtype)
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.shape[-2]
+        _plain(file, tensor, dtype, out[..., start:stop, :])
+        start = stop
+    return out
+
+
+def _plain(
+    file: GgufFile, tensor: GgufTensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Make a tensor plain numbers, some rows at a time; write them where they are wanted."""
+    rows = file.stored(tensor)
+    kind = gguf.GGMLQuantizationType(tensor.kind)
+    width = tensor.shape[-1]
+    made = torch.empty(tensor.shape, dtype=dtype) if out is None else out
+    # Parts of a parameter are not one piece of memory: each expert's rows are filled in turn.
+    blocks = made.view(1, -1, width) if out is None else made
+    per_block = math.prod(blocks.shape[1:-1])
+    step = max(1, _AT_A_TIME // width)
+    for at, block in enumerate(blocks):
+        for start in range(0, per_block, step):
+            stop = min(start + step, per_block)
+            some = np.array(rows[at * per_block + start : at * per_block + stop])
+            with np.errstate(all="ignore"):  # a file may hold infinities
+                plain = gguf.dequantize(some, kind)
+            block[start:stop] = torch.from_numpy(plain.reshape(-1, width))
+    return made

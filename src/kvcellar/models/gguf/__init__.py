@@ -1,0 +1,1 @@
+"""GGUF files: what is in them, and what transformers is told of it."""

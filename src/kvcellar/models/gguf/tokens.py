@@ -1,0 +1,242 @@
+"""Tokenizers of GGUF files, made by transformers' own converters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcellar.errors import ModelError
+from kvcellar.models.gguf.reader import GgufFile, wrong
+
+_LISTS = ("tokens", "merges", "scores", "token_type")
+_NAMES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_CONTROL, _USER = 3, 4
+"""Numbers of ``token_type`` for tokens that text is never cut into."""
+
+_ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+)
+"""Texts of control tokens that end an answer: older files say no more of them."""
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "gpt2", "mpt", "olmo", "granite-docling", "trillion"), (_GPT2,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        (r"\p{N}", _GPT2),
+    ),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+}
+"""Ways to cut a text before it is encoded, beside those of transformers: patterns, one after the
+other, by the format's names."""
+
+_LLAMA3_KIN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
+_WHOLE = frozenset((*_LLAMA3_KIN, "midm-2.0", "jina-v5-nano", "tekken"))
+"""Of these, what is a token as a whole is never made by merges; and texts begin with a BOS where
+the file does not say."""
+
+
+def tokenizer_of(file: GgufFile) -> Any:
+    """Return the tokenizer that a GGUF file describes, with its chat template.
+
+    Raises:
+        ModelError: there is none, one of a kind that is not read, or one that cannot be right.
+    """
+    said = _said(file)
+    names = {name: _token(file, said["tokens"], key) for name, key in _NAMES.items()}
+    try:
+        backend = _backend(file, said)
+        from transformers import PreTrainedTokenizerFast
+
+        make: Any = PreTrainedTokenizerFast
+        tokenizer = make(tokenizer_object=backend, **names)
+    except ModelError:
+        raise
+    except Exception as error:  # of many kinds: tokenizers' own, and what its converters trip over
+        raise wrong(file.path, f"has a tokenizer that cannot be made ({error})") from error
+    if len(tokenizer) != len(said["tokens"]):
+        n_all, n_known = len(said["tokens"]), len(tokenizer)
+        raise wrong(file.path, f"has {n_all} tokens, of which {n_known} can be told apart")
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.chat_template = file.text("tokenizer.chat_template")
+    _open_and_close(file, tokenizer)
+    return tokenizer
+
+
+def _said(file: GgufFile) -> dict[str, Any]:
+    """Return what a file says of its tokenizer, by transformers' names.
+
+    Raises:
+        ModelError: too little, or what cannot be.
+    """
+    tokens = file.texts("tokenizer.ggml.tokens")
+    model = file.text("tokenizer.ggml.model")
+    if not tokens or model is None:
+        raise ModelError(
+            f"{file.path} has no tokenizer; take a file that was converted with its vocabulary"
+        )
+    found = {
+        "tokenizer_type": model,
+        "pre_tokenizer_type": file.text("tokenizer.ggml.pre"),
+        "tokens": tokens,
+    }
+    n_rows = file.tensors["token_embd.weight"].shape[0]
+    if len(tokens) > n_rows:
+        raise wrong(file.path, f"has {len(tokens)} tokens and an embedding of {n_rows} rows")
+    for name in ("scores", "token_type"):
+        values = file.numbers(f"tokenizer.ggml.{name}")
+        if values is not None and len(values) != len(tokens):
+            raise wrong(file.path, f"has {len(values)} numbers in {name} for {len(tokens)} tokens")
+        if values is not None:
+            found[name] = values
+    merges = file.texts("tokenizer.ggml.merges")
+    if merges is not None:
+        found["merges"] = merges
+    elif model == "gpt2" or "scores" not in found:
+        raise wrong(file.path, "has a vocabulary, and nothing that says how text is cut into it")
+    return found
+
+
+def _token(file: GgufFile, tokens: list[str], key: str) -> str | None:
+    """Return the text of a token that the file names by its number.
+
+    Raises:
+        ModelError: there is no such token.
+    """
+    number = file.whole(f"tokenizer.ggml.{key}")
+    if number is None or (key != "eos_token_id" and number in (-1, 0xFFFFFFFF)):
+        return None
+    if not 0 <= number < len(tokens):
+        raise wrong(file.path, f"has {key}={number} of {len(tokens)} tokens")
+    return tokens[number]
+
+
+def _backend(file: GgufFile, said: dict[str, Any]) -> Any:
+    """Make the tokenizer of the library tokenizers.
+
+    Raises:
+        ModelError: it is of a kind, or cuts texts in a way, that is not known.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_TOKENIZER_TYPES,
+        convert_gguf_tokenizer,
+    )
+
+    kind = said["tokenizer_type"]
+    if kind == "gpt2":
+        return _byte_level(file, said)
+    if kind not in GGUF_TOKENIZER_TYPES:
+        known = ", ".join(GGUF_TOKENIZER_TYPES)
+        raise ModelError(
+            f"{file.path} has a tokenizer of the kind {kind[:40]!r}, and {known} are read here; "
+            f"take the model's own safetensors"
+        )
+    return convert_gguf_tokenizer(file.architecture, said)[0]
+
+
+def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
+    """Make a byte-level BPE, with its special tokens spelled as the file has them.
+
+    transformers' converter spells what is no letter of its alphabet anew, so that special tokens
+    with such letters, as DeepSeek's, would be cut into pieces.
+
+    Raises:
+        ModelError: it cuts texts in a way that is not known.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    cut = said["pre_tokenizer_type"]
+    theirs = GGUF_PRE_TOKENIZER_SPLITS.get(cut)
+    splits = SPLITS.get(cut) or ((theirs,) if theirs else None)
+    if splits is None:
+        raise ModelError(
+            f"{file.path} cuts texts by the rule {str(cut)[:40]!r}, which is not known here; with "
+            f"another, the model would be asked something else; take its own safetensors"
+        )
+    tokens = said["tokens"]
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in said["merges"]]
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in _WHOLE))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    kinds = said.get("token_type") or [0] * len(tokens)
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == _CONTROL)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in (_CONTROL, _USER)
+        ]
+    )
+    return backend
+
+
+def _open_and_close(file: GgufFile, tokenizer: Any) -> None:
+    """Have the tokenizer put the tokens before and behind a text that the file wants there."""
+    from tokenizers.processors import TemplateProcessing
+
+    model = file.text("tokenizer.ggml.model")
+    is_opened = file.flag("tokenizer.ggml.add_bos_token")
+    if is_opened is None:
+        is_opened = model == "llama" or file.text("tokenizer.ggml.pre") in _WHOLE
+    is_closed = bool(file.flag("tokenizer.ggml.add_eos_token"))
+    first = tokenizer.bos_token if is_opened and model != "gemma4" else None
+    last = tokenizer.eos_token if is_closed else None
+    around = [one for one in (first, last) if one is not None]
+    parts = [first, "$A", last]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[one for one in parts if one is not None],
+        special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in around],
+    )
+
+
+def ends_of(file: GgufFile) -> frozenset[int]:
+    """Return every token that ends an answer: those that the file names, and those known by text.
+
+    Raises:
+        ModelError: one that is none of its tokens.
+    """
+    tokens = file.texts("tokenizer.ggml.tokens") or []
+    found = set()
+    for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
+        number = file.whole(f"tokenizer.ggml.{key}")
+        if number is not None and _token(file, tokens, key) is not None:
+            found.add(number)
+    kinds = file.numbers("tokenizer.ggml.token_type") or []
+    texts = {
+        tokens[at]: at
+        for at, kind in enumerate(kinds[: len(tokens)])
+        if kind in (_CONTROL, _USER) and tokens[at] in _ENDS
+    }
+    if "<|return|>" in texts and "<|call|>" in texts:  # then a message ends, and the answer goes on
+        texts.pop("<|end|>", None)
+    return frozenset(found | set(texts.values()))

@@ -1,0 +1,237 @@
+"""One tiny model of each architecture of GGUF that is read, and what its converter does to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+from tests.models.gguf.writing import SIZES, in_pairs, started, write_model
+
+_HEADLESS = {key: value for key, value in SIZES.items() if key != "head_dim"}
+
+
+def _turned(config: Any) -> Any:
+    def change(name: str, values: np.ndarray) -> np.ndarray:
+        if ".attn_q." in name:
+            return in_pairs(config.num_attention_heads, values)
+        if ".attn_k." in name:
+            return in_pairs(config.num_key_value_heads, values)
+        return values
+
+    return change
+
+
+def _added(config: Any) -> Any:
+    return lambda name, values: values + 1 if name.endswith("norm.weight") else values
+
+
+def _plain(config: Any) -> Any:
+    return lambda name, values: values
+
+
+@dataclass
+class Case:
+    """A tiny model: its config, what its file says besides, and what is done to its tensors."""
+
+    architecture: str
+    config: Callable[[], Any]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    change: Callable[[Any], Any] = _plain
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def write(self, path: Path, **how: Any) -> Any:
+        """Write it, and return the network."""
+        network = started(self.config())
+        network.config.head_dim = getattr(network.config, "head_dim", 16)
+        change = self.change(network.config)
+        write_model(
+            path, self.architecture, network, self.metadata, change, extra=self.extra, **how
+        )
+        return network
+
+
+def llama3_factors(factor: float, theta: float, width: int) -> np.ndarray:
+    """The factors that llama.cpp's converter stores for Llama 3."""
+    found = []
+    for at in range(0, width, 2):
+        wave = 2 * math.pi * theta ** (at / width)
+        if wave < 8192 / 4:
+            found.append(1.0)
+        elif wave > 8192:
+            found.append(factor)
+        else:
+            smooth = (8192 / wave - 1) / 3
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LONG = [1.0 + 0.5 * i for i in range(8)]
+_SHORT = [1.0 + 0.1 * i for i in range(8)]
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+
+CASES = {
+    "llama": Case(
+        "llama", lambda: transformers.LlamaConfig(**SIZES), {"rope.dimension_count": 16}, _turned
+    ),
+    "llama-3": Case(
+        "llama",
+        lambda: transformers.LlamaConfig(**SIZES, rope_parameters=dict(_LLAMA3)),
+        {},
+        _turned,
+        {"rope_freqs.weight": llama3_factors(8.0, 500_000.0, 16)},
+    ),
+    "llama with biases, tied": Case(
+        "llama",
+        lambda: transformers.LlamaConfig(
+            **SIZES | {"tie_word_embeddings": True}, attention_bias=True, mlp_bias=True
+        ),
+        {},
+        _turned,
+    ),
+    "mixtral": Case(
+        "llama",
+        lambda: transformers.MixtralConfig(
+            **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        ),
+        {"expert_count": 4, "expert_used_count": 2},
+        _turned,
+    ),
+    "qwen2": Case("qwen2", lambda: transformers.Qwen2Config(**_HEADLESS)),
+    "qwen2 with yarn": Case(
+        "qwen2",
+        lambda: transformers.Qwen2Config(**_HEADLESS, rope_parameters=dict(_YARN)),
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128,
+        },
+    ),
+    "qwen2moe": Case(
+        "qwen2moe",
+        lambda: transformers.Qwen2MoeConfig(
+            **_HEADLESS, **_EXPERTS, shared_expert_intermediate_size=48
+        ),
+        {**_OF_EXPERTS, "expert_shared_feed_forward_length": 48},
+    ),
+    "qwen3": Case("qwen3", lambda: transformers.Qwen3Config(**SIZES)),
+    "qwen3moe": Case(
+        "qwen3moe",
+        lambda: transformers.Qwen3MoeConfig(**SIZES, **_EXPERTS, norm_topk_prob=True),
+        _OF_EXPERTS,
+    ),
+    "gemma": Case(
+        "gemma",
+        lambda: transformers.GemmaConfig(**SIZES | {"tie_word_embeddings": True}),
+        {},
+        _added,
+    ),
+    "gemma2": Case(
+        "gemma2",
+        lambda: transformers.Gemma2Config(
+            **SIZES | {"tie_word_embeddings": True},
+            query_pre_attn_scalar=16,
+            sliding_window=8,
+        ),
+        {
+            "attention.sliding_window": 8,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        _added,
+    ),
+    "gemma3": Case(
+        "gemma3",
+        lambda: transformers.Gemma3TextConfig(
+            **SIZES | {"tie_word_embeddings": True, "num_hidden_layers": 7},
+            query_pre_attn_scalar=16,
+            sliding_window=8,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+        {
+            "attention.sliding_window": 8,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+        _added,
+    ),
+    "phi3": Case(
+        "phi3",
+        lambda: transformers.Phi3Config(
+            **_HEADLESS,
+            original_max_position_embeddings=128,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "long_factor": _LONG,
+                "short_factor": _SHORT,
+                "original_max_position_embeddings": 128,
+                "factor": 4.0,
+            },
+        ),
+        {"rope.scaling.original_context_length": 128, "rope.dimension_count": 16},
+        extra={
+            "rope_factors_long.weight": np.array(_LONG, np.float32),
+            "rope_factors_short.weight": np.array(_SHORT, np.float32),
+        },
+    ),
+    "glm4": Case(
+        "glm4",
+        lambda: transformers.Glm4Config(
+            **SIZES,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        {"rope.dimension_count": 8},
+    ),
+    "granite": Case(
+        "granite",
+        lambda: transformers.GraniteConfig(
+            **_HEADLESS,
+            attention_multiplier=0.3,
+            embedding_multiplier=6.0,
+            residual_multiplier=0.4,
+            logits_scaling=3.0,
+        ),
+        {
+            "attention.scale": 0.3,
+            "embedding_scale": 6.0,
+            "residual_scale": 0.4,
+            "logit_scale": 3.0,
+        },
+        _turned,
+    ),
+    "smollm3": Case(
+        "smollm3",
+        lambda: transformers.SmolLM3Config(**_HEADLESS | {"num_hidden_layers": 4}),
+        {},
+        _turned,
+    ),
+}

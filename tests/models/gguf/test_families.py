@@ -1,0 +1,110 @@
+"""GGUF files of every architecture that is read compute what the models did they were made of."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+
+from kvcellar.backends.torch.networks import load_network
+from kvcellar.errors import ModelError
+from kvcellar.models import load_model
+from kvcellar.models.checkpoint import read_config
+from kvcellar.models.gguf.families import FAMILIES
+from tests.models.gguf.families import CASES
+from tests.models.gguf.writing import SPECIALS
+
+CPU = torch.device("cpu")
+TEXT = torch.tensor([[1, 40, 7, 99, 258, 3, 120, 45, 6, 7, 8, 200, 10, 11, 12, 13, 77, 15, 16]])
+
+
+def read(path, dtype=torch.float32):
+    return load_network(path, read_config(path), dtype=dtype, device=CPU, attention="eager")
+
+
+def logits(network):
+    with torch.inference_mode():
+        return network(input_ids=TEXT, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_gives_the_logits_of_the_model_that_it_was_made_of(name, tmp_path):
+    path = tmp_path / "model.gguf"
+    want = CASES[name].write(path)
+    network = read(path)
+    assert type(network) is type(want)
+    torch.testing.assert_close(logits(network), logits(want), rtol=1e-4, atol=1e-4)
+
+
+def test_every_architecture_that_is_read_has_a_case():
+    assert {case.architecture for case in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_are_made_plain_in_the_type_that_is_asked_for(dtype, tmp_path):
+    path = tmp_path / "model.gguf"
+    kind = gguf.GGMLQuantizationType.Q8_0
+    want = CASES["qwen3moe"].write(path, kind=kind)
+    network = read(path, dtype)
+    assert {weight.dtype for weight in network.parameters()} == {dtype}
+    for name, weight in network.named_parameters():
+        plain = dict(want.named_parameters())[name].detach()
+        if plain.dim() > 1:
+            stored = gguf.quantize(plain.numpy(), kind)
+            plain = torch.from_numpy(gguf.dequantize(stored, kind))
+        assert torch.equal(weight, plain.to(dtype)), name
+
+
+def test_files_that_a_model_was_split_into_are_one_model(tmp_path):
+    want = CASES["llama"].write(tmp_path / "Tiny.gguf", split_max_tensors=8)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) == 3
+    assert torch.allclose(logits(read(parts[0])), logits(want), atol=1e-4)
+    model = load_model(tmp_path, is_unchecked=True)
+    assert model.path == parts[0]
+    with pytest.raises(ModelError, match=r"one of several files; give the first, Tiny-00001-of"):
+        read(parts[1])
+    before = model.fingerprint().parts["weights"]
+    data = bytearray(parts[2].read_bytes())
+    data[-1] ^= 1
+    parts[2].write_bytes(data)
+    assert load_model(tmp_path, is_unchecked=True).fingerprint().parts["weights"] != before
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=r"Tiny-00002-of-00003.gguf is not beside it"):
+        read(parts[0])
+
+
+def test_a_file_is_a_whole_model(tmp_path):
+    path = tmp_path / "model.gguf"
+    CASES["llama"].write(path)
+    model = load_model(path)
+    tokenizer = model.tokenizer
+    assert model.eos_token_ids == {261, 263}, "the file's end, and the end of a turn by its text"
+    assert tokenizer("the 12", add_special_tokens=True)["input_ids"] == [257, 32 + 188, 16, 17]
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "in"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == "<|im_start|>user\nin<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(asked)["input_ids"]
+    assert ids[0] == 262 and 263 in ids and 259 in ids
+    assert tokenizer.decode(ids) == asked
+    for special in SPECIALS:
+        assert len(tokenizer(special)["input_ids"]) == 1
+
+
+def test_other_backends_say_that_they_load_no_gguf(tmp_path):
+    CASES["llama"].write(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="GGUF, which the backend torch loads"):
+        load_model(tmp_path / "model.gguf", backend="mlx")
+
+
+def test_what_a_family_has_no_place_for_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    case = CASES["qwen2"]
+    case.metadata = {"logit_scale": 0.5}
+    try:
+        case.write(path)
+    finally:
+        case.metadata = {}
+    with pytest.raises(ModelError, match=r"qwen2.logit_scale=0.5, which qwen2 .* does not do"):
+        read_config(path)
