@@ -61,6 +61,13 @@ def test_norms_are_transformers_norms(level, n_tokens, n_rows, dim, dtype, is_ap
     alike(KernelNorm(norm.weight, 1e-5)(x), norm(x))
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 24), (3, 2, 24), (3, 2, 4, 24)])
+def test_norms_of_several_sequences_side_by_side_leave_none_out(level, shape):
+    norm = transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm(24, eps=1e-5)
+    x = randn(*shape[:-1], 56, seed=1, dtype=torch.float32)[..., :24]  # as split from others
+    alike(KernelNorm(norm.weight, 1e-5)(x), norm(x))
+
+
 @settings(max_examples=30, deadline=None)
 @given(n_heads=st.sampled_from([1, 3, 40]), is_apart=st.booleans(), **SIZES)
 def test_rotations_are_transformers_rotations(level, n_tokens, n_heads, dim, dtype, is_apart, seed):

@@ -100,7 +100,7 @@ def test_a_network_without_the_modules_that_were_seen_is_refused():
 
 
 @pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
-@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2", "jamba"])
 def test_linear_layers_of_recurrent_modules_hold_packed_weights(family):
     model = pair(family)
     network = copy.deepcopy(model.ours)
@@ -116,7 +116,10 @@ def test_linear_layers_of_recurrent_modules_hold_packed_weights(family):
         pieces += [runner.forward([token], cache.begin_step([1])) for token in (1, 5)]
         other = runner.forward([3], cache.begin_step([2]))
         both = runner.forward([1, 4], cache.begin_step([2, 3]), range(2))
+        cache.seq_cp(1, 4)
+        alike = runner.forward([9, 9], cache.begin_step([1, 4]), range(2))
     assert_near(np.concatenate(pieces), whole)
+    assert_close(alike[0], alike[1])
     assert_near(other, whole[:1])
     assert_near(both[0], whole[1])
 

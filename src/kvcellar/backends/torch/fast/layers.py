@@ -33,8 +33,13 @@ class KernelNorm(nn.Module):
         self._number = dtype_of(weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[1, T, dim]`` or ``[1, T, rows, dim]``; tokens may lie apart."""
-        _, n_tokens, *rows, dim = x.shape
+        """Normalise ``[B, T, dim]`` or ``[B, T, rows, dim]``; tokens may lie apart.
+
+        B is 1 but for sequences that a recurrent module runs side by side.
+        """
+        batch, n_tokens, *rows, dim = x.shape
+        if batch > 1:
+            return self.forward(x.reshape(1, batch * n_tokens, *rows, dim)).view(x.shape)
         n_rows = rows[0] if rows else 1
         out = torch.empty(x.shape, dtype=self.weight.dtype)
         if x.dtype != out.dtype or x.stride(-1) != 1 or (n_rows > 1 and x.stride(2) != dim):
