@@ -20,6 +20,7 @@ serve: $(VENV)/.server ## Set up, then serve the bundled model: OpenAI, Anthropi
 
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check
+	@$(BIN)/python -m tests.real_models
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
 
 QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents \

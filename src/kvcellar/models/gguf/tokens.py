@@ -155,7 +155,24 @@ def _backend(file: GgufFile, said: dict[str, Any]) -> Any:
             f"{file.path} has a tokenizer of the kind {kind[:40]!r}, and {known} are read here; "
             f"take the model's own safetensors"
         )
+    if kind == "llama" and file.architecture.startswith("gemma"):
+        return _of_gemma(said)
     return convert_gguf_tokenizer(file.architecture, said)[0]
+
+
+def _of_gemma(said: dict[str, Any]) -> Any:
+    """Make a SentencePiece tokenizer of a Gemma, whose runs of spaces are tokens by themselves.
+
+    transformers' converter spells them as what spaces become, and so merges them in pairs where
+    SentencePiece takes the longest. Its merges come in the order of the vocabulary.
+    """
+    from transformers import GemmaTokenizer
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
+
+    theirs: Any = gguf_tokenizer_mapping
+    order = {token: -at for at, token in enumerate(said["tokens"])}
+    made = theirs.sentencepiece_tokenizer(said, GemmaTokenizer, vocab_scores=order)
+    return theirs.add_gguf_special_tokens(made, said).backend_tokenizer
 
 
 def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
