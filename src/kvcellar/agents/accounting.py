@@ -176,7 +176,7 @@ def _notes_of(back: BroughtBack) -> list[str]:
         notes.append(
             f"{back.n_verified} restored rows were computed again and agree"
             if back.n_verified
-            else "no restored row could be computed again: their windows are not stored"
+            else "no restored row could be computed again: windows or states before are not stored"
         )
     if not back.is_exact:
         notes.append("the KV that was restored had been stored in 8 bits")

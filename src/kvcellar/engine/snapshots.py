@@ -19,6 +19,9 @@ from kvcellar.types import MOST_CELLS
 MIN_AHEAD = 16
 """Tokens behind the last place from which a request can go on, for another to be worth it."""
 
+MIN_AGAIN = 128
+"""Tokens behind that place for one more forward, so that the prompt can be asked again."""
+
 
 class Snapshots:
     """Says where sequences are published, and keeps states that they may have to go back to."""
@@ -44,8 +47,9 @@ class Snapshots:
         """Return the lengths ahead at which a sequence that enters is to be published.
 
         Where later requests are said to go on otherwise, where an earlier one did (a few tokens
-        behind another such place are not worth a forward and a slot), and at the end of the prompt:
-        whole blocks of the index.
+        behind another such place are not worth a forward and a slot), at the end of the prompt, and
+        before its last token, whose logits are wanted by whoever asks the same again: whole blocks
+        of the index.
 
         Args:
             sequence: it has what could be reused.
@@ -58,7 +62,11 @@ class Snapshots:
         if not self.has_states or n_matched - near >= MIN_AHEAD:
             wanted.add(n_matched)
         if self.has_states:
+            again = sequence.n_prompt - 1
+            near = max((n for n in wanted if n <= again), default=sequence.n_computed)
             wanted.add(sequence.n_prompt)
+            if again - near >= MIN_AGAIN:
+                wanted.add(again)
         return {n for n in map(self.aligned, wanted) if n > sequence.n_computed}
 
     def aligned(self, length: int) -> int:
