@@ -56,6 +56,64 @@ class Case:
         return network
 
 
+_QWEN35 = {
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 32,
+    "rope.dimension_sections": [2, 1, 1, 0],
+    "rope.dimension_count": 8,
+}
+
+
+def _qwen35(kind: Any, **fields: Any) -> Any:
+    return kind(
+        **SIZES,
+        **fields,
+        full_attention_interval=2,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.5,
+        },
+    )
+
+
+def _tiled(config: Any) -> Any:
+    """What the converter does to Qwen3.5: value heads are tiled, and more."""
+
+    def tiled(rows: np.ndarray, width: int) -> np.ndarray:
+        heads = rows.reshape(2, 2, width, *rows.shape[1:])
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    def change(name: str, values: np.ndarray) -> np.ndarray:
+        leaf = name.split(".", 2)[-1]
+        if leaf == "ssm_a":
+            return tiled(-np.exp(values), 1)
+        if leaf.startswith(("ssm_alpha", "ssm_beta", "ssm_dt")):
+            return tiled(values, 1)
+        if leaf == "attn_gate.weight":
+            return tiled(values, 8)
+        if leaf == "ssm_out.weight":
+            return tiled(values.T, 8).T
+        if leaf.startswith(("attn_qkv", "ssm_conv1d")):
+            values = values[:, 0] if "conv" in leaf else values
+            return np.concatenate([values[:32], tiled(values[32:], 8)])
+        is_offset = name.endswith("norm.weight") and leaf != "ssm_norm.weight"
+        return values + 1 if is_offset else values
+
+    return change
+
+
 def llama3_factors(factor: float, theta: float, width: int) -> np.ndarray:
     """The factors that llama.cpp's converter stores for Llama 3."""
     found = []
@@ -227,6 +285,28 @@ CASES = {
             "logit_scale": 3.0,
         },
         _turned,
+    ),
+    "qwen35": Case("qwen35", lambda: _qwen35(transformers.Qwen3_5TextConfig), _QWEN35, _tiled),
+    "qwen35moe": Case(
+        "qwen35moe",
+        lambda: _qwen35(
+            transformers.Qwen3_5MoeTextConfig, **_EXPERTS, shared_expert_intermediate_size=48
+        ),
+        {**_QWEN35, **_OF_EXPERTS, "expert_shared_feed_forward_length": 48},
+        _tiled,
+    ),
+    "lfm2": Case(
+        "lfm2",
+        lambda: transformers.Lfm2Config(
+            **_HEADLESS | {"tie_word_embeddings": True},
+            block_auto_adjust_ff_dim=False,
+            norm_eps=1e-6,
+            layer_types=["conv", "full_attention"],
+            conv_L_cache=3,
+            conv_bias=False,
+        ),
+        {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+        lambda config: lambda name, values: values[:, 0] if ".conv." in name else values,
     ),
     "smollm3": Case(
         "smollm3",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gguf
+import numpy as np
 import pytest
 import torch
+from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
 from kvcellar.backends.torch.networks import load_network
 from kvcellar.errors import ModelError
@@ -13,6 +15,7 @@ from kvcellar.models.checkpoint import read_config
 from kvcellar.models.gguf.families import FAMILIES
 from tests.models.gguf.families import CASES
 from tests.models.gguf.writing import SPECIALS
+from tests.models.players import Player
 
 CPU = torch.device("cpu")
 TEXT = torch.tensor([[1, 40, 7, 99, 258, 3, 120, 45, 6, 7, 8, 200, 10, 11, 12, 13, 77, 15, 16]])
@@ -37,7 +40,7 @@ def test_a_file_gives_the_logits_of_the_model_that_it_was_made_of(name, tmp_path
 
 
 def test_every_architecture_that_is_read_has_a_case():
-    assert {case.architecture for case in CASES.values()} == set(FAMILIES)
+    assert {case.architecture for case in CASES.values()} == {*FAMILIES, *GGUF_ARCHS}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -108,3 +111,21 @@ def test_what_a_family_has_no_place_for_is_refused(tmp_path):
         case.metadata = {}
     with pytest.raises(ModelError, match=r"qwen2.logit_scale=0.5, which qwen2 .* does not do"):
         read_config(path)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_are_packed_as_those_of_other_checkpoints(weights, tmp_path):
+    case = CASES["llama"]
+    network = case.write(tmp_path / "model.gguf")
+    network.save_pretrained(tmp_path / "plain")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert not (tmp_path / "plain" / name).exists()
+    load_model(tmp_path / "model.gguf").tokenizer.save_pretrained(tmp_path / "plain")
+    found = []
+    for path in (tmp_path / "model.gguf", tmp_path / "plain"):
+        model = load_model(path, dtype="float32", weights=weights)
+        assert model.weights == weights
+        with Player(model, "contiguous") as player:
+            found.append(player.feed(TEXT[0].tolist(), rows="all"))
+    assert np.array_equal(*found)

@@ -91,7 +91,8 @@ def write_model(
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     config = network.config
-    said = {key: getattr(config, ours) for key, ours in _KEYS.items()}
+    said = {key: getattr(config, ours, None) for key, ours in _KEYS.items()}
+    said["attention.layer_norm_rms_epsilon"] = getattr(config, "rms_norm_eps", 1e-6)
     said["rope.freq_base"] = (config.rope_parameters or {}).get("rope_theta", 10_000.0)
     for key, value in (said | dict(metadata)).items():
         _add(writer, f"{architecture}.{key}", value)
@@ -156,5 +157,8 @@ def tensors_of(architecture: str, network: Any) -> dict[str, np.ndarray]:
             found[f"{layer}.ffn_gate_inp.weight"] = values
         else:
             base, _, end = name.rpartition(".")
-            found[f"{names.get_name(base)}.{end}"] = values
+            stored = names.get_name(base)
+            if stored is None:  # the last word is part of the name
+                stored, end = names.get_name(name.replace("dt_bias", "dt_proj")), "bias"
+            found[stored if name.endswith("A_log") else f"{stored}.{end}"] = values
     return found

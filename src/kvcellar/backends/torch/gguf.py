@@ -37,7 +37,13 @@ of, one behind the other along their rows."""
 _UNREAD = re.compile(r"^(rope_freqs|rope_factors_long|rope_factors_short)\.weight$")
 """Tensors that the config was made of."""
 
+_SPARE = ("mtp.",)
+"""Beginnings of names of what guesses several tokens, and is not loaded."""
+
 Make = Callable[[], Tensor]
+Turn = Callable[[Tensor], Tensor]
+Plan = dict[str, tuple[tuple[str, ...], Turn | None]]
+"""Parameters -> tensors of the file that they are made of, and what undoes how these are stored."""
 
 
 @contextmanager
@@ -75,19 +81,20 @@ def makers_of(file: GgufFile, network: Any, dtype: torch.dtype) -> dict[str, Mak
     Raises:
         ModelError: as ``gguf_tensors``.
     """
+    wanted = _wanted(network)
+    _check_total(file, wanted)
     family = FAMILIES.get(file.architecture)
     if family is None:
-        raise ModelError(f"{file.path} is of {file.architecture}, whose weights are not read here")
-    wanted = _wanted(network)
-    sources = {name: _sources(file, name, network.config) for name in wanted}
-    _check_names(file, network, sources)
+        plan = _by_transformers(file, network.config)
+    else:
+        plan = _by_us(file, family, network.config, wanted)
+    _check_names(file, network, wanted, plan)
     makers: dict[str, Make] = {}
     for name, shape in wanted.items():
-        tensors = [file.tensors[source] for source in sources[name]]
+        sources, turn = plan[name]
+        tensors = [file.tensors[source] for source in sources]
         _check_shape(file, name, tensors, shape)
-        makers[name] = partial(
-            _made, file, tensors, shape, dtype, _turn(family, sources[name][0], network.config)
-        )
+        makers[name] = partial(_made, file, tensors, shape, dtype, turn)
     return makers
 
 
@@ -121,20 +128,79 @@ def _names(architecture: str, n_layers: int) -> Any:
     return gguf.get_tensor_name_map(known[architecture], n_layers)
 
 
-def _check_names(file: GgufFile, network: Any, sources: Mapping[str, tuple[str, ...]]) -> None:
+def _by_us(
+    file: GgufFile, family: Family, config: Any, wanted: Mapping[str, tuple[int, ...]]
+) -> Plan:
+    """Return what each parameter is made of, by the format's names and our families."""
+    plan: Plan = {}
+    for name in wanted:
+        sources = _sources(file, name, config)
+        plan[name] = sources, _turn(family, sources[0], config)
+    return plan
+
+
+def _by_transformers(file: GgufFile, config: Any) -> Plan:
+    """Return what each parameter is made of, by transformers' own table for an architecture."""
+    from transformers.core_model_loading import Concatenate, WeightConverter, rename_source_key
+    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+
+    mapping = GGUF_ARCHS[file.architecture](config)
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings: list[Any] = [one for one in mapping if not isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: dict[str, dict[str, str]] = {}
+    for source in file.tensors:
+        name, pattern = rename_source_key(source, renamings, converters)
+        found.setdefault(name, {})[pattern or ""] = source
+    plan: Plan = {}
+    for name, sources in found.items():
+        converter = by_pattern.get(next(iter(sources)))
+        operations = [] if converter is None else converter.operations
+        if all(isinstance(one, Concatenate) for one in operations):
+            order = [""] if converter is None else converter.source_patterns
+            plan[name] = tuple(sources[one] for one in order if one in sources), None
+        else:
+            plan[name] = tuple(sources.values()), partial(_operated, operations=operations)
+    return plan
+
+
+def _operated(stored: Tensor, *, operations: list[Any]) -> Tensor:
+    """Return a tensor after transformers' operations."""
+    for one in operations:
+        (stored,) = one.convert({"": stored}, [""], [""]).values()
+    return stored
+
+
+def _check_total(file: GgufFile, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse metadata that wants more numbers than the file has.
+
+    Raises:
+        ModelError: so it does.
+    """
+    total = sum(math.prod(shape) for shape in wanted.values())
+    there = sum(math.prod(one.shape) for one in file.tensors.values())
+    if total > there:
+        raise wrong(file.path, f"has {there:,} numbers, and its metadata wants {total:,}")
+
+
+def _check_names(
+    file: GgufFile, network: Any, wanted: Mapping[str, tuple[int, ...]], plan: Plan
+) -> None:
     """Refuse a file that has not all of a network's tensors, or has others.
 
     Raises:
         ModelError: so it is.
     """
-    used = {source for each in sources.values() for source in each}
+    used = {source for name in wanted for source in plan.get(name, ((name,), None))[0]}
     missing = sorted(used - file.tensors.keys())
     if missing:
         raise wrong(
             file.path,
             f"lacks {len(missing)} tensors that a {type(network).__name__} has: {few(missing)}",
         )
-    others = sorted(one for one in file.tensors.keys() - used if not _UNREAD.match(one))
+    spare = {source for name in plan for source in plan[name][0] if name.startswith(_SPARE)}
+    unread = {one for one in file.tensors if _UNREAD.match(one)}
+    others = sorted(file.tensors.keys() - used - spare - unread)
     if others:
         raise ModelError(
             f"{file.path} has {len(others)} tensors that a {type(network).__name__} does not know: "
@@ -160,7 +226,7 @@ def _check_shape(
         )
 
 
-def _turn(family: Family, source: str, config: Any) -> Callable[[Tensor], Tensor] | None:
+def _turn(family: Family, source: str, config: Any) -> Turn | None:
     """Return what undoes the way in which a tensor is stored; None: nothing is to be done."""
     leaf = source.split(".", 2)[-1]
     if family.norm_offset and source.endswith("norm.weight"):
@@ -183,14 +249,19 @@ def _made(
     tensors: list[GgufTensor],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    turn: Callable[[Tensor], Tensor] | None,
+    turn: Turn | None,
 ) -> Tensor:
     """Make a parameter of the tensors that are its rows."""
     if len(tensors) == 1:
         # What is taken off a norm is taken off in float32: it is small beside what was added.
         made = _plain(file, tensors[0], dtype if len(shape) > 1 else torch.float32)
-        made = made if turn is None else turn(made)
-        return made.to(dtype).reshape(shape)
+        try:
+            made = made if turn is None else turn(made)
+            return made.to(dtype).reshape(shape)
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise wrong(
+                file.path, f"has a tensor that cannot be {list(shape)} ({error})"
+            ) from error
     out = torch.empty(shape, dtype=dtype)
     start = 0
     for tensor in tensors:
