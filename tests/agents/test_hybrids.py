@@ -133,6 +133,20 @@ def test_a_cache_in_blocks_goes_on_behind_whole_ones_of_what_one_in_cells_has_st
         assert tokens_of(agents, "a") == want
 
 
+def test_why_says_that_no_stored_state_lies_behind_whole_blocks(tmp_path):
+    folder = str(write_tiny("lfm2", tmp_path / "tiny"))
+    blocks = {"cache": "paged", "block_size": 64}
+    with manager(tmp_path / "store", loader(folder)) as agents:
+        run(agents.lifecycle.create("a", model=folder))
+        run(turn(agents, "a", tokens=[7] * 73, params=GREEDY))
+        known = len(tokens_of(agents, "a"))
+    with manager(tmp_path / "store", loader(folder, **blocks)) as agents:
+        end = run(turn(agents, "a", tokens=[9] * 20, params=GREEDY))
+        miss = end.usage.miss
+        assert (miss.cause, miss.position, end.usage.cached_tokens) == ("snapshot", 0, 0)
+        assert miss.tokens_lost == known - 1 and "whole blocks" in miss.advice
+
+
 def run_on(agents: Any, folder: str, before: Any) -> Any:
     """What the agent would say next, said by one that begins with all of it."""
     run(agents.lifecycle.create("b", model=folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,10 @@ import torch
 import transformers
 
 from kvcellar.agents import MemoryPlan, open_host
-from kvcellar.agents.memory import budgets_of_host
+from kvcellar.agents.host import check_host
+from kvcellar.agents.memory import budgets_of_host, choose_capacity
+from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.budget import parse_size
 from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.errors import ConfigError
 from kvcellar.models import LoadOptions
@@ -88,6 +92,27 @@ def test_a_limit_that_holds_no_model_is_refused_with_numbers(models):
         MemoryPlan.divide(100 * MB, 100 * MB)
     with pytest.raises(ConfigError, match="leaves nothing for KV"):
         open_host(models[0], memory_bytes=5 * MB)
+
+
+def test_a_limit_that_holds_weights_and_no_forward_is_refused_with_what_the_whole_process_needs(
+    models,
+):
+    asked = LoadOptions(models[0])
+    with pytest.raises(ConfigError, match=r"300.0 MB leaves nothing for KV: .*more than") as told:
+        MemoryPlan.divide(300 * MB, 290 * MB).size_of(asked)
+    need = parse_size(re.search(r"more than ([\d.]+ MB)", str(told.value))[1].replace(" ", ""))
+    plan = MemoryPlan.divide(need + MB, 290 * MB)
+    few = replace(asked, memory_bytes=plan.size_of(asked))
+    check_host(few)  # with fewer cells than the model's context
+    assert 0 < choose_capacity(few).cells < 8192
+
+
+def test_snapshots_that_take_the_memory_of_kv_are_refused(tmp_path):
+    folder = write_tiny("lfm2", tmp_path / "tiny")
+    asked = LoadOptions(folder, memory_bytes=200 * MB, snapshot_bytes=10 * MB)
+    assert choose_capacity(asked).why == "the model's context"
+    with pytest.raises(ConfigError, match=r"snapshots may take 1.00 GB, and .* together; ask for"):
+        choose_capacity(replace(asked, snapshot_bytes=1000 * MB))
 
 
 def test_whoever_guesses_for_a_model_is_counted_with_it(models):

@@ -201,7 +201,7 @@ def test_a_small_model_in_4_bits_says_what_it_costs(home: Path) -> None:
 
 def test_what_is_known_of_no_format_is_not_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert "135 million parameters" in harm_of(tmp_path, "x", "int4", 134_515_008)
+    assert "has 134,515,008 parameters" in harm_of(tmp_path, "x", "int4", 134_515_008)
     assert harm_of(tmp_path, "x", "int8", 134_515_008) == ""
     assert harm_of(tmp_path, "x", "int4", 7_000_000_000) == ""
 

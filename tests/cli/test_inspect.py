@@ -327,7 +327,7 @@ def test_slots_of_states_are_sized_beside_rows_and_snapshots_have_their_share(tm
 def test_snapshots_that_leave_no_room_for_agents_are_said_to(tmp_path):
     path = hybrid(tmp_path)
     value = inspected("--spec", str(path), "--memory", "2GB", "--snapshots", "1.9GB")
-    assert "1900 snapshots of 1.00 MB leave nothing" in value["why_not"]
+    assert "1,900 snapshots of 1.00 MB leave nothing" in value["why_not"]
     assert not value["fits"] and all(not row["fits"] for row in value["kv_dtypes"])
 
 

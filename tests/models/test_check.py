@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -14,6 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as hf_logging
 
 from kvcellar.backends.torch import checking, loading
 from kvcellar.backends.torch.checking import check_checkpoint, check_family
@@ -94,6 +96,20 @@ def test_a_family_with_recurrent_layers_is_exact_in_every_way_and_on_every_cache
     assert verdict.layers[-1].endswith(" recurrent")
     assert set(verdict.differences["seq"]) == set(verdict.differences["tree"]) == set(PARTS)
     assert bool(verdict.remark) == (family in UNLIKE_ITSELF)
+
+
+def test_transformers_does_not_say_while_it_is_checked_that_its_own_kernels_are_missing(
+    monkeypatch,
+):
+    heard = []
+    compare = checking.compare
+    monkeypatch.setattr(
+        checking, "compare", lambda of: heard.append(hf_logging.get_verbosity()) or compare(of)
+    )
+    before = hf_logging.get_verbosity()
+    assert check_family("lfm2").is_exact
+    assert heard == [logging.ERROR]
+    assert hf_logging.get_verbosity() == before
 
 
 def test_a_model_whose_own_code_has_no_one_result_is_refused(monkeypatch):

@@ -275,10 +275,12 @@ class Directory:
                 there = self._agents[name] = Agent(agent.agent_id, host.name, host.key)
             elif not there.is_older_state_of(agent):
                 return there
+            was, now = (key.layout.kv_dtype for key in (agent.key, host.key))
+            is_other = (agent.model, was) == (host.name, now)
             there.notes = (
-                f"agent {agent.agent_id!r} belongs to model {agent.model!r} as it was; its "
-                f"conversation is read anew by {host.name!r}, and its {len(agent.tokens)} tokens "
-                f"there are kept",
+                f"agent {agent.agent_id!r} belongs to model {agent.model!r} with K and V in {was}"
+                f"{', as it was' if is_other else ''}; its conversation is read anew by "
+                f"{host.name!r} in {now}, and its {len(agent.tokens)} tokens there are kept",
             )
             there.read_anew(agent)
             return there

@@ -221,7 +221,8 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
     block_size = cache_config.block_size if options.cache == "paged" else 1
     config.make_index((FULL,), block_size)
     if options.memory_bytes is not None:
-        budgets_of_host(options, config)
+        chosen = choose_capacity(options, config)
+        budgets_of_host(replace(options, capacity=chosen.cells), config)
     if options.speculate in (None, NGRAM):
         return
     assert options.speculate is not None

@@ -16,7 +16,7 @@ from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import accelerator_bytes
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.sizing import size_model
-from kvcellar.models.snapshots import slots_bytes, slots_for
+from kvcellar.models.snapshots import SHARE, slots_bytes, slots_for
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
@@ -87,10 +87,25 @@ class MemoryPlan:
         counted with it. Nothing is loaded.
 
         Raises:
+            ConfigError: the weights and a forward alone take more.
             ModelError: as ``size_model``.
         """
         context, sizes = _sizer(options, config)
+        least = sum(size.fixed_bytes for size in sizes(min(options.capacity or context, MIN_CHUNK)))
+        if self.models_bytes <= least:
+            raise self._too_small(options.name, least)
         return min(self.models_bytes, _sum_of(sizes(options.capacity or context)))
+
+    def _too_small(self, name: str, least: int) -> ConfigError:
+        """Return the refusal of a model of which weights and a forward alone take more."""
+        part = min(GIB, least // (STORE_SHARE - 2) + 1)
+        return ConfigError(
+            f"a memory budget of {format_size(self.limit_bytes)} leaves nothing for KV: the "
+            f"process holds {format_size(self.process_bytes)} without a model, "
+            f"{format_size(self.warm_bytes + self.queue_bytes)} are for the store's, and weights "
+            f"and forwards of {name!r} take {format_size(least)}; give more than "
+            f"{format_size(self.process_bytes + least + 2 * part)}, or choose a smaller model"
+        )
 
     def shared_capacities(
         self, names: Sequence[str], options: LoadOptions, config: EngineConfig | None = None
@@ -204,6 +219,7 @@ def choose_capacity(
         most_sequences: of one context each.
 
     Raises:
+        ConfigError: the snapshots that are asked for leave no memory for K and V.
         ModelError: as ``size_model``.
     """
     if options.capacity is not None:
@@ -218,11 +234,28 @@ def choose_capacity(
         of = machine_bytes() if own is None else own
         limit = of - of // MACHINE_SHARE - (PROCESS_BYTES if own is None else 0)
     cells = most(whole, lambda n: _sum_of(sizes(n, keeps_windows=has_budget)) <= limit)
+    if options.snapshot_bytes is not None and cells < min(whole, MIN_CHUNK):
+        _check_snapshots(options, limit - sum(size.fixed_bytes for size in sizes(MIN_CHUNK)))
     if cells == whole:
         times = "" if most_sequences == 1 else f", {most_sequences} times"
         return Capacity(whole, f"the model's context{times}")
     cells = max(_in_round_numbers(cells), min(whole, MIN_CHUNK))
     return Capacity(cells, f"what {format_size(of)} allow of the model's context of {context}")
+
+
+def _check_snapshots(options: LoadOptions, left: int) -> None:
+    """Refuse snapshots that take the memory of K and V; ``left`` bytes are for both.
+
+    Raises:
+        ConfigError: they do.
+    """
+    asked = options.snapshot_bytes
+    if asked is None or size_model(options).params.state is None or not left > 0:
+        return
+    raise ConfigError(
+        f"snapshots may take {format_size(asked)}, and {format_size(left)} are there for K, V and "
+        f"snapshots together; ask for less, such as {format_size(left // SHARE)}, or leave it out"
+    )
 
 
 def planned_context(options: LoadOptions, config: EngineConfig | None = None) -> tuple[int, int]:

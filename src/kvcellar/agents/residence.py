@@ -62,8 +62,8 @@ class BroughtBack:
         n_restored: tokens that came from the store.
         n_computed: tokens that were computed while others were loaded.
         n_known: tokens that the cache or the store could have given.
-        n_matched: tokens whose rows were in the cache: more than ``n_cached`` where no snapshot of
-            states was left to go on from there.
+        n_matched: tokens whose rows were in the cache or the store: more than ``n_cached`` where no
+            snapshot of states was left to go on from there.
         load_s: seconds that loading took; 0 where nothing was loaded.
         is_recomputed: whether computing was expected to be faster, or turned out so.
         tiers: tokens restored, by tier.
@@ -172,6 +172,8 @@ class _Job:
         match = self._match()
         limit = match.n_tokens
         result.n_known = max(held.n_tokens, match.n_resumable)
+        if self.host.key.layout.state is not None and result.n_known == held.n_tokens:
+            result.n_matched = max(held.n_matched, match.n_tokens)
         for _ in range(MAX_ATTEMPTS):
             stop = match.resumable_at(limit)
             if stop < held.n_tokens + MIN_GAIN or self.is_cancelled:

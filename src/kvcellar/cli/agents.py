@@ -162,7 +162,9 @@ def why_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False
         write(f"{said}\n")
     else:
         write(f"cause     {miss.cause}: {miss.advice}\n")
-        write(f"lost      {miss.tokens_lost} tokens, from position {miss.position} on\n")
+        at = f"from position {miss.position} on"
+        where = at if miss.was == miss.became else f"where the texts differ {at}"
+        write(f"lost      {miss.tokens_lost} tokens, {where}\n")
         if miss.was != miss.became:
             write(f"was       {miss.was!r}\nbecame    {miss.became!r}\n")
 

@@ -62,7 +62,7 @@ class ReadingOptions:
         if self.context > model.max_positions:
             raise ConfigError(
                 f"context {self.context} is more than the {model.max_positions} positions that "
-                f"{name!r} was made for"
+                f"{name!r} was made for; give --context at most as much"
             )
         return read_text(model, self.text, self.tokens)
 

@@ -198,8 +198,8 @@ class View:
         spec = self.spec
         if self.cache_bytes > 0:
             return (
-                f"{self.n_snapshots} snapshots of {format_size(spec.slot_bytes)} leave nothing of "
-                f"{format_size(self.cache_bytes)} for agents; give --snapshots less"
+                f"{self.n_snapshots:,} snapshots of {format_size(spec.slot_bytes)} leave nothing "
+                f"of {format_size(self.cache_bytes)} for agents; give --snapshots less"
             )
         said = too_small(
             self.limit_bytes, spec.weight_bytes, PROCESS_BYTES + self.scratch_bytes, spec.dtype

@@ -13,6 +13,7 @@ from kvcellar.cli.commands import option
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
 from kvcellar.models.options import CACHES
+from kvcellar.models.snapshots import check_snapshot_bytes
 
 in_loading = partial(option, panel="Model and cache")
 in_sampling = partial(option, panel="Sampling")
@@ -189,12 +190,10 @@ def snapshot_bytes(size: str | None) -> int | None:
         ConfigError: it is no size, or no memory at all.
     """
     try:
-        return None if size is None else parse_size(size)
+        n_bytes = 0 if size == "0" else None if size is None else parse_size(size)
+        return check_snapshot_bytes(n_bytes)
     except ConfigError as error:
-        raise ConfigError(
-            f"--snapshots: {error}; without snapshots recurrent layers would read a conversation "
-            f"from its beginning at every turn"
-        ) from None
+        raise ConfigError(f"--snapshots: {error}") from None
 
 
 def read_template(file: Path | None) -> str | None:

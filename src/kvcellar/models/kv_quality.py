@@ -192,9 +192,9 @@ def harm_of(folder: Path, name: str, weights: str, n_parameters: int) -> str:
     if weights != "int4" or n_parameters >= SMALL_MODEL:
         return ""
     return (
-        f"weights int4 cost small models quality, and {name!r} has {n_parameters / 1e6:.0f} "
-        f"million parameters: 1.14 times the perplexity was measured with SmolLM2 135M, with int8 "
-        f"1.004, and 1.73 with Gemma 3 270M; {ask} measures yours"
+        f"weights int4 cost small models quality, and {name!r} has {n_parameters:,} parameters: "
+        f"1.14 times the perplexity was measured with SmolLM2 135M, with int8 1.004, and 1.73 with "
+        f"Gemma 3 270M; {ask} measures yours"
     )
 
 

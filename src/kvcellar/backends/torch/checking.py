@@ -118,6 +118,7 @@ class Pair:
     name: str
 
 
+@quiet(unheard)  # transformers says at length that it has no kernels of its own
 def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
     """Make a pair of networks and compare them; what goes wrong is the verdict's reason.
 
