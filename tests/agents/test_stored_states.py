@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 from kvcellar.agents import ModelHost
 from kvcellar.agents.costs import Costs
+from kvcellar.agents.residence import MIN_GAIN
+from kvcellar.agents.templates import check_template
 from kvcellar.store import StoreConfig
 from tests.agents.fakes import (
+    ByteTokenizer,
     RowCells,
     make_host,
     manager,
@@ -93,6 +97,41 @@ def test_a_template_that_drops_thoughts_costs_a_restarted_agent_its_newest_answe
             prompt = tokens_of(agents, "a")[: agents.directory.agent("a").turns[-1].n_prompt]
             assert list(tokens_of(agents, "a")) == [*prompt, *oracle(prompt, 6, params)]
             messages = [*agents.directory.conversation("a"), user("And another one, please?")]
+
+
+def test_answers_that_come_back_in_other_tokens_cost_a_restarted_agent_the_history_once(tmp_path):
+    class Pairs(ByteTokenizer):
+        """Says each letter alone, and reads two of them as capitals of its own."""
+
+        def encode(self, text: str, **more: Any) -> list[int]:
+            ids = super().encode(text, **more)
+            return [i - 32 if 97 <= i <= 122 and n % 2 else i for n, i in enumerate(ids)]
+
+        def decode(self, token_ids: Any, **more: Any) -> str:
+            return super().decode(token_ids, **more).lower()
+
+    class Stable(ByteTokenizer):
+        """Writes old turns as they were."""
+
+        def apply_chat_template(self, conversation: Any, **more: Any) -> str:
+            text = "".join(f"<{m['role']}>{m['content']}<end>" for m in conversation)
+            return text + ("<assistant>" if more["add_generation_prompt"] else "")
+
+    def load(name: str) -> ModelHost:
+        host = make_host(name, params=STATE_PARAMS, tokenizer=Pairs())
+        return replace(host, template=check_template(Stable()))
+
+    restored = []
+    for i in range(4):
+        with manager(tmp_path, load) as agents:
+            if not i:
+                run(agents.lifecycle.create("a"))
+            turns = agents.directory.agent("a").turns
+            end = run(turn(agents, "a", f"{i}: a question that is worth its while, and then some"))
+            restored.append(end.usage.restored_tokens)
+    assert end.usage.miss.cause == "retokenised"
+    assert restored[:2] == [0, 0]
+    assert restored[3] >= turns[-1].n_prompt - MIN_GAIN > restored[2] > 0
 
 
 @MODELS

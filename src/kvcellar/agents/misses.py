@@ -23,9 +23,9 @@ CAUSES = {
     "evicted": "the KV was neither in the cache nor in the store; give either more room",
     "window": "a window or chunk had moved on; it goes on from the nearest turn's end",
     "snapshot": "no snapshot of the recurrent layers' states was left at or after position "
-    "{position}, and such states cannot be cut back; the ends of turns have one for as long as "
-    "--snapshots has room: give it more, or fork and rewind there; a paged cache goes on at whole "
-    "blocks alone",
+    "{position}, and such states cannot be cut back; the ends of turns have one in memory for as "
+    "long as --snapshots has room, and the latest on disk: give it more, or fork and rewind there; "
+    "a paged cache goes on at whole blocks alone",
     "recomputed": "computing it again was expected to be faster than loading it",
     "other model": "the history was computed by another model, or with K and V in another type; "
     "its KV means nothing to this one, and is kept for when that comes back",

@@ -221,7 +221,8 @@ def record_turn(turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent) -
     now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason)
     agent.turns = (*turn.kept, now)
     is_stable = host.template is not None and host.template.is_prefix_stable
-    agent.resume_at = () if is_stable or turn.spoken is None else turn.snapshots_at
+    is_ended_alike = is_stable and turn.changed not in ("retokenised", "template")
+    agent.resume_at = () if is_ended_alike or turn.spoken is None else turn.snapshots_at
     first = () if agent.turns[1:] else agent.notes  # what its creation had to say
     agent.notes = (*first, *model_notes(host))
     agent.used_s = time.time()

@@ -40,6 +40,9 @@ from kvcellar.spec import ModelCacheSpec
 _BY = f"mlx-lm {mlx_lm.__version__}"
 """Whose rules a model's facts are learnt by."""
 
+_MOST_SAID = 300
+"""Letters of mlx-lm's reason; it may name every tensor of a model."""
+
 _PARTS = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
@@ -234,7 +237,12 @@ def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
             return model
         except Exception as error:  # its models raise whatever their arguments lead to
             failed = failed or error
-    raise ModelError(f"{folder} cannot be loaded by mlx-lm: {failed}") from failed
+    said = " ".join(str(failed).split())
+    said = said if len(said) <= _MOST_SAID else f"{said[:_MOST_SAID]} ..."
+    raise ModelError(
+        f"{folder} cannot be loaded by mlx-lm: {said}; run it with the backend torch, or take a "
+        f"copy that was converted by mlx_lm.convert"
+    ) from failed
 
 
 def _renaming_classes(config: dict[str, Any]) -> tuple[Any, Any]:
