@@ -50,3 +50,22 @@ def test_it_is_where_the_time_is_least():
 
     best = one.interval(n, 100_000, 1)
     assert all(seconds(best) <= seconds(best + by) for by in (-300, -50, 50, 300))
+
+
+def test_an_answer_is_expected_as_long_as_others_were_and_a_longer_one_as_long_again():
+    one = spacing()
+    assert one.answer_left(50, 10) == 40, "nothing is known"
+    one.answered(30)
+    assert one.answer_left(50) == 30 and one.answer_left(20) == 20
+    assert one.answer_left(1000, 10) == 20
+    assert one.answer_left(1000, 200) == 200 and one.answer_left(300, 200) == 100
+    one.answered(1)
+    assert one.answer_left(50) == 28
+
+
+def test_forwards_are_worth_the_tokens_that_take_as_long():
+    one = spacing()
+    assert one.prompt_tokens(10) == 0
+    one.ran(4, 0, 0.05)
+    one.ran(500, 500, 1.0)
+    assert one.prompt_tokens(10) == pytest.approx(250)

@@ -130,3 +130,33 @@ def test_an_index_without_states_gives_up_none():
         index = make_index(kind, (FULL, FULL))
         index.insert_prefix([1, 2], [np.arange(2)] * 2)
         assert index.evict_states(3).cells[1].size == 0
+        assert index.states_costs(3, (), -1) == []
+
+
+@KINDS
+def test_costs_are_those_of_the_next_to_go_and_what_is_wanted_goes_late(kind):
+    filled = Filled(kind)
+    filled.put(list(range(30)), 30)
+    filled.put([*range(30), *[5] * 4], 34)
+    filled.put([*range(30), *[6] * 8], 38)
+    assert filled.index.states_costs(3, (), -1) == [4, 8, 30]
+    assert filled.index.states_costs(2, {1}, -1) == [8, 30], "the trunk before what is wanted"
+    assert filled.index.states_costs(9, {1}, -1) == [8, 30, 34], "which the trunk saved"
+    assert filled.give_up(2) == [1, 2], "to look changes nothing"
+    assert filled.index.states_costs(1, (), -1) == [22], "it was not used since one of 8 went"
+    assert filled.index.states_costs(1, {0}, -1) == [30]
+    filled.index.match_prefix(list(range(30)))
+    assert filled.index.states_costs(1, (), -1) == [30]
+
+
+@KINDS
+def test_the_end_that_somebody_runs_on_from_costs_nothing_and_a_trunk_does(kind):
+    filled = Filled(kind)
+    filled.put(list(range(30)), 30)
+    filled.put([*range(30), *[5] * 4], 34)
+    filled.put([*range(30), *[6] * 8], 38)
+    running = filled.index.match_prefix([*range(30), *[5] * 4])
+    filled.index.lock_handle(running.handle)
+    assert filled.index.states_costs(3, (), -1) == [8, 30]
+    assert filled.index.states_costs(3, (), 2) == [30], "the other is about to run"
+    assert filled.index.states_costs(3, {1}, 2) == [30, 34], "somebody else wants it"

@@ -78,6 +78,7 @@ class Outcomes:
     def __post_init__(self) -> None:
         cache = self.residency.cache
         self._trees = cache if isinstance(cache, TreeSeqCache) else None
+        self.residency.waiting = self.waiting
 
     # A step that ran ---------------------------------------------------------------------------
 
@@ -259,6 +260,9 @@ class Outcomes:
         """End a request, wherever it is, and tell it; what it computed stays reusable."""
         if self.speculator is not None:
             self.speculator.ended(sequence.request_id)
+        spacing = self.residency.snapshots.spacing
+        if spacing is not None and finish is not None and len(sequence.sampled):
+            spacing.answered(len(sequence.sampled))
         self.residency.leave(sequence)
         for queue in (self.running, self.waiting):  # last: until then somebody has to be told
             if sequence in queue:

@@ -19,6 +19,7 @@ from kvcellar.cache import SeqCache
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.snapshots import Snapshots
 from kvcellar.prefix import PrefixIndex
+from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
 
 AHEAD_SHARE, MAX_AHEAD = 32, 2048
@@ -66,6 +67,8 @@ class Residency:
     counts: ResidencyCounts = field(default_factory=ResidencyCounts)
     holders: WeakSet[Holder] = field(default_factory=WeakSet)
     """Who else has to be told where cells have moved, and which snapshots have gone."""
+    waiting: Seq[Sequence] = ()
+    """Sequences that wait: what they would go on from goes after what nobody waits for."""
     snapshots: Snapshots = field(init=False)
     _seq_ids: itertools.count[int] = field(default_factory=itertools.count)
     _free_seq_ids: list[int] = field(default_factory=list)
@@ -115,11 +118,12 @@ class Residency:
     def _evict_snapshots(self, n_slots: int) -> bool:
         """Give up the cheapest snapshots that free so many slots, or none; false: there are fewer.
 
-        Those that somebody holds a history for go last.
+        Those that somebody waiting would go on from go late, and those that somebody holds a
+        history for go last.
         """
         shared = set(self.cache.shared_slots())
         held = {holder.end_slot for holder in self.holders}
-        for spared in (shared | held, shared):
+        for spared in (shared | held | self._wanted(), shared | held, shared):
             evicted = self.index.evict_states(n_slots, spared)
             if len(evicted.cells[-1]):
                 self.cache.release_cells(evicted.cells)
@@ -133,6 +137,30 @@ class Residency:
         """Return true if so many sequences could run at a time, once snapshots give way."""
         needed = n_sequences * self.snapshots.slots_per_sequence
         return n_sequences == 1 or needed <= self.cache.config.n_slots
+
+    def pushes_out(self, sequence: Sequence, n_running: int) -> int:
+        """Return what snapshots are worth, in tokens, that go if a sequence runs beside others.
+
+        Those that its slots take the place of: what the others push out goes anyway.
+        """
+        n_own = self.snapshots.slots_per_sequence
+        n_slots = n_own * (n_running + 1) + self.index.n_snapshots - self.cache.config.n_slots
+        if not n_own or n_slots <= 0:
+            return 0
+        late = self._wanted(but=sequence) | {holder.end_slot for holder in self.holders}
+        costs = self.index.states_costs(n_slots, late, self._end_slot(sequence))
+        return sum(costs[-n_own:])
+
+    def _wanted(self, but: Sequence | None = None) -> set[int]:
+        """Return the slots that waiting sequences would go on from, of the first in order."""
+        first = sorted(self.waiting, key=lambda s: s.order)[: self.cache.config.n_slots]
+        return {self._end_slot(sequence) for sequence in first if sequence is not but}
+
+    def _end_slot(self, sequence: Sequence) -> int:
+        """Return the slot that a waiting sequence would go on from; ``NO_SLOT``: none."""
+        states = self.index.peek_prefix(sequence.reusable)[-1]
+        held = states[states >= 0]
+        return int(held[-1]) if held.size else NO_SLOT
 
     # In ----------------------------------------------------------------------------------------
 
@@ -155,9 +183,7 @@ class Residency:
 
     def _expect(self, sequence: Sequence) -> None:
         """Tell the cache how long the sequence may become."""
-        limit = sequence.request.params.max_tokens
-        n_answer = MAX_EXPECTED if limit is None else min(limit, MAX_EXPECTED)
-        self.cache.expect(sequence.seq_id, sequence.n_prompt + n_answer)
+        self.cache.expect(sequence.seq_id, sequence.n_prompt + most_expected(sequence))
 
     def take_seq_id(self) -> int:
         """Return an id that no sequence has."""
@@ -254,3 +280,9 @@ class Residency:
                 holder.relocate(done.moved)
             self.counts.gathered_cells += done.n_cells
         return not done.is_done
+
+
+def most_expected(sequence: Sequence) -> int:
+    """Return the tokens that an answer is expected to have at most."""
+    limit = sequence.request.params.max_tokens
+    return MAX_EXPECTED if limit is None else min(limit, MAX_EXPECTED)

@@ -12,7 +12,7 @@ from kvcellar.engine.generate import check_tokens
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Allotment, Policy
 from kvcellar.engine.request import Event, Request, Sequence
-from kvcellar.engine.residency import Residency
+from kvcellar.engine.residency import Residency, most_expected
 from kvcellar.engine.sampling import SamplingState
 from kvcellar.engine.text import TextStream
 from kvcellar.errors import DeadlineError, KVCellarError, PromptError
@@ -212,7 +212,28 @@ class Scheduler:
             return False
         promised = sum(other.n_left + len(other.draft) for other in self.running)
         fresh = len(sequence.tokens) - self.residency.n_reusable(sequence)
-        return not self.running or fresh + promised <= self.residency.n_available
+        if self.running and fresh + promised > self.residency.n_available:
+            return False
+        return not self._costs_snapshots(sequence)
+
+    def _costs_snapshots(self, sequence: Sequence) -> bool:
+        """Return true if running beside others would cost more in snapshots than it saves.
+
+        A sequence's slots take the place of snapshots. Beside k others it, and who comes after it,
+        saves one in k of the forwards that they still need. Where computing again what goes would
+        take longer, such as a trunk that all who wait begin with, it waits until fewer run or they
+        prove to need more. None overtakes it meanwhile, and who would have the cache for
+        itself never waits, so nobody starves. Before it is known what a forward takes, snapshots
+        stay.
+        """
+        spacing, n_running = self.residency.snapshots.spacing, len(self.running)
+        if spacing is None or not n_running:
+            return False
+        pushed_out = self.residency.pushes_out(sequence, n_running)
+        if not pushed_out:
+            return False
+        n_left = max(spacing.answer_left(most_expected(s), len(s.sampled)) for s in self.running)
+        return pushed_out > spacing.prompt_tokens(n_left / n_running)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Return true if a running sequence is just computing a prefix that this one can share.

@@ -1,4 +1,4 @@
-"""Distances between the snapshots of states within a long prompt, besides those at its end."""
+"""Distances between the snapshots of states within a long prompt, and the costs behind them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from kvcellar.engine.speculate.step_costs import blend
 
 _WEIGHTS = (0.1, 0.2)
 """Of one more step that took longer than believed, and of one that took less."""
+
+_ANSWER_WEIGHT = 0.1
+"""Of one more answer in the mean length of answers."""
 
 
 class Spacing:
@@ -42,6 +45,7 @@ class Spacing:
         )
         self._forward_s: float | None = None
         self._token_s: float | None = None
+        self._n_answer: float | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -57,6 +61,29 @@ class Spacing:
             self._forward_s = _blended(self._forward_s, seconds)
         elif 2 * n_prefill > n_tokens:
             self._token_s = _blended(self._token_s, seconds / n_tokens)
+
+    def answered(self, n_tokens: int) -> None:
+        """Learn from an answer of so many tokens, 1 or more, how long others may be."""
+        old = n_tokens if self._n_answer is None else self._n_answer
+        self._n_answer = old + _ANSWER_WEIGHT * (n_tokens - old)
+
+    def answer_left(self, most: int, n_done: int = 0) -> int:
+        """Return the tokens that an answer may still have, going by those before it.
+
+        One that is longer than they were is expected to become as long again.
+
+        Args:
+            most: tokens that it may have in all.
+            n_done: tokens that it has.
+        """
+        n_left = most if self._n_answer is None else math.ceil(self._n_answer) - n_done
+        return max(0, min(max(n_left, n_done), most - n_done))
+
+    def prompt_tokens(self, n_forwards: float) -> float:
+        """Return the tokens of prompts that take as long as so many forwards; 0: not yet known."""
+        if self._forward_s is None or not self._token_s:
+            return 0
+        return n_forwards * self._forward_s / self._token_s
 
     def interval(self, n_prompt: int, n_capacity: int, n_running: int) -> int:
         """Return the tokens from one snapshot to the next.

@@ -70,6 +70,10 @@ class NaiveIndex:
         """Give up nothing: no snapshot is stored."""
         return Evicted(0, self.held_cells())
 
+    def states_costs(self, n_slots: int, late: Collection[int], own: int) -> list[int]:
+        """Return no costs: no snapshot is stored."""
+        return []
+
     def demote(self, handle: PrefixHandle) -> None:
         """Do nothing: no history is stored."""
 

@@ -136,6 +136,10 @@ class PrefixIndex(Protocol):
         """Give up ``n_slots`` snapshots of states, or none where fewer may go; rows stay."""
         ...
 
+    def states_costs(self, n_slots: int, late: Collection[int], own: int) -> list[int]:
+        """Return what the next snapshots to go are worth, in tokens; change nothing."""
+        ...
+
     def demote(self, handle: PrefixHandle) -> None:
         """Make what only this history needs the next to be evicted."""
         ...

@@ -10,7 +10,8 @@ later, however dear it is, and no constant says when.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -91,33 +92,73 @@ class Marks:
         What the dearest was worth is where marks begin from now on.
 
         Args:
-            nodes: all nodes that have some.
+            nodes: all nodes of the index.
             n: how many.
             held: slots that are to stay.
         """
         left = snapshots_of(nodes)
         if n > sum(one.slot not in held for one in left):
             return []
-        used = {slot: order for order, slot in enumerate(self._marks)}
-        chosen: list[Snapshot] = []
-        while len(chosen) < n:
-            may_go = (one for one in left if one.slot not in held)
-            gone = min(
-                may_go, key=lambda one: (self._marks[one.slot] + one.n_saved, used[one.slot])
-            )
+        chosen = list(islice(self._in_order(left, held), n))
+        for gone in chosen:
             self._level = max(self._level, self._marks[gone.slot] + gone.n_saved)
+        return chosen
+
+    def costs(
+        self, nodes: Iterable[PathNode], n: int, late: Collection[int], own: int
+    ) -> list[int]:
+        """Return what each of the ``n`` snapshots to go next is worth, in tokens; change nothing.
+
+        One that somebody wants is worth what it saves, the others less by what the mark has risen
+        since their last use. The last of a path on which somebody runs, or is about to, costs
+        nothing: its sequence is past it, and leaves a later one.
+
+        Args:
+            nodes: all nodes of the index.
+            n: how many are to go; those that cost nothing are left out.
+            late: slots that are to go after all others, and that somebody else wants.
+            own: the slot that somebody is about to go on from.
+        """
+        left = snapshots_of(nodes)
+        followed = {one.before for one in left}
+        dear = [
+            one
+            for one in left
+            if one in followed or one.slot in late or not (one.node.is_locked or one.slot == own)
+        ]
+        n -= len(left) - len(dear)
+        gone = islice(self._in_order(dear, late), max(0, n))
+        return [one.n_saved if one.slot in late else self._aged(one) for one in gone]
+
+    def _aged(self, one: Snapshot) -> int:
+        """Return what a snapshot saves, less what the mark has risen since its last use."""
+        return int(max(0, one.n_saved + self._marks[one.slot] - self._level))
+
+    def _in_order(self, left: list[Snapshot], late: Collection[int]) -> Iterator[Snapshot]:
+        """Yield snapshots as they are to go, ``late`` ones behind the others; empties the list."""
+        used = {slot: order for order, slot in enumerate(self._marks)}
+        while left:
+            gone = min(
+                left,
+                key=lambda one: (
+                    one.slot in late,
+                    self._marks[one.slot] + one.n_saved,
+                    used[one.slot],
+                ),
+            )
             left.remove(gone)
             for one in left:
                 if one.before is gone:
                     one.before = gone.before
-            chosen.append(gone)
-        return chosen
+            yield gone
 
 
 def snapshots_of(nodes: Iterable[PathNode]) -> list[Snapshot]:
-    """Return the snapshots of some nodes, each with the one before it on its path."""
+    """Return the snapshots of all nodes of an index, each with the one before it on its path."""
     found: dict[PathNode, list[Snapshot]] = {}
     for node in nodes:
+        if not node.n_held[-1]:
+            continue
         before: Snapshot | None = None
         found[node] = []
         for at in np.flatnonzero(node.cells[-1] >= 0).tolist():

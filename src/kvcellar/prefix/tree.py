@@ -310,8 +310,7 @@ class PathTree(ABC):
         """
         if not self._has_states or n_slots <= 0:
             return Evicted(0, tuple(self._no_cells()))
-        holders = [node for node in self._nodes() if node.n_held[-1]]
-        gone = self._marks.cheapest(holders, n_slots, held)
+        gone = self._marks.cheapest(self._nodes(), n_slots, held)
         for one in gone:
             if not one.node.is_locked:
                 self._evictable_cells[-1] -= 1
@@ -320,6 +319,11 @@ class PathTree(ABC):
         slots = np.array([one.slot for one in gone], dtype=np.int64)
         self._marks.forget(slots)
         return Evicted(0, (*self._no_cells()[1:], slots))
+
+    def states_costs(self, n_slots: int, late: Collection[int], own: int) -> list[int]:
+        """Return what the next ``n_slots`` snapshots to go are worth; see ``Marks.costs``."""
+        nodes = self._nodes() if self._has_states else ()
+        return self._marks.costs(nodes, n_slots, late, own)
 
     def _evicted(self, n_tokens: int, parts: Sequence[IntArray]) -> Evicted:
         """Return what went with these cells, ``[n_groups, n]`` each; forget their snapshots."""
