@@ -12,11 +12,18 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: $(VENV)/.runtime ## Set up, then watch the bundled model branch: one trunk, four forks
-	@$(BIN)/kvcellar demo
+# What make demo and make serve run: a real model, fetched once, and the bundled one where that cannot be.
+MODEL ?= smollm2
+WITH_MODEL = model='$(MODEL)'; \
+	if [ "$$model" = smollm2 ] && ! $(BIN)/kvcellar models pull smollm2 >/dev/null; then \
+		echo "going on with demo, the bundled model, which writes only what looks like Python" >&2; model=demo; \
+	fi; exec $(BIN)/kvcellar
 
-serve: $(VENV)/.server ## Set up, then serve the bundled model: OpenAI, Anthropic, agents, and a page to look at
-	@$(BIN)/kvcellar serve $(ARGS)
+demo: $(VENV)/.runtime ## Set up, then watch a model branch: one trunk, four forks
+	@$(WITH_MODEL) demo "$$model"
+
+serve: $(VENV)/.server ## Set up, then serve a model (MODEL=, ARGS=): OpenAI, Anthropic, agents, and a page to look at
+	@$(WITH_MODEL) serve "$$model" $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check

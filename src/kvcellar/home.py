@@ -35,6 +35,11 @@ def default_store() -> Path:
     return default_home() / "store"
 
 
+def default_models() -> Path:
+    """Return the folder of kvcellar's own models: ``models`` in :func:`default_home`."""
+    return default_home() / "models"
+
+
 def open_own(path: Path, flags: int) -> int:
     """Open a file in a folder of our own, and never what a link in its place points to.
 

@@ -16,6 +16,7 @@ from kvcellar.cli import options
 from kvcellar.cli.hosting import Hosting
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.models.options import LoadOptions
+from kvcellar.models.packaged import NAMES
 
 if TYPE_CHECKING:
     from kvcellar.agents import AgentInfo, AgentManager, Miss
@@ -75,7 +76,7 @@ def opened_agents(
 
 def full_path(model: str | None) -> str | None:
     """Return a model's folder by its full path, so that an agent finds it again from wherever."""
-    if model is None or model == "demo":
+    if model is None or model in NAMES:
         return model
     path = Path(model).expanduser()
     return str(path.resolve()) if path.is_dir() else model

