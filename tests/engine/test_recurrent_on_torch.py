@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvcellar as kv
+from kvcellar.budget import MemoryBudget
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.engine.speculate import Draft
 from tests.models.players import TOLERANCE
@@ -62,6 +63,20 @@ def test_turns_that_part_at_a_snapshot_go_on_from_it(family):
     assert [end.usage.cached_tokens for end in lasts] == [30, 42]
     for prompt, end in zip([*prompts, *later], [*firsts, *lasts], strict=True):
         assert_greedy(model, prompt, end.token_ids)
+
+
+def test_no_more_run_than_a_memory_budget_has_slots_for():
+    model, trunk = pair("qwen3_5"), text(6, 200)
+    config = kv.make_config(model.facts.params, 512, n_slots=99, budget=MemoryBudget(190_000))
+    prompts = [(*trunk[: 40 * i], *text(i, 20)) for i in range(5)]
+    with kv.make_seq_session("torch", config) as session:
+        engine = engine_of(model, session)
+        rounds = [run(engine, *(Request(prompt, SIX) for prompt in prompts)) for _ in range(3)]
+        stats = engine.stats()
+    assert stats.preemptions <= 2, "who is let in can go on"
+    n_wanted = 3 * sum(len(prompt) + 5 for prompt in prompts)
+    n_skipped = sum(end.usage.cached_tokens for ends in rounds for end in ends)
+    assert stats.computed_tokens <= n_wanted - n_skipped + 40, "what was reused was skipped"
 
 
 class HalfRight:

@@ -134,9 +134,16 @@ class Residency:
         return False
 
     def has_slots_for(self, n_sequences: int) -> bool:
-        """Return true if so many sequences could run at a time, once snapshots give way."""
+        """Return true if so many sequences could run at a time, once snapshots give way.
+
+        With a memory budget only slots that it has granted, or would grant, count.
+        """
         needed = n_sequences * self.snapshots.slots_per_sequence
-        return n_sequences == 1 or needed <= self.cache.config.n_slots
+        if n_sequences == 1 or needed == 0:
+            return True
+        slots = self.cache.usage().slots
+        assert slots is not None, "where sequences need slots there are some"
+        return self.cache.n_missing_slots(needed - slots.live) <= 0
 
     def pushes_out(self, sequence: Sequence, n_running: int) -> int:
         """Return what snapshots are worth, in tokens, that go if a sequence runs beside others.

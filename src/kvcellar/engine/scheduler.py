@@ -200,6 +200,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             if not sequence.n_preemptions:
                 sequence.n_cached = sequence.n_computed
+            sequence.n_cached = min(sequence.n_cached, sequence.n_computed)  # the rest comes again
             self.running.append(sequence)
 
     def _fits(self, sequence: Sequence) -> bool:
