@@ -79,6 +79,17 @@ def test_no_more_run_than_a_memory_budget_has_slots_for():
     assert stats.computed_tokens <= n_wanted - n_skipped + 40, "what was reused was skipped"
 
 
+def test_snapshots_never_take_the_memory_that_a_prompt_was_promised():
+    model, trunk = pair("qwen3_5"), text(6, 30)
+    budget = MemoryBudget(130_000)
+    config = kv.make_config(model.facts.params, 300, n_slots=99, min_chunk=8, budget=budget)
+    prompts = [(*trunk[: 5 * i], *text(i, 20)) for i in range(6)]
+    with kv.make_seq_session("torch", config) as session:
+        engine = engine_of(model, session)
+        ends = [end for _ in range(2) for end in run(engine, *(Request(p, SIX) for p in prompts))]
+    assert [len(end.token_ids) for end in ends] == [6] * 12
+
+
 class HalfRight:
     """A drafter that knows what comes, and is wrong in its third token and in a branch."""
 

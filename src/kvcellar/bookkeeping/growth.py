@@ -22,6 +22,9 @@ STEP_TOKENS = 512
 STEP_SLOTS = 2
 """Slots that one sequence takes in a step: one that is read, one that is written."""
 
+SLOTS_SHARE = 2
+"""Slots take one part in so many of a budget at most: memory that they have never goes to rows."""
+
 ARRAY_BYTES = 16
 """What the bookkeeping's own arrays take per cell that a group could ever have."""
 
@@ -97,6 +100,9 @@ class Growth:
             _down(min(n, budget.kv_bytes // size), unit)
             for n, size, unit in zip(most, self._cell_bytes, self._units, strict=True)
         ]
+        if state is not None:
+            most_slots = budget.kv_bytes // SLOTS_SHARE // self._cell_bytes[-1]
+            self.limits[-1] = min(self.limits[-1], max(STEP_SLOTS, most_slots))
         array_bytes = ARRAY_BYTES * sum(self.limits) + exact_bytes(groups, config.kv)
         self.n_fitting = self._most_tokens(budget.kv_bytes - array_bytes, windows)
         if not self.n_fitting:
@@ -257,7 +263,7 @@ class Growth:
             cells = [
                 n_cells if window is None else min(n_cells, _up(window, self._block_size))
                 for window in windows
-            ] + [STEP_SLOTS] * self._has_slots
+            ] + self.limits[len(windows) :]
             need = sum(n * size for n, size in zip(cells, self._cell_bytes, strict=True))
             copies = [n * size for n, size in zip(cells, self._copy_bytes_of, strict=True)]
             if need + max(copies) <= n_bytes:
