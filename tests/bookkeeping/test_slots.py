@@ -271,7 +271,7 @@ def test_where_a_budget_has_no_slot_left_nothing_grows_and_the_message_says_byte
 
 def test_a_budget_without_room_for_two_slots_is_refused_with_figures():
     with pytest.raises(ConfigError, match=r"1 token take 64, 2 slots 40 each"):
-        Sequences(config(capacity=16, budget=MemoryBudget(400)))
+        Sequences(config(capacity=16, budget=MemoryBudget(300)))
 
 
 def test_one_sequence_grows_by_its_budget_and_says_when_slots_are_short():
