@@ -281,6 +281,31 @@ class WeightFormat(enum.Enum):
 
     mxfp4 = 4
 
+class BlockType(enum.Enum):
+    """Types of blocks of GGUF files."""
+
+    q4_0 = 0
+
+    q4_1 = 1
+
+    q5_0 = 2
+
+    q5_1 = 3
+
+    q8_0 = 4
+
+    q4_k = 5
+
+    q5_k = 6
+
+    q6_k = 7
+
+    iq4_nl = 8
+
+    iq4_xs = 9
+
+    mxfp4 = 10
+
 class LinearWeights:
     """Weights of a linear layer. Inputs and outputs are addresses."""
 
@@ -346,6 +371,29 @@ def pack(
         n_out: outputs.
         data: address of as many bytes as blocks of 16 outputs take.
         scales: address of float16 ``[n_blocks, n_scales, 16]``.
+    """
+
+def block_weights(type: BlockType, n_in: int, n_out: int, data: int, beside: int) -> LinearWeights:
+    """
+    Describe weights that :func:`place_blocks` has placed; addresses as it takes them.
+    """
+
+def block_sizes(type: BlockType, n_in: int, n_out: int) -> tuple[int, int, int]:
+    """
+    Return how many bytes weights take in a file, and as numbers and beside them here.
+    """
+
+def place_blocks(type: BlockType, rows: int, n_in: int, n_out: int, data: int, beside: int) -> None:
+    """
+    Put blocks of a GGUF file where products take them; nothing is lost.
+
+    Args:
+        type: of the blocks.
+        rows: address of them, one output's after the other's.
+        n_in: inputs, a multiple of a block's.
+        n_out: outputs.
+        data: address of as many bytes as :func:`block_sizes` says, for the numbers.
+        beside: address of those for scales and minima.
     """
 
 def place_mxfp4(blocks: int, exponents: int, n_in: int, n_out: int, data: int, to: int) -> None:
@@ -434,7 +482,22 @@ def gate(x: int, n_tokens: int, dim: int, dtype: Dtype, out: int) -> None:
 class LinearLayer:
     """Weights, and the address of a bias in the layer's type; 0: none."""
 
-    def __init__(self, weights: LinearWeights, bias: int = 0) -> None: ...
+    def __init__(
+        self, weights: LinearWeights, bias: int = 0, more: Sequence[LinearWeights] = []
+    ) -> None:
+        """
+        Describe a layer.
+
+        Args:
+            weights: of it, or of its first outputs.
+            bias: address of all outputs' bias in the layer's type; 0: none.
+            more: of the outputs behind these; all are packed then.
+        """
+
+    def linear(self, x: int, n_tokens: int, dtype: Dtype, out: int) -> None:
+        """
+        Run rows ``[n_tokens, n_in]`` to ``[n_tokens, all outputs]``, float32 or bfloat16.
+        """
 
 class Norm:
     """Address of a norm's weight, 0: no norm; and what is added to the mean."""

@@ -51,7 +51,8 @@ class LoadOptions:
             of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
             float32.
         weights: how linear layers hold theirs. With torch, on a CPU: ``bf16``, ``int8`` or
-            ``int4``, which the kernel of this package reads, or ``none``: as torch does. None:
+            ``int4``, which the kernel of this package reads, ``file``: the blocks of a GGUF file as
+            they are, or ``none``: as torch does. None:
             ``bf16`` where ``dtype`` is bfloat16 and the kernel is built, since nothing is lost,
             else ``none``. With executorch ``8da8w`` or ``8da4w``: a checkpoint is exported so.
         device: where it runs, as the backend knows it; None: the CPU, or MLX's default.

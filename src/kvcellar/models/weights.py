@@ -9,6 +9,12 @@ from kvcellar.errors import ConfigError
 WEIGHTS = ("bf16", "int8", "int4")
 """Formats that the torch backend's linear layers read with the kernel of this package."""
 
+FILE = "file"
+"""The blocks of a GGUF file as they are, which the same kernel multiplies."""
+
+_MOST_FILE_BITS = 9
+"""Bits that a number of a file's blocks takes at most, with its share of scales and minima."""
+
 PLAIN = "none"
 """Linear layers as torch has them, with weights in the model's own type."""
 
@@ -19,6 +25,7 @@ SHARED = {8: 128, 4: 32}
 """By their bits, packed weights along the input that share a scale."""
 
 PACKINGS = {name: f"{name}/{SHARED[bits]}" for name, bits in (("int8", 8), ("int4", 4))}
+PACKINGS[FILE] = "file/1"
 """A name for each way of packing that gives other K and V, also where it was another before."""
 
 BLOCK = 16
@@ -54,13 +61,15 @@ class Matrix(NamedTuple):
         """Return the bytes that the kernel holds; None where it keeps the model's own type.
 
         Args:
-            weights: a name of ``WEIGHTS``.
+            weights: a name of ``WEIGHTS``, or ``file``, of which this is the most.
             is_coded: true if bfloat16 weights are written in 12 bits here.
             is_shipped: true if the checkpoint has its experts in MXFP4.
         """
         n, shape = max(1, self.n_experts), (self.n_out, self.n_in)
         if is_shipped and self.n_experts:
             return n * shipped_bytes(*shape)
+        if weights == FILE:
+            return None if self.n_experts else self.n_out * self.n_in * _MOST_FILE_BITS // 8
         if is_packed(weights):
             bits = bits_of(weights, is_most_exact=self.is_most_exact)
             return n * packed_bytes(*shape, bits) if can_pack(self.n_in) else None
@@ -69,17 +78,18 @@ class Matrix(NamedTuple):
 
 
 def parse_weights(weights: str | None, dtype: object) -> str | None:
-    """Check a format: one of ``WEIGHTS``, or ``none``; None where nothing is asked for.
+    """Check a format: one of ``WEIGHTS``, ``file`` or ``none``; None where nothing is asked for.
 
     Raises:
         ConfigError: an unknown format, or one that contradicts the type that is asked for.
     """
     if weights is None or weights == PLAIN:
         return weights
-    if weights not in WEIGHTS:
+    if weights not in (*WEIGHTS, FILE):
         raise ConfigError(
             f"weights {weights!r} are unknown to the torch backend; choose one of "
-            f"{', '.join(WEIGHTS)} and {PLAIN}, or with the backend executorch 8da4w or 8da8w"
+            f"{', '.join(WEIGHTS)}, {FILE} and {PLAIN}, or with the backend executorch 8da4w or "
+            f"8da8w"
         )
     asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
     if asked == "float16" or (weights == "bf16" and asked not in (None, "bfloat16")):

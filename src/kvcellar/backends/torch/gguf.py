@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcellar.backends.torch.fast.blocks import StoredBlocks
 from kvcellar.backends.torch.stored import PlainTensor
 from kvcellar.errors import ModelError
+from kvcellar.kernel.blocks import INPUTS
 from kvcellar.models.checkpoint import few
 from kvcellar.models.gguf.families import FAMILIES, Family
 from kvcellar.models.gguf.reader import GgufFile, GgufTensor, wrong
@@ -96,6 +98,30 @@ def makers_of(file: GgufFile, network: Any, dtype: torch.dtype) -> dict[str, Mak
         _check_shape(file, name, tensors, shape)
         makers[name] = partial(_made, file, tensors, shape, dtype, turn)
     return makers
+
+
+def blocks_of(file: GgufFile, network: Any) -> dict[str, StoredBlocks]:
+    """Return a network's matrices that the kernel multiplies as the file has them, by name.
+
+    Args:
+        file: the model; ``makers_of`` took it.
+        network: of its config.
+    """
+    family, found = FAMILIES[file.architecture], {}
+    for name, shape in _wanted(network).items():
+        source, *others = _sources(file, name, network.config)
+        tensor = file.tensors[source]
+        if not others and len(shape) == 2 and tensor.shape == shape and tensor.type_name in INPUTS:
+            turn = _turn(family, source, network.config)
+            read = partial(_stored, file, tensor, turn)
+            found[name] = StoredBlocks(tensor.type_name, *shape, read)
+    return found
+
+
+def _stored(file: GgufFile, tensor: GgufTensor, turn: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Read a matrix's rows as they are stored, in the order of transformers."""
+    rows = torch.from_numpy(np.array(file.stored(tensor)))
+    return rows if turn is None else turn(rows).contiguous()
 
 
 def _wanted(network: Any) -> dict[str, tuple[int, ...]]:

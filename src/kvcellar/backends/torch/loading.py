@@ -16,12 +16,13 @@ import transformers
 
 from kvcellar import __version__
 from kvcellar.backends.torch.binding import bind_network
+from kvcellar.backends.torch.fast.blocks import StoredBlocks
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.fast.mixtures import n_numbers
-from kvcellar.backends.torch.gguf import makers_of
+from kvcellar.backends.torch.gguf import blocks_of, makers_of
 from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import TorchRunner
@@ -52,7 +53,7 @@ from kvcellar.models.tokenizer import (
     load_tokenizer,
     quiet,
 )
-from kvcellar.models.weights import Matrix, choose_weights, parse_weights
+from kvcellar.models.weights import FILE, Matrix, choose_weights, parse_weights
 from kvcellar.registry import CacheSession, make_decode_session
 from kvcellar.spec import ModelCacheSpec
 
@@ -263,11 +264,16 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         return network, None, n_parameters
     report(0.95, "packing the weights")
     is_first = not known.is_file()
-    held = hold_weights(network, found.weights, known=known)
+    held = hold_weights(network, found.weights, known=known, blocks=_blocks(found, network))
     if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):
         known.unlink(missing_ok=True)  # the next load looks again
         held = replace(held, decoder=None)
     return network, held, n_parameters
+
+
+def _blocks(found: _Found, network: Any) -> dict[str, StoredBlocks]:
+    """Return the matrices that stay as a file has them; none where something else was asked for."""
+    return blocks_of(read_gguf(found.folder), network) if found.weights == FILE else {}
 
 
 def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
@@ -318,6 +324,11 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     wanted = "bfloat16" if asked == "bf16" else options.dtype
     if options.model == DEMO and wanted in (None, "auto"):
         wanted = "float32"
+    if asked == FILE and not folder.is_file():
+        raise ConfigError(
+            f"weights {FILE} are the blocks of a GGUF file as they are, and {folder} has other "
+            f"weights; choose int8 or int4, or leave it out"
+        )
     dtype, device = pick_types(wanted, options.device, raw, stored)
     weights = choose_weights(
         asked,

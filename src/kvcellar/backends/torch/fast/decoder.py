@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.blocks import BlockLinear
 from kvcellar.backends.torch.fast.finding import Finder
 from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, KernelNorm
 from kvcellar.backends.torch.fast.linears import KernelLinear
@@ -121,7 +122,7 @@ class KernelDecoder:
     def __init__(self, model: Any, whole: Whole) -> None:
         """Wrap a model whose parts are the kernel's by now; it stays where it is."""
         layers: list[KernelLayer] = [model.get_submodule(name) for name in whole.layers]
-        head: KernelLinear = model.get_submodule(whole.head)
+        head: KernelLinear | BlockLinear = model.get_submodule(whole.head)
         norm: KernelNorm = model.get_submodule(whole.norm)
         self.few = min(head.few, *(layer.few for layer in layers))
         """Tokens up to which a forward is one call."""
@@ -211,7 +212,7 @@ class KernelDecoder:
         return logits, features
 
 
-def _address(embedding: Any, head: KernelLinear, dtype: torch.dtype) -> int | None:
+def _address(embedding: Any, head: KernelLinear | BlockLinear, dtype: torch.dtype) -> int | None:
     """Return the address of rows that the kernel can read; 0: they are the head's; None: it can't.
 
     It cannot where they are scaled, or written in few bits that are not the head's.

@@ -12,11 +12,12 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredBlocks
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.fast.finding import Finder, outermost
 from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
 from kvcellar.backends.torch.fast.kept import keep_parts, key_of, read_parts
-from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, join
+from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, join, join_biases
 from kvcellar.backends.torch.fast.linears import (
     EXPANDED,
     Expanded,
@@ -32,7 +33,7 @@ from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.backends.torch.mixers import Mixer
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
-from kvcellar.models.weights import MOST_EXACT_BITS, bits_of, can_pack, is_packed
+from kvcellar.models.weights import FILE, MOST_EXACT_BITS, bits_of, can_pack, is_packed
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ class Held:
 
 
 def hold_weights(
-    model: Any, weights: str, leave: Container[nn.Module] = (), known: Path | None = None
+    model: Any,
+    weights: str,
+    leave: Container[nn.Module] = (),
+    known: Path | None = None,
+    blocks: Mapping[str, StoredBlocks] | None = None,
 ) -> Held:
     """Put what the kernel computes in the place of a model's own modules. Others stay.
 
@@ -81,12 +86,13 @@ def hold_weights(
             embeddings.
         leave: linear layers whose weights others read; they stay as they are.
         known: where its parts are kept once they are found; None: they are found again.
+        blocks: for ``file``, parameters that stay blocks, by name; others stay as they are.
 
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
     """
     _check(model, weights)
-    holder = _Holder(model, weights, leave)
+    holder = _Holder(model, weights, leave, blocks or {})
     n_weights = n_numbers(model)
     parts, whole, why_none = _find(model, holder, known)
     holder.hold_embeddings()
@@ -195,13 +201,22 @@ class _Holder:
         n_held: numbers of weights that are held by now.
     """
 
-    def __init__(self, model: Any, weights: str, leave: Container[nn.Module]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        weights: str,
+        leave: Container[nn.Module],
+        blocks: Mapping[str, StoredBlocks],
+    ) -> None:
         """Choose for a model on the CPU; it stays as it is."""
         self.n_held = 0
         self._model, self._weights = model, weights
         self._head, self._embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self._arena = Arena()
         self._is_packed = is_packed(weights)
+        self._blocks = {
+            id(one): blocks[name] for name, one in model.named_parameters() if name in blocks
+        }
         by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
         is_written = self._is_packed or codes_weights()
         is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
@@ -211,18 +226,20 @@ class _Holder:
         self.linears = {
             name: (one.in_features, one.out_features, one.bias is not None)
             for name, one in found
-            if self._can_hold(one.in_features)
+            if self._can_hold(one)
         }
         self._left = WeakSet(model.get_submodule(name) for name in self.linears)
         self._embeddings = held_embeddings(model)
         self._names = _names(model)
         self._times = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
-        self._shared: dict[tuple[int, ...], tuple[KernelLinear, list[nn.Linear]]] = {}
+        self._shared: dict[tuple[int, ...], tuple[KernelLinear | BlockLinear, list[nn.Linear]]] = {}
         self._tied = self._find_tied()
         self._keeps_embedding = not self._is_packed and self._tied is None
 
-    def _can_hold(self, n_in: int) -> bool:
-        return not self._is_packed or can_pack(n_in)
+    def _can_hold(self, layer: nn.Linear) -> bool:
+        if self._weights == FILE:
+            return id(layer.weight) in self._blocks
+        return not self._is_packed or can_pack(layer.in_features)
 
     def _find_tied(self) -> tuple[str, Rows] | None:
         """Return the embedding that is to read rows of the last layer; None for two of them."""
@@ -231,12 +248,14 @@ class _Holder:
         is_one = self._head is not None and self._head.weight is self._embedding.weight
         if head is None or not is_one or name not in self._embeddings:
             return None
-        if not self._can_hold(head.in_features) or self._bits(head, is_head=True) == 16:
+        if not self._can_hold(head) or self._bits(head, is_head=True) == 16:
             return None
         return name, self._embeddings[name]
 
     def _bits(self, layer: nn.Linear, *, is_head: bool) -> int:
         """Return how many bits each weight of a layer gets."""
+        if self._weights == FILE:
+            return MOST_EXACT_BITS  # or fewer: as the file has it
         if self._is_packed:
             return bits_of(self._weights, is_most_exact=is_head)
         return 12 if codes_well(layer.weight.detach()) else 16
@@ -252,7 +271,7 @@ class _Holder:
         Layers that have the same weights get the same one; what cannot be held is torch's.
         """
         linears = [one for one in map(linear_of, modules) if one is not None]
-        if not self._can_hold(linears[0].in_features):
+        if not all(map(self._can_hold, linears)):
             return join(linears)
         if all(self._times[id(one.weight)] <= 1 for one in linears):
             return self._make(linears, is_head=modules[0] is self._head)
@@ -262,9 +281,12 @@ class _Holder:
             self._shared[key] = made, linears
         return self._shared[key][0]
 
-    def _make(self, linears: Sequence[nn.Linear], *, is_head: bool) -> KernelLinear:
+    def _make(self, linears: Sequence[nn.Linear], *, is_head: bool) -> KernelLinear | BlockLinear:
+        self.n_held += sum(one.in_features * one.out_features for one in linears)
+        if self._weights == FILE:
+            stored = [self._blocks[id(one.weight)] for one in linears]
+            return BlockLinear(stored, join_biases(linears), self._arena)
         layer = join(linears)
-        self.n_held += layer.in_features * layer.out_features
         bits = self._bits(layer, is_head=is_head)
         is_moved = bits == 16 and layer.weight is self._embedding.weight
         return KernelLinear(layer, bits, self._expanded, None if is_moved else self._arena)
@@ -276,13 +298,18 @@ class _Holder:
         for name, rows in self._embeddings.items():
             embedding: Any = self._model.get_submodule(name)
             is_tied = self._tied is not None and name == self._tied[0]
-            if self._is_packed and not is_tied and can_pack(embedding.embedding_dim):
-                weight, dtype = embedding.weight, embedding.weight.dtype
-                layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-                layer.weight = weight
+            weight = embedding.weight
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            layer.weight = weight
+            if not self._is_packed or is_tied or not self._can_hold(layer):
+                continue
+            held: KernelLinear | BlockLinear
+            if self._weights == FILE:
+                held = self._make([layer], is_head=False)
+            else:
                 held = KernelLinear(layer, MOST_EXACT_BITS, self._expanded, self._arena)
                 self.n_held += weight.numel()
-                self.put(name, KernelEmbedding(held, dtype, rows.scale))
+            self.put(name, KernelEmbedding(held, weight.dtype, rows.scale))
 
     def hold_others(self) -> None:
         """Replace the linear layers that are no part of anything larger; the tied embedding too."""
@@ -295,7 +322,9 @@ class _Holder:
             self.put(name, KernelEmbedding(held, dtype, rows.scale))
 
     def hold_experts(self) -> None:
-        """Have the kernel hold the experts of mixtures."""
+        """Have the kernel hold the experts of mixtures; of a file's blocks they stay plain."""
+        if self._weights == FILE:
+            return
         to = self._weights, self._arena
         self.n_held += hold_experts(self._model, *to) + hold_sorted_experts(self._model, *to)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.blocks import BlockLinear
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.fast.rotations import Rotation
 from kvcellar.backends.torch.fast.routed import KernelMixture
@@ -63,8 +64,10 @@ class KernelEmbedding(nn.Module):
 
     embed_scale: Tensor | None
 
-    def __init__(self, rows: KernelLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
-        """Read rows of weights in 12 bits, 8 or 4.
+    def __init__(
+        self, rows: KernelLinear | BlockLinear, dtype: torch.dtype, scale: Tensor | None
+    ) -> None:
+        """Read rows of weights in 12 bits, 8 or 4, or in a file's blocks.
 
         Args:
             rows: one output for each row: the last layer where they are its, too.
@@ -322,18 +325,25 @@ def join(layers: Sequence[nn.Linear]) -> nn.Linear:
     first = layers[0]
     if len(layers) == 1:
         return first
-    has_bias = any(layer.bias is not None for layer in layers)
-    joined = nn.Linear(first.in_features, 1, bias=has_bias, device="meta")
+    bias = join_biases(layers)
+    joined = nn.Linear(first.in_features, 1, bias=bias is not None, device="meta")
     joined.out_features = sum(layer.out_features for layer in layers)
     weights = torch.cat([layer.weight.detach() for layer in layers])
     joined.weight = nn.Parameter(weights, requires_grad=False)
-    if has_bias:
-        biases = [
-            weights.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
-            for layer in layers
-        ]
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    if bias is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined
+
+
+def join_biases(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Return the biases of layers behind one another, zeros for none; None: all lack one."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    biases = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+        for layer in layers
+    ]
+    return torch.cat(biases)
 
 
 def _for_kernel(norm: nn.Module | None) -> native.Norm:

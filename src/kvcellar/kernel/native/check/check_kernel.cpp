@@ -14,6 +14,7 @@
 #include "layers/decoder.h"
 #include "layers/eagle3.h"
 #include "core/levels.h"
+#include "linear/blocks.h"
 #include "linear/linear.h"
 #include "recurrent/recurrent.h"
 
@@ -293,6 +294,52 @@ double one_linear() {
       const double d = std::fabs(result[i] - results.back()[i]);
       worst = d <= worst ? worst : d;
     }
+  return worst / most;
+}
+
+// Linear layers of blocks over memory of exact sizes; how far levels are apart, as a share of the largest.
+double one_of_blocks() {
+  const auto type = static_cast<BlockType>(between(0, 10));
+  const int64_t n_in = inputs_of(type) * between(1, 4), n_out = between(1, 40), n_tokens = between(1, 12);
+  LinearWeights weights = make_block_weights(type, n_in, n_out, nullptr, nullptr);
+  const int64_t n_stored = n_out * (n_in / inputs_of(type)), bytes = bytes_of(type);
+  Memory stored(n_stored * bytes), data(weights.n_blocks * weights.block_bytes), beside(beside_bytes_of(weights));
+  fill(stored, Dtype::int8);
+  Memory halves(4 * n_stored);
+  fill(halves, Dtype::f16);
+  const int64_t at = type == BlockType::q6_k ? 208 : 0, n_halves = weights.has_minima ? 2 : 1;
+  for (int64_t i = 0; i < n_stored; ++i) {
+    if (type == BlockType::mxfp4)
+      stored.data[i * bytes] = static_cast<char>(between(124, 130));
+    else
+      std::memcpy(stored.data + i * bytes + at, halves.data + 4 * i, static_cast<size_t>(2 * n_halves));
+  }
+  place_blocks(type, reinterpret_cast<const uint8_t*>(stored.data), weights, reinterpret_cast<uint8_t*>(data.data),
+               reinterpret_cast<uint8_t*>(beside.data), 2);
+  weights = make_block_weights(type, n_in, n_out, data.data, beside.data);
+  const Dtype in = rng() % 2 ? Dtype::f32 : Dtype::bf16;
+  Memory x(n_tokens * n_in * (in == Dtype::f32 ? 4 : 2)), out(n_tokens * n_out * 4), expanded(n_out * n_in * 2);
+  Memory found(n_out * n_in * 4);
+  fill(x, in);
+  std::vector<int64_t> asked(static_cast<size_t>(n_out));
+  for (int64_t& output : asked) output = between(0, n_out - 1);
+  std::vector<std::vector<float>> results;
+  std::vector<std::vector<char>> rows;
+  for (const Level now : levels()) {
+    set_level(now);
+    linear({weights, x.data, out.data, n_tokens, in, Dtype::f32}, 2);
+    const auto* from = reinterpret_cast<const float*>(out.data);
+    results.emplace_back(from, from + n_tokens * n_out);
+    gather(weights, asked.data(), n_out, Dtype::f32, found.data, 2);
+    unpack(weights, 0, weights.n_blocks, expanded.data, 2);
+    rows.emplace_back(found.data, found.data + found.size);
+    rows.back().insert(rows.back().end(), expanded.data, expanded.data + expanded.size);
+    if (rows.back() != rows.front()) return 1;
+  }
+  double worst = 0, most = 1;
+  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
+  for (const auto& result : results)
+    for (size_t i = 0; i < result.size(); ++i) worst = std::max(worst, std::fabs(double{result[i]} - results.back()[i]));
   return worst / most;
 }
 
@@ -690,6 +737,11 @@ int main(int argc, char** argv) {
     const double apart = one_linear();
     if (!(apart < 1e-4)) {
       std::printf("linear layer %d: levels differ by %g\n", i, apart);
+      return 1;
+    }
+    const double of_blocks = one_of_blocks();
+    if (!(of_blocks < 1e-4)) {
+      std::printf("blocks %d: levels differ by %g\n", i, of_blocks);
       return 1;
     }
     const double off = one_mixture();

@@ -70,12 +70,14 @@ LinearWeights weights_of(const ExpertLayer& layer, int64_t expert) {
   weights.data = static_cast<const char*>(weights.data) + expert * bytes;
   if (weights.scales) weights.scales += scales;
   if (weights.exponents) weights.exponents += scales;
+  if (weights.beside) weights.beside += expert * weights.n_blocks * weights.beside_bytes;
   return weights;
 }
 
 // Bytes of a block, and of what lies beside it.
 int64_t bytes_of_block(const LinearWeights& weights) {
-  return weights.block_bytes + weights.n_scales * kBlockRows * (weights.exponents ? 1 : weights.scales ? 2 : 0);
+  return weights.block_bytes + weights.beside_bytes +
+         weights.n_scales * kBlockRows * (weights.exponents ? 1 : weights.scales ? 2 : 0);
 }
 
 // A layer's inputs as its experts' products want them, one expert's after the other's.
@@ -93,7 +95,7 @@ class Prepared {
     const bool is_ordered = n_each == 0;
     const int64_t rows_bytes = is_ordered || is_shared_ ? 0 : lines(size * row_bytes);
     panel_numbers_ = (kMostOfPanel - 1) * n;
-    const int64_t numbers_bytes = weights.is_packed ? lines(2 * n_kept * n) + 8 * n_kept * weights.n_groups + 128
+    const int64_t numbers_bytes = weights.is_packed ? lines(2 * n_kept * n) + 4 * n_kept * (weights.n_groups + weights.n_sums) + 128
                                                     : 4 * (n_kept * n + n_groups * (panel_numbers_ + 16)) + 64;
     char* memory = inputs_buffer.get(rows_bytes + numbers_bytes);
     rows_ = is_ordered ? static_cast<const char*>(x) : memory;
@@ -137,7 +139,7 @@ class Prepared {
     if (weights.is_packed) {
       found.numbers = numbers_ + first * weights.n_in * number_bytes();
       found.scales = scales_ + first * weights.n_groups;
-      found.offsets = offsets_ + first * weights.n_groups;
+      found.offsets = offsets_ + first * weights.n_sums;
       return found;
     }
     // A line's beginning, with room for the last panel of each group.
@@ -155,14 +157,15 @@ class Prepared {
 
  private:
   bool has_matrix() const { return dtype_ == Dtype::bf16 && can_multiply(layer_.weights); }
-  int64_t number_bytes() const { return ops_.has_words && layer_.weights.format == WeightFormat::int8 ? 2 : 1; }
+  int64_t number_bytes() const { return ops_.has_words && layer_.weights.is_wide ? 2 : 1; }
 
   // Rounds each row once, behind the rows of the groups, and copies it to all experts that it chose.
   void share(const void* x, int64_t n_rows, int64_t n_each, int workers) {
     const LinearWeights& weights = layer_.weights;
     const int64_t size = order_.size(), n = weights.n_in * number_bytes(), n_groups = weights.n_groups;
+    const int64_t n_sums = weights.n_sums;
     const LinearInputs own{nullptr, nullptr, numbers_ + size * n, scales_ + size * n_groups,
-                           offsets_ + size * n_groups};
+                           offsets_ + size * n_sums};
     const LinearCall call{weights, x, nullptr, n_rows, dtype_, dtype_};
     spread(n_rows, kPieceRows, kPieceRows, workers,
            [&](int64_t first, int64_t stop) { ops_.prepare(call, own, first, stop); });
@@ -171,7 +174,7 @@ class Prepared {
         const int64_t row = order_.order[i] / n_each;
         std::memcpy(numbers_ + i * n, own.numbers + row * n, static_cast<size_t>(n));
         std::memcpy(scales_ + i * n_groups, own.scales + row * n_groups, static_cast<size_t>(4 * n_groups));
-        std::memcpy(offsets_ + i * n_groups, own.offsets + row * n_groups, static_cast<size_t>(4 * n_groups));
+        std::memcpy(offsets_ + i * n_sums, own.offsets + row * n_sums, static_cast<size_t>(4 * n_sums));
       }
     });
   }

@@ -65,10 +65,23 @@ void bind_decoder(nb::module_& m) {
   nb::class_<LinearLayer>(m, "LinearLayer", "Weights, and the address of a bias in the layer's type; 0: none.")
       .def(
           "__init__",
-          [](LinearLayer* self, const LinearWeights& weights, uintptr_t bias) {
-            new (self) LinearLayer{weights, at(bias)};
+          [](LinearLayer* self, const LinearWeights& weights, uintptr_t bias, const std::vector<LinearWeights>& more) {
+            new (self) LinearLayer{weights, at(bias), more};
           },
-          "weights"_a, "bias"_a = 0);
+          "weights"_a, "bias"_a = 0, "more"_a = std::vector<LinearWeights>(),
+          "Describe a layer.\n\n"
+          "Args:\n"
+          "    weights: of it, or of its first outputs.\n"
+          "    bias: address of all outputs' bias in the layer's type; 0: none.\n"
+          "    more: of the outputs behind these; all are packed then.")
+      .def(
+          "linear",
+          [](const LinearLayer& layer, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out) {
+            const nb::gil_scoped_release release;
+            run(layer, at(x), n_tokens, dtype, at(out), 0);
+          },
+          "x"_a, "n_tokens"_a, "dtype"_a, "out"_a,
+          "Run rows ``[n_tokens, n_in]`` to ``[n_tokens, all outputs]``, float32 or bfloat16.");
 
   nb::class_<Norm>(m, "Norm", "Address of a norm's weight, 0: no norm; and what is added to the mean.")
       .def(

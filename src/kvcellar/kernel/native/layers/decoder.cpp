@@ -31,18 +31,29 @@ class Pieces {
   char* at_;
 };
 
+}  // namespace
+
+int64_t LinearLayer::n_out() const {
+  int64_t n = weights.n_out;
+  for (const LinearWeights& each : more) n += each.n_out;
+  return n;
+}
+
 void run(const LinearLayer& layer, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads) {
-  linear({layer.weights, x, out, n_tokens, dtype, dtype}, n_threads);
+  const int64_t n = layer.n_out(), bytes = n * size_of(dtype);
+  linear({layer.weights, x, out, n_tokens, dtype, dtype, layer.more.empty() ? 0 : n}, n_threads);
+  int64_t first = layer.weights.n_out;
+  for (const LinearWeights& weights : layer.more) {
+    linear({weights, x, static_cast<char*>(out) + first * size_of(dtype), n_tokens, dtype, dtype, n}, n_threads);
+    first += weights.n_out;
+  }
   if (!layer.bias) return;
-  const int64_t n = layer.weights.n_out, bytes = n * size_of(dtype);
   for (int64_t t = 0; t < n_tokens; ++t) ops().rows->add(static_cast<char*>(out) + t * bytes, layer.bias, n, dtype);
 }
 
-}  // namespace
-
 void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos, const void* sin,
                       void* qkv, int n_threads) {
-  const int64_t n_in = layer.qkv.weights.n_in, n_out = layer.qkv.weights.n_out;
+  const int64_t n_in = layer.qkv.weights.n_in, n_out = layer.qkv.n_out();
   const int64_t dim = layer.head_dim, n_rotated = layer.n_heads + layer.n_kv_heads;
   const Dtype dtype = layer.dtype;
   void* normed = Pieces(dtype, n_tokens * n_in, 1).take(n_tokens * n_in);

@@ -15,8 +15,13 @@ namespace kvcellar {
 
 struct LinearLayer {
   LinearWeights weights;
-  const void* bias = nullptr;  // in the layer's type, or none
+  const void* bias = nullptr;         // in the layer's type, or none
+  std::vector<LinearWeights> more{};  // packed, as `weights` are then: their outputs come behind
+
+  int64_t n_out() const;
 };
+
+void run(const LinearLayer& layer, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads);
 
 struct Norm {
   const void* weight = nullptr;  // none: no norm

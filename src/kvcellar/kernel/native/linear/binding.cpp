@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "core/binding.h"
+#include "linear/blocks.h"
 #include "linear/linear.h"
 
 namespace nb = nanobind;
@@ -10,13 +11,34 @@ using namespace nb::literals;
 
 namespace kvcellar {
 
+namespace {
+
+LinearWeights describe_blocks(BlockType type, int64_t n_in, int64_t n_out, uintptr_t data, uintptr_t beside) {
+  return make_block_weights(type, n_in, n_out, at(data), at(beside));
+}
+
+}  // namespace
+
 void bind_linear(nb::module_& m) {
   nb::enum_<WeightFormat>(m, "WeightFormat", "How weights are written; ``native/linear/linear.h`` says how they lie.")
       .value("bf16", WeightFormat::bf16)
       .value("int8", WeightFormat::int8)
       .value("int4", WeightFormat::int4)
       .value("coded", WeightFormat::coded)
-      .value("mxfp4", WeightFormat::mxfp4);
+      .value("mxfp4", WeightFormat::mxfp4);  // grouped ones are described by block_weights
+
+  nb::enum_<BlockType>(m, "BlockType", "Types of blocks of GGUF files.")
+      .value("q4_0", BlockType::q4_0)
+      .value("q4_1", BlockType::q4_1)
+      .value("q5_0", BlockType::q5_0)
+      .value("q5_1", BlockType::q5_1)
+      .value("q8_0", BlockType::q8_0)
+      .value("q4_k", BlockType::q4_k)
+      .value("q5_k", BlockType::q5_k)
+      .value("q6_k", BlockType::q6_k)
+      .value("iq4_nl", BlockType::iq4_nl)
+      .value("iq4_xs", BlockType::iq4_xs)
+      .value("mxfp4", BlockType::mxfp4);
 
   nb::class_<LinearWeights>(m, "LinearWeights", "Weights of a linear layer. Inputs and outputs are addresses.")
       .def(
@@ -92,6 +114,37 @@ void bind_linear(nb::module_& m) {
       "    n_out: outputs.\n"
       "    data: address of as many bytes as blocks of 16 outputs take.\n"
       "    scales: address of float16 ``[n_blocks, n_scales, 16]``.");
+
+  m.def(
+      "block_weights", &describe_blocks, "type"_a, "n_in"_a, "n_out"_a, "data"_a, "beside"_a,
+      "Describe weights that :func:`place_blocks` has placed; addresses as it takes them.");
+
+  m.def(
+      "block_sizes",
+      [](BlockType type, int64_t n_in, int64_t n_out) {
+        const LinearWeights weights = make_block_weights(type, n_in, n_out, nullptr, nullptr);
+        return nb::make_tuple(n_out * (n_in / inputs_of(type)) * bytes_of(type),
+                              weights.n_blocks * weights.block_bytes, beside_bytes_of(weights));
+      },
+      "type"_a, "n_in"_a, "n_out"_a, nb::sig("def block_sizes(type: BlockType, n_in: int, n_out: int) -> tuple[int, int, int]"),
+      "Return how many bytes weights take in a file, and as numbers and beside them here.");
+
+  m.def(
+      "place_blocks",
+      [](BlockType type, uintptr_t rows, int64_t n_in, int64_t n_out, uintptr_t data, uintptr_t beside) {
+        const nb::gil_scoped_release release;
+        place_blocks(type, at<const uint8_t>(rows), make_block_weights(type, n_in, n_out, nullptr, nullptr),
+                     at<uint8_t>(data), at<uint8_t>(beside), 0);
+      },
+      "type"_a, "rows"_a, "n_in"_a, "n_out"_a, "data"_a, "beside"_a,
+      "Put blocks of a GGUF file where products take them; nothing is lost.\n\n"
+      "Args:\n"
+      "    type: of the blocks.\n"
+      "    rows: address of them, one output's after the other's.\n"
+      "    n_in: inputs, a multiple of a block's.\n"
+      "    n_out: outputs.\n"
+      "    data: address of as many bytes as :func:`block_sizes` says, for the numbers.\n"
+      "    beside: address of those for scales and minima.");
 
   m.def(
       "place_mxfp4",

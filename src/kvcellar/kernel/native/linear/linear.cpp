@@ -39,12 +39,13 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
   const bool is_coded = format == WeightFormat::coded;
   const bool is_mxfp4 = format == WeightFormat::mxfp4, is_int4 = format == WeightFormat::int4;
   weights.is_packed = format == WeightFormat::int8 || is_int4 || is_mxfp4;
+  weights.is_wide = format == WeightFormat::int8;
   if (is_mxfp4)
     weights.exponents = static_cast<const uint8_t*>(beside);
   else if (weights.is_packed)
     weights.scales = static_cast<const uint16_t*>(beside);
   if (is_coded) weights.escapes = static_cast<const Escape*>(beside);
-  weights.n_groups = n_in / kGroupInputs;
+  weights.n_groups = weights.n_sums = n_in / kGroupInputs;
   const int64_t shared = is_int4 || is_mxfp4 ? kInt4Shared : kInt8Shared;
   if (weights.is_packed) weights.n_scales = (n_in + shared - 1) / shared;
   weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
@@ -53,6 +54,28 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
                         : format == WeightFormat::bf16 ? 4 * half_bytes
                         : format == WeightFormat::int8 ? 2 * half_bytes
                                                        : half_bytes;
+  return weights;
+}
+
+LinearWeights make_grouped_weights(WeightFormat format, Steps steps, int32_t zero, int64_t n_in, int64_t n_out,
+                                   const void* data, const void* beside) {
+  LinearWeights weights{format, n_in, n_out, data};
+  const bool is_fine = format == WeightFormat::fine_bytes;
+  weights.is_packed = weights.is_grouped = true;
+  weights.is_wide = format != WeightFormat::nibbles;
+  weights.beside = static_cast<const uint8_t*>(beside);
+  weights.steps = steps;
+  weights.zero = zero;
+  weights.has_minima = steps == Steps::pairs || steps == Steps::counts;
+  weights.n_groups = n_in / kGroupInputs;
+  weights.n_sums = is_fine ? 2 * weights.n_groups : weights.n_groups;
+  weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
+  const bool has_halves = format == WeightFormat::nibbles || format == WeightFormat::looked_up;
+  weights.block_bytes = kBlockRows * n_in / (has_halves ? 2 : 1);
+  const int64_t halves = steps == Steps::pairs || steps == Steps::counts ? 2 : 1;  // float16 numbers
+  weights.beside_bytes = steps == Steps::halves || steps == Steps::pairs
+                             ? weights.n_sums * halves * 2 * kBlockRows
+                             : (n_in / kCountedInputs * 2 + weights.n_sums) * halves * kBlockRows;
   return weights;
 }
 
@@ -109,8 +132,9 @@ void linear(const LinearCall& call, int n_threads) {
   const LinearOps& ops_now = *ops().linear;
   const LinearWeights& weights = call.weights;
   const int64_t n = call.n_tokens * weights.n_in, groups = call.n_tokens * weights.n_groups;
+  const int64_t n_sums = call.n_tokens * weights.n_sums;
   const int64_t float_bytes = 4 * (call.n_tokens + kMostOfPanel - 1) * weights.n_in;
-  char* memory = inputs_buffer.get(weights.is_packed ? 2 * n + 8 * groups + 128 : float_bytes + 64);
+  char* memory = inputs_buffer.get(weights.is_packed ? 2 * n + 4 * (groups + n_sums) + 128 : float_bytes + 64);
   LinearInputs inputs{};
   if (weights.is_packed) {
     inputs.numbers = reinterpret_cast<int8_t*>(memory);
@@ -134,7 +158,9 @@ void linear(const LinearCall& call, int n_threads) {
          workers, [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
 }
 
-bool can_multiply(const LinearWeights& weights) { return ops().linear->multiply && weights.n_in % kGroupInputs == 0; }
+bool can_multiply(const LinearWeights& weights) {
+  return ops().linear->multiply && weights.n_in % kGroupInputs == 0 && !weights.is_grouped;
+}
 
 void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out, int n_threads) {
   const int64_t n_in = weights.n_in, n_pairs = (n_tokens + 31) / 32;

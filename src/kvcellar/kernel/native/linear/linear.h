@@ -12,6 +12,7 @@ namespace kvcellar {
 constexpr int64_t kBlockRows = 16;                      // outputs whose packed weights lie together
 constexpr int64_t kGroupInputs = 32;                    // of a token, which are rounded together
 constexpr int64_t kInt4Shared = 32, kInt8Shared = 128;  // packed weights of an output that share a scale
+constexpr int64_t kCountedInputs = 256;                  // of an output that share what bytes count
 constexpr int64_t kCodedInputs = 128;                   // of a row of coded weights, which lie together
 constexpr int64_t kInputsOfBlock = 2048;                // that the matrix unit takes at a time
 constexpr int64_t kPanelRow = kInputsOfBlock + 32;      // where they lie: not all rows in the same of a cache's sets
@@ -19,7 +20,23 @@ constexpr int kReadOnce = 4;                            // tokens up to which re
 constexpr int64_t kMostOfPanel = 6;                     // more tokens lie in panels of so many, at most
 constexpr int64_t kBlocksInTurn = 8;                    // that meet some inputs of these before the next ones come
 
-enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2, coded = 3, mxfp4 = 4 };
+// The last four are *grouped*: each group of 32 inputs of an output has a scale and, of some, a minimum of its own.
+enum class WeightFormat : int32_t {
+  bf16 = 0,
+  int8 = 1,
+  int4 = 2,
+  coded = 3,
+  mxfp4 = 4,
+  nibbles = 5,     // 0 to 15
+  looked_up = 6,   // 16 numbers of a table
+  bytes = 7,       // 0 to 255
+  fine_bytes = 8,  // the same, in groups of 16
+};
+
+// What stands beside grouped weights, of 16 outputs: float16 scales of a group, or scales and minima; or for 256 inputs
+// float16 scales and minima, and then for each group bytes that count them; or for these scales alone, and bytes around
+// 128. A weight is scale * (number - zero) + minimum.
+enum class Steps : int32_t { none, halves, pairs, counts, signs };
 
 // A number of coded weights that its row's table has not.
 struct Escape {
@@ -50,11 +67,17 @@ struct LinearWeights {
   const uint16_t* scales = nullptr;
   const Escape* escapes = nullptr;
   const uint8_t* exponents = nullptr;
+  const uint8_t* beside = nullptr;  // of grouped weights
+  Steps steps = Steps::none;
+  int32_t zero = 0;  // of grouped weights
 
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
-  bool is_packed = false;
+  bool is_packed = false, is_grouped = false, has_minima = false;
+  bool is_wide = false;        // their products are too large for words
   int64_t n_groups = 0, n_blocks = 0, block_bytes = 0;  // a block: 16 outputs
   int64_t n_scales = 0;                                 // of an output
+  int64_t n_sums = 0;                                   // of a token's inputs
+  int64_t beside_bytes = 0;                             // of a block
 };
 
 // Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups
@@ -64,7 +87,7 @@ struct LinearInputs {
   const uint16_t* pairs;  // [tokens, n_in] on lines of the cache, where they meet coded weights in pairs
   int8_t* numbers;        // [tokens, n_in], or words of 16 bits
   float* scales;          // [tokens, groups]
-  int32_t* offsets;       // [tokens, groups]
+  int32_t* offsets;       // [tokens, sums]; where weights have minima the sums themselves
 };
 
 struct LinearCall {
@@ -72,7 +95,8 @@ struct LinearCall {
   const void* x;  // [tokens, n_in]
   void* out;      // [tokens, n_out]
   int64_t n_tokens;
-  Dtype in, result;  // f32 or bf16
+  Dtype in, result;      // f32 or bf16
+  int64_t out_step = 0;  // of packed weights: from a token's results to the next one's; 0: n_out
 };
 
 // Many tokens in bfloat16, for the matrix unit: a block of them and of inputs at a time.
@@ -90,6 +114,10 @@ struct ManyTokens {
 // `beside` are scales, exponents or escapes.
 LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_out, const void* data,
                                   const void* beside);
+
+// Grouped weights; `beside` lies as Steps says.
+LinearWeights make_grouped_weights(WeightFormat format, Steps steps, int32_t zero, int64_t n_in, int64_t n_out,
+                                   const void* data, const void* beside);
 
 // bfloat16 [n_out, n_in] as coded blocks, and their escapes, which go on after n_before of other blocks. n_in is a
 // multiple of kCodedInputs.

@@ -20,19 +20,34 @@ constexpr int kTokensAtOnce = 8;
 // kLanes sums of four products each: of weights from 0 to 24 or 255, 4 to a lane, and 4 signed numbers of
 // a token, which all lanes meet; `begin` and `end` are for a group's.
 
-constexpr bool has_halves(WeightFormat format) { return format == WeightFormat::int4 || format == WeightFormat::mxfp4; }
+constexpr bool has_halves(WeightFormat format) {
+  return format == WeightFormat::int4 || format == WeightFormat::mxfp4 || format == WeightFormat::nibbles ||
+         format == WeightFormat::looked_up;
+}
+// Whose numbers are a table's.
+constexpr bool has_table(WeightFormat format) {
+  return format == WeightFormat::mxfp4 || format == WeightFormat::looked_up;
+}
+// Whose products in bytes may be too large for words of 16 bits.
+constexpr bool is_wide(WeightFormat format) { return !has_halves(format) || format == WeightFormat::looked_up; }
 // What stands for 0 among a format's unsigned numbers.
 constexpr int32_t zero_of(WeightFormat format) {
   return format == WeightFormat::int8 ? 128 : format == WeightFormat::int4 ? 8 : 12;
 }
 // The numbers of mxfp4, doubled and around 12.
 alignas(16) constexpr uint8_t kMxfp4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-// What a number of these counts.
+// Those of IQ4, around 128.
+alignas(16) constexpr uint8_t kIq4Numbers[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr const uint8_t* table_of(WeightFormat format) {
+  return format == WeightFormat::mxfp4 ? kMxfp4Numbers : kIq4Numbers;
+}
+// What a number of mxfp4 counts: half of the power of 2, also where that is below the normal numbers.
 inline float mxfp4_step(uint8_t exponent) {
-  const uint32_t bits = static_cast<uint32_t>(exponent) << 23;
+  const uint32_t bits = exponent < 2 ? 0x200000u << exponent : (exponent - 1u) << 23;
   float value;
   std::memcpy(&value, &bits, 4);
-  return value * .5f;
+  return value;
 }
 
 // Without VNNI products of 8-bit weights are those of words: a token's numbers come as such, of each four
@@ -55,7 +70,7 @@ constexpr int kParts = kBlockRows / kLanes;  // vectors of outputs
 template <WeightFormat kFormat>
 inline Ints low_halves(Ints x) {
   const Ints halves = both(x, all_bytes(15));
-  return kFormat == WeightFormat::mxfp4 ? look_up(all_16_bytes(kMxfp4Numbers), halves) : halves;
+  return has_table(kFormat) ? look_up(all_16_bytes(table_of(kFormat)), halves) : halves;
 }
 template <WeightFormat kFormat>
 inline Ints high_halves(Ints x) {
@@ -103,28 +118,35 @@ inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints
 // Of 4 bits a group's products fit into 16: 16 of them at most 15 * 127, or of half a group 8 at most 24 * 127.
 template <WeightFormat kFormat>
 inline Ints begin(int32_t offset) {
-  return all_ints(has_halves(kFormat) ? 0 : offset);
+  return all_ints(is_wide(kFormat) ? offset : 0);
 }
 template <WeightFormat kFormat>
 inline Ints end(Ints sum, int32_t offset) {
-  return has_halves(kFormat) ? add_32(dot_words(sum, all_ints(0x10001)), all_ints(offset)) : sum;
+  return is_wide(kFormat) ? sum : add_32(dot_words(sum, all_ints(0x10001)), all_ints(offset));
 }
 // 64 bytes of weights meet a token's numbers, which are loaded once for all outputs: with AVX2 a load takes as long
 // as a product.
 template <WeightFormat kFormat>
 inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints (&sums)[kParts]) {
-  if (has_halves(kFormat)) {
+  if (!is_wide(kFormat)) {
     for (int part = 0; part < kParts; ++part) {
       sums[part] = kept(add_16(sums[part], dot_bytes(low_halves<kFormat>(weights[part]), four(numbers))));
       sums[part] = kept(add_16(sums[part], dot_bytes(high_halves<kFormat>(weights[part]), four(numbers + 4))));
     }
     return;
   }
-  for (int half = 0; half < 2; ++half) {
-    const Ints two = kept(four(numbers + 4 * half));
-    for (int part = 0; part < kParts; ++part) {
-      const Ints words = half ? right_16(weights[part], 8) : both(weights[part], all_ints(0xFF00FF));
-      sums[part] = kept(add_32(sums[part], dot_words(words, two)));
+  for (int side = 0; side < (has_halves(kFormat) ? 2 : 1); ++side) {
+    Ints bytes[kParts];
+    for (int part = 0; part < kParts; ++part)
+      bytes[part] = !has_halves(kFormat) ? weights[part]
+                    : side               ? high_halves<kFormat>(weights[part])
+                                         : low_halves<kFormat>(weights[part]);
+    for (int half = 0; half < 2; ++half) {
+      const Ints two = kept(four(numbers + 8 * side + 4 * half));
+      for (int part = 0; part < kParts; ++part) {
+        const Ints words = half ? right_16(bytes[part], 8) : both(bytes[part], all_ints(0xFF00FF));
+        sums[part] = kept(add_32(sums[part], dot_words(words, two)));
+      }
     }
   }
 }
@@ -177,7 +199,9 @@ inline float scale_at(const uint8_t* exponent) { return mxfp4_step(*exponent); }
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
 inline Vec load_scales(const uint16_t* halves) { return load_half(halves); }
 inline Vec load_scales(const uint8_t* exponents) {
-  return mul(bits_as_floats(left_32(load_u8_ints(exponents), 23)), all(.5f));
+  const Ints from = load_u8_ints(exponents);  // see mxfp4_step
+  return bits_as_floats(max_32(add_32(left_32(from, 23), all_ints(-0x800000)),
+                               add_32(left_32(from, 21), all_ints(0x200000))));
 }
 #endif
 
@@ -230,11 +254,12 @@ inline void put_in_panel(const LinearCall& call, const char* x, int64_t token, f
 }
 
 inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n, const float* values) {
+  const int64_t step = call.out_step ? call.out_step : call.weights.n_out;
   if (call.result == Dtype::f32) {
-    std::memcpy(static_cast<float*>(call.out) + token * call.weights.n_out + first, values, sizeof(float) * n);
+    std::memcpy(static_cast<float*>(call.out) + token * step + first, values, sizeof(float) * n);
     return;
   }
-  uint16_t* to = static_cast<uint16_t*>(call.out) + token * call.weights.n_out + first;
+  uint16_t* to = static_cast<uint16_t*>(call.out) + token * step + first;
   if (n == kBlockRows) {
     for (int64_t i = 0; i < kBlockRows; i += kLanes) store_bf16(to + i, load(values + i));
   } else {
@@ -533,8 +558,19 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
 
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
+
+#include "linear/grouped.h"
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
 template <int kTokens>
 inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t first, int64_t stop) {
+  if (call.weights.is_grouped) return grouped_tokens<kTokens>(call, inputs, token, first, stop);
   constexpr int kFew = kTokens > kReadOnce ? kReadOnce : kTokens;  // floats come in no more
   for (int64_t block = first; block < stop; ++block) {
     switch (call.weights.format) {
@@ -549,7 +585,10 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
 
 void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
   const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
-  const int32_t zero = zero_of(call.weights.format);
+  const LinearWeights& weights = call.weights;
+  // With minima the sums are kept themselves.
+  const int32_t zero = weights.has_minima ? -1 : weights.is_grouped ? weights.zero : zero_of(weights.format);
+  const int64_t sums_each = weights.is_packed ? weights.n_sums / weights.n_groups : 1;
   for (int64_t t = first; t < stop; ++t) {
     const char* x = static_cast<const char*>(call.x) + t * n * size;
 #if defined(KVC_BF16)
@@ -585,15 +624,15 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
       }
       const bool is_finite = doubt == 0.f;
       const float inverse = is_finite && most > 0.f ? 127.f / most : 0.f;
-      int32_t total = 0;
+      int32_t totals[2] = {};
       int8_t numbers[kGroupInputs];
       for (int64_t i = 0; i < kGroupInputs; ++i) {
         const auto number = static_cast<int32_t>(__builtin_rintf(is_finite ? row[i] * inverse : 0.f));
         numbers[i] = static_cast<int8_t>(number);
-        total += number;
+        totals[i * sums_each / kGroupInputs] += number;
       }
       const int64_t at = t * n + g * kGroupInputs;
-      if (kHasWords && call.weights.format == WeightFormat::int8) {
+      if (kHasWords && weights.is_wide) {
         int16_t words[kGroupInputs];
         for (int64_t i = 0; i < kGroupInputs; ++i) words[i ^ (i % 4 == 1 || i % 4 == 2 ? 3 : 0)] = numbers[i];
         std::memcpy(inputs.numbers + 2 * at, words, sizeof words);
@@ -602,7 +641,7 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
       }
       // What is not finite makes this token's results NaN, and no other's.
       inputs.scales[t * call.weights.n_groups + g] = is_finite ? most / 127.f : __builtin_nanf("");
-      inputs.offsets[t * call.weights.n_groups + g] = -zero * total;
+      for (int64_t s = 0; s < sums_each; ++s) inputs.offsets[t * weights.n_sums + g * sums_each + s] = -zero * totals[s];
     }
   }
 }
@@ -719,6 +758,7 @@ inline void packed_row_of(const LinearWeights& weights, int64_t output, const Pu
 
 template <class Put>
 inline void packed_row(const LinearWeights& weights, int64_t output, const Put& put) {
+  if (weights.is_grouped) return grouped_row(weights, output, put);
   switch (weights.format) {
     case WeightFormat::int4: return packed_row_of<WeightFormat::int4>(weights, output, put);
     case WeightFormat::mxfp4: return packed_row_of<WeightFormat::mxfp4>(weights, output, put);

@@ -1,0 +1,97 @@
+"""Linear layers and embeddings whose weights stay the blocks of a GGUF file, for the kernel.
+
+Nothing of the weights is lost: they are put in another order, and numbers of 5 and 6 bits get 8.
+Inputs are rounded to 8 bits for each 32 of a token, as for other packed weights; so a result is off
+by at most half a step of its inputs, which is a 254th of the largest of 32, times the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvcellar.backends.torch.fast.linears import FEW_PACKED
+from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.memory import Arena
+from kvcellar.kernel import blocks, layers
+from kvcellar.kernel import linear as native
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A matrix in the blocks of a file.
+
+    Attributes:
+        type_name: of the blocks, one of ``kernel.blocks.INPUTS``.
+        n_out: rows: outputs of a linear layer, or tokens of an embedding.
+        n_in: numbers of a row.
+        read: returns the bytes, uint8 ``[n_out, bytes of a row]``, contiguous.
+    """
+
+    type_name: str
+    n_out: int
+    n_in: int
+    read: Callable[[], Tensor]
+
+
+class BlockLinear(nn.Module):
+    """``nn.Linear`` for evaluation on a CPU, of matrices in blocks, one behind the other."""
+
+    def __init__(
+        self, stored: Sequence[StoredBlocks], bias: Tensor | None, arena: Arena | None = None
+    ) -> None:
+        """Put the blocks where products take them.
+
+        Args:
+            stored: matrices of the same inputs; their outputs come one behind the other.
+            bias: of all outputs, or None.
+            arena: where they shall lie; None: one of their own.
+        """
+        super().__init__()
+        arena = Arena() if arena is None else arena
+        self.in_features = stored[0].n_in
+        self.out_features = sum(one.n_out for one in stored)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._weights = [self._place(i, one, arena) for i, one in enumerate(stored)]
+        self._layer = layers.LinearLayer(self._weights[0], 0, self._weights[1:])
+
+    def _place(self, i: int, stored: StoredBlocks, arena: Arena) -> native.LinearWeights:
+        kind, shape = blocks.block_type(stored.type_name), (stored.n_in, stored.n_out)
+        n_stored, n_data, n_beside = blocks.block_sizes(kind, *shape)
+        rows = stored.read()
+        assert rows.nbytes == n_stored, "a file's rows are whole blocks"
+        data, beside = arena.take(n_data), arena.take(n_beside)
+        self.register_buffer(f"blocks_{i}", data, persistent=False)
+        self.register_buffer(f"beside_{i}", beside, persistent=False)
+        to = data.data_ptr(), beside.data_ptr()
+        blocks.place_blocks(kind, rows.data_ptr(), *shape, *to)
+        return blocks.block_weights(kind, *shape, *to)
+
+    @property
+    def few(self) -> int:
+        """Tokens up to which a layer around it is one call of the kernel."""
+        return FEW_PACKED
+
+    def for_kernel(self) -> layers.LinearLayer:
+        """Return what the kernel reads: the weights, and the address of the bias, or 0."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return layers.LinearLayer(self._weights[0], bias, self._weights[1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``[..., in_features] -> [..., out_features]``, in the type of x."""
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        n_tokens = x.numel() // self.in_features
+        self._layer.linear(x.data_ptr(), n_tokens, dtype_of(x.dtype), out.data_ptr())
+        return out if self.bias is None else out.add_(self.bias)
+
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights of outputs of the first matrix, ``[...] -> [..., in_features]``."""
+        outputs = outputs.long().contiguous()
+        found = torch.empty(*outputs.shape, self.in_features, dtype=dtype)
+        to = dtype_of(dtype), found.data_ptr()
+        self._weights[0].gather(outputs.data_ptr(), outputs.numel(), *to)
+        return found

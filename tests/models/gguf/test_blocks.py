@@ -1,0 +1,81 @@
+"""Weights that stay a GGUF file's blocks: what they compute, and that nothing of them is lost."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredBlocks
+from kvcellar.backends.torch.fast.layers import KernelEmbedding
+from kvcellar.errors import ConfigError
+from kvcellar.kernel import levels
+from kvcellar.models import load_model
+from tests.models.gguf.families import CASES
+from tests.models.players import Player
+
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
+
+IDS = [1, 40, 7, 99, 258, 3, 120, 45, 6, 7, 8, 200, 10, 11, 12, 13, 77, 15, 16]
+
+
+def stored_rows(kind: gguf.GGMLQuantizationType, n_out: int, n_in: int) -> np.ndarray:
+    """Random blocks whose scales are small numbers."""
+    size, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(int(kind))
+    rows = rng.integers(0, 256, (n_out, n_in // size, n_bytes), np.uint8)
+    at = [208] if kind.name == "Q6_K" else [0, 2]
+    for first in at:
+        halves = rng.normal(0, 1e-3, rows.shape[:2]).astype(np.float16)
+        rows[..., first : first + 2] = halves[..., None].view(np.uint8)
+    return rows.reshape(n_out, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_of_several_types_are_one_layer(dtype: torch.dtype) -> None:
+    """So are q, k and v of a file whose v has more bits."""
+    stored, plain = [], []
+    for kind, n_out in (("Q4_K", 48), ("Q4_K", 16), ("Q6_K", 24)):
+        number = gguf.GGMLQuantizationType[kind]
+        rows = stored_rows(number, n_out, 512)
+        plain.append(torch.from_numpy(gguf.dequantize(rows, number)))
+        stored.append(StoredBlocks(kind, n_out, 512, lambda rows=rows: torch.from_numpy(rows)))
+    bias = torch.randn(88, generator=torch.Generator().manual_seed(1)).to(dtype)
+    layer = BlockLinear(stored, bias)
+    x = torch.randn(1, 5, 512, generator=torch.Generator().manual_seed(2)).to(dtype)
+    want = F.linear(x.float(), torch.cat(plain), bias.float())
+    got = layer(x)
+    assert got.dtype == dtype and layer.out_features == 88
+    assert (got.float() - want).norm() < 0.01 * want.norm()
+    found = layer.rows(torch.tensor([47, 0]), torch.float32)
+    assert torch.equal(found, plain[0][[47, 0]])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_a_file_runs_on_its_blocks(name: str, kind: str, tmp_path) -> None:
+    path = tmp_path / "model.gguf"
+    CASES[name].write(path, kind=gguf.GGMLQuantizationType[kind])
+    found = {}
+    for weights in ("none", "file"):
+        model = load_model(path, weights=weights, dtype="float32", is_unchecked=True)
+        with Player(model, "contiguous") as player:
+            rows = [*player.feed(IDS), *player.feed([5]), *player.feed([9])]
+        found[weights] = torch.from_numpy(np.stack(rows)), model
+    (want, plain), (got, held) = found["none"], found["file"]
+    assert (got - want).norm() < 0.05 * want.norm()
+    modules = list(held.network.modules())
+    assert any(isinstance(one, BlockLinear) for one in modules)
+    assert not any(type(one) is torch.nn.Linear for one in modules)
+    embedding = held.network.get_input_embeddings()
+    assert isinstance(embedding, KernelEmbedding)
+    assert torch.equal(embedding.weight, plain.network.get_input_embeddings().weight)
+    # What a store keeps of one is not taken for the other's.
+    assert held.fingerprint() != plain.fingerprint()
+
+
+def test_blocks_are_asked_of_a_gguf_file_alone() -> None:
+    with pytest.raises(ConfigError, match="GGUF"):
+        load_model("demo", weights="file")
