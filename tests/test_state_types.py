@@ -35,7 +35,7 @@ def test_states_come_behind_the_groups_of_rows():
     group = LayerGroup((0,), 2, 4, 4, window=8)
     params = ModelCacheParams(1, groups=(group,), state=StateGroup(((SSM,),)))
     assert params.sights == (Sight(8), STATE_SIGHT)
-    assert "1 recurrent layers, 512 bytes of states" in str(params)
+    assert "1 recurrent layer, 512 bytes of states" in str(params)
 
 
 def test_a_sequence_goes_on_from_states_of_the_position_before():

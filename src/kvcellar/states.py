@@ -62,7 +62,8 @@ class StateGroup:
 
     def __str__(self) -> str:
         """Return the group in words, for messages."""
-        return f"{len(self.layers)} recurrent layers, {self.slot_bytes} bytes of states"
+        n = len(self.layers)
+        return f"{n} recurrent layer{'s' * (n > 1)}, {self.slot_bytes} bytes of states"
 
     @property
     def slot_bytes(self) -> int:
