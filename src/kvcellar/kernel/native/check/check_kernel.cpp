@@ -339,7 +339,8 @@ double one_of_blocks() {
   double worst = 0, most = 1;
   for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
   for (const auto& result : results)
-    for (size_t i = 0; i < result.size(); ++i) worst = std::max(worst, std::fabs(double{result[i]} - results.back()[i]));
+    for (size_t i = 0; i < result.size(); ++i)
+      worst = std::max(worst, std::fabs(double{result[i]} - results.back()[i]));
   return worst / most;
 }
 

@@ -77,7 +77,10 @@ LinearWeights weights_of(const ExpertLayer& layer, int64_t expert) {
 // Bytes of a block, and of what lies beside it.
 int64_t bytes_of_block(const LinearWeights& weights) {
   return weights.block_bytes + weights.beside_bytes +
-         weights.n_scales * kBlockRows * (weights.exponents ? 1 : weights.scales ? 2 : 0);
+         weights.n_scales * kBlockRows *
+             (weights.exponents ? 1
+              : weights.scales  ? 2
+                                : 0);
 }
 
 // A layer's inputs as its experts' products want them, one expert's after the other's.
@@ -95,8 +98,9 @@ class Prepared {
     const bool is_ordered = n_each == 0;
     const int64_t rows_bytes = is_ordered || is_shared_ ? 0 : lines(size * row_bytes);
     panel_numbers_ = (kMostOfPanel - 1) * n;
-    const int64_t numbers_bytes = weights.is_packed ? lines(2 * n_kept * n) + 4 * n_kept * (weights.n_groups + weights.n_sums) + 128
-                                                    : 4 * (n_kept * n + n_groups * (panel_numbers_ + 16)) + 64;
+    const int64_t numbers_bytes = weights.is_packed
+                                      ? lines(2 * n_kept * n) + 4 * n_kept * (weights.n_groups + weights.n_sums) + 128
+                                      : 4 * (n_kept * n + n_groups * (panel_numbers_ + 16)) + 64;
     char* memory = inputs_buffer.get(rows_bytes + numbers_bytes);
     rows_ = is_ordered ? static_cast<const char*>(x) : memory;
     if (!is_ordered && !is_shared_)
@@ -164,8 +168,7 @@ class Prepared {
     const LinearWeights& weights = layer_.weights;
     const int64_t size = order_.size(), n = weights.n_in * number_bytes(), n_groups = weights.n_groups;
     const int64_t n_sums = weights.n_sums;
-    const LinearInputs own{nullptr, nullptr, numbers_ + size * n, scales_ + size * n_groups,
-                           offsets_ + size * n_sums};
+    const LinearInputs own{nullptr, nullptr, numbers_ + size * n, scales_ + size * n_groups, offsets_ + size * n_sums};
     const LinearCall call{weights, x, nullptr, n_rows, dtype_, dtype_};
     spread(n_rows, kPieceRows, kPieceRows, workers,
            [&](int64_t first, int64_t stop) { ops_.prepare(call, own, first, stop); });

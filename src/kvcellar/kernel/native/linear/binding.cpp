@@ -115,18 +115,18 @@ void bind_linear(nb::module_& m) {
       "    data: address of as many bytes as blocks of 16 outputs take.\n"
       "    scales: address of float16 ``[n_blocks, n_scales, 16]``.");
 
-  m.def(
-      "block_weights", &describe_blocks, "type"_a, "n_in"_a, "n_out"_a, "data"_a, "beside"_a,
-      "Describe weights that :func:`place_blocks` has placed; addresses as it takes them.");
+  m.def("block_weights", &describe_blocks, "type"_a, "n_in"_a, "n_out"_a, "data"_a, "beside"_a,
+        "Describe weights that :func:`place_blocks` has placed; addresses as it takes them.");
 
   m.def(
       "block_sizes",
       [](BlockType type, int64_t n_in, int64_t n_out) {
         const LinearWeights weights = make_block_weights(type, n_in, n_out, nullptr, nullptr);
-        return nb::make_tuple(n_out * (n_in / inputs_of(type)) * bytes_of(type),
-                              weights.n_blocks * weights.block_bytes, beside_bytes_of(weights));
+        return nb::make_tuple(n_out * (n_in / inputs_of(type)) * bytes_of(type), weights.n_blocks * weights.block_bytes,
+                              beside_bytes_of(weights));
       },
-      "type"_a, "n_in"_a, "n_out"_a, nb::sig("def block_sizes(type: BlockType, n_in: int, n_out: int) -> tuple[int, int, int]"),
+      "type"_a, "n_in"_a, "n_out"_a,
+      nb::sig("def block_sizes(type: BlockType, n_in: int, n_out: int) -> tuple[int, int, int]"),
       "Return how many bytes weights take in a file, and as numbers and beside them here.");
 
   m.def(

@@ -12,7 +12,7 @@ namespace kvcellar {
 constexpr int64_t kBlockRows = 16;                      // outputs whose packed weights lie together
 constexpr int64_t kGroupInputs = 32;                    // of a token, which are rounded together
 constexpr int64_t kInt4Shared = 32, kInt8Shared = 128;  // packed weights of an output that share a scale
-constexpr int64_t kCountedInputs = 256;                  // of an output that share what bytes count
+constexpr int64_t kCountedInputs = 256;                 // of an output that share what bytes count
 constexpr int64_t kCodedInputs = 128;                   // of a row of coded weights, which lie together
 constexpr int64_t kInputsOfBlock = 2048;                // that the matrix unit takes at a time
 constexpr int64_t kPanelRow = kInputsOfBlock + 32;      // where they lie: not all rows in the same of a cache's sets
@@ -73,7 +73,7 @@ struct LinearWeights {
 
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
   bool is_packed = false, is_grouped = false, has_minima = false;
-  bool is_wide = false;        // their products are too large for words
+  bool is_wide = false;                                 // their products are too large for words
   int64_t n_groups = 0, n_blocks = 0, block_bytes = 0;  // a block: 16 outputs
   int64_t n_scales = 0;                                 // of an output
   int64_t n_sums = 0;                                   // of a token's inputs

@@ -200,8 +200,8 @@ inline float scale_at(const uint8_t* exponent) { return mxfp4_step(*exponent); }
 inline Vec load_scales(const uint16_t* halves) { return load_half(halves); }
 inline Vec load_scales(const uint8_t* exponents) {
   const Ints from = load_u8_ints(exponents);  // see mxfp4_step
-  return bits_as_floats(max_32(add_32(left_32(from, 23), all_ints(-0x800000)),
-                               add_32(left_32(from, 21), all_ints(0x200000))));
+  return bits_as_floats(
+      max_32(add_32(left_32(from, 23), all_ints(-0x800000)), add_32(left_32(from, 21), all_ints(0x200000))));
 }
 #endif
 
@@ -641,7 +641,8 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
       }
       // What is not finite makes this token's results NaN, and no other's.
       inputs.scales[t * call.weights.n_groups + g] = is_finite ? most / 127.f : __builtin_nanf("");
-      for (int64_t s = 0; s < sums_each; ++s) inputs.offsets[t * weights.n_sums + g * sums_each + s] = -zero * totals[s];
+      for (int64_t s = 0; s < sums_each; ++s)
+        inputs.offsets[t * weights.n_sums + g * sums_each + s] = -zero * totals[s];
     }
   }
 }
