@@ -25,8 +25,9 @@ from kvcellar import (
 from kvcellar.cache import TreeSeqCache
 from kvcellar.cache_config import LAYOUTS, CacheConfig
 from kvcellar.errors import CacheFullError, ConfigError
-from kvcellar.testing import BackendAdapter, ConformanceSuite, NumpyAdapter, driver
-from kvcellar.testing.driver import Case, open_driver
+from kvcellar.testing import STATE_CASES, BackendAdapter, ConformanceSuite, NumpyAdapter, opening
+from kvcellar.testing.cases import Case
+from kvcellar.testing.opening import open_driver
 from kvcellar.testing.suite.trees import Trees
 from kvcellar.testing.walks import BATCH, BOUND, FATES, NODES, SEQ, SequenceWalk, Walk
 from tests.backends.adapters import (
@@ -106,14 +107,15 @@ class PagedConformance(ConformanceSuite):
     layouts: ClassVar[tuple[str, ...]] = LAYOUTS
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        cases = list(self.adapter.cases)
-        name = "windowed" if "windowed" in metafunc.fixturenames else "case"
+        names = ("windowed", "recurrent")
+        name = next((name for name in names if name in metafunc.fixturenames), "case")
+        cases = list(self.adapter.state_cases if name == "recurrent" else self.adapter.cases)
         if name not in metafunc.fixturenames:
             metafunc.parametrize("kind", self.layouts)
             return
         n = len(self.layouts)
         turns = [(case, self.layouts[(i + self.turn) % n]) for i, case in enumerate(cases)]
-        turns = [turn for turn in turns if name == "case" or turn[0].has_window]
+        turns = [turn for turn in turns if name != "windowed" or turn[0].has_window]
         ids = [f"{case.name}-{layout}" for case, layout in turns]
         metafunc.parametrize((name, "kind"), turns, ids=ids)
 
@@ -121,7 +123,7 @@ class PagedConformance(ConformanceSuite):
     def _settings(self) -> Iterator[None]:
         with self.adapter.settings(), pytest.MonkeyPatch.context() as patch:
             for layout in LAYOUTS:
-                patch.setitem(driver.MAKERS, layout, make_session_of(layout))
+                patch.setitem(opening.MAKERS, layout, make_session_of(layout))
             yield
 
     def test_freed_cells_are_used_again_and_nothing_of_them_is_seen(
@@ -221,7 +223,7 @@ class TreesInBlocks(Trees):
             return make_paged_session(backend, in_blocks)
 
         with self.adapter.settings(), pytest.MonkeyPatch.context() as patch:
-            patch.setitem(driver.MAKERS, "tree", make)
+            patch.setitem(opening.MAKERS, "tree", make)
             yield
 
 
@@ -247,12 +249,12 @@ class TestMlxTreesInBlocks(TreesInBlocks):
 
 
 class TestReferencePaged(PagedConformance):
-    adapter = NumpyAdapter("reference")
+    adapter = NumpyAdapter("reference", state_cases=STATE_CASES)
     turn = 0
 
 
 class TestTorchPaged(PagedConformance):
-    adapter = TorchAdapter()
+    adapter = TorchAdapter(state_cases=STATE_CASES)
     turn = 1
 
 

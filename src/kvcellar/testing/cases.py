@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvcellar import LayerGroup, ModelCacheParams
 from kvcellar.states import StateGroup, StateShape
+from kvcellar.testing.dense import row_bytes
 
 
 @dataclass(frozen=True)
@@ -176,3 +177,13 @@ STATE_CASES = (
 def cases_named(*names: str) -> tuple[Case, ...]:
     """Return those of ``CASES`` that have these names."""
     return tuple(case for case in CASES if case.name in names)
+
+
+def bytes_per_cell(case: Case) -> int:
+    """Return the bytes of one token's K and V in all layers."""
+    total = 0
+    for g in case.groups:
+        sides = (("k", g.head_dim), ("v", g.v_head_dim))
+        row = sum(row_bytes(case.kv_dtype, side, dim) for side, dim in sides)
+        total += len(g.layers) * g.n_kv_heads * row
+    return total

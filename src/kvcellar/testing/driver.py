@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvcellar import (
-    CacheConfig,
-    CacheSession,
-    make_config,
-    make_decode_session,
-    make_seq_session,
-    make_tree_session,
-)
 from kvcellar.cache import TreeCache
-from kvcellar.cache_config import SharedPrefix
 from kvcellar.testing.adapter import BackendAdapter
 from kvcellar.testing.cases import Case
-from kvcellar.testing.dense import Array, Token, Tree, attend_dense, rounded, row_bytes, stored
+from kvcellar.testing.dense import Array, Token, Tree, attend_dense, rounded, stored
+from kvcellar.testing.inputs import Inputs
 from kvcellar.testing.recurrence import Recurrence, StateForward, read_slot
-
-MAKERS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
-    "decode": make_decode_session,
-    "seq": make_seq_session,
-    "tree": make_tree_session,
-}
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs of a forward: per layer q, k and v, ``[heads, n_tok, dim]`` float32."""
-
-    q: list[Array]
-    k: list[Array]
-    v: list[Array]
-
-    def columns(self, start: int, stop: int) -> Inputs:
-        """Return the tokens from ``start`` to ``stop`` of the same forward."""
-        q, k, v = ([part[:, start:stop] for part in side] for side in (self.q, self.k, self.v))
-        return Inputs(q, k, v)
 
 
 class Driver:
@@ -509,79 +480,3 @@ class Driver:
 
     def _random(self, *shape: int) -> Array:
         return rounded(self.rng.standard_normal(shape), self.case.in_dtype)
-
-
-@contextmanager
-def open_driver(
-    adapter: BackendAdapter,
-    case: Case,
-    kind: str,
-    salt: str = "",
-    *,
-    prefix: SharedPrefix | None = None,
-    begin: Sequence[Token] = (),
-    **settings: Any,
-) -> Iterator[Driver]:
-    """Open a session and yield its driver.
-
-    Args:
-        adapter: the backend.
-        case: the model and its settings.
-        kind: of the session.
-        salt: other random numbers than without it.
-        prefix: what every sequence of the cache begins with.
-        begin: the tokens of it, as another driver knows them.
-        settings: in place of those of the case.
-    """
-    values: dict[str, Any] = {
-        "capacity": case.capacity,
-        "min_chunk": case.min_chunk,
-        "window_slack": case.window_slack,
-        "kv_dtype": case.kv_dtype,
-    } | settings
-    config = make_config(case.params, prefix=prefix, **values)
-    with MAKERS[kind](adapter.backend, config) as session:
-        driver = Driver(adapter, case, kind, session.cache, salt)
-        driver.begin_with = list(begin)
-        yield driver
-        driver.agrees()
-
-
-def bytes_per_cell(case: Case) -> int:
-    """Return the bytes of one token's K and V in all layers."""
-    total = 0
-    for g in case.groups:
-        sides = (("k", g.head_dim), ("v", g.v_head_dim))
-        row = sum(row_bytes(case.kv_dtype, side, dim) for side, dim in sides)
-        total += len(g.layers) * g.n_kv_heads * row
-    return total
-
-
-def misshapen(inputs: Inputs) -> Iterator[Inputs]:
-    """Yield the same forward with one thing wrong in layer 0, for each thing that can be."""
-
-    def wider(x: Array) -> Array:
-        return np.concatenate([x, x[:, :, :1]], axis=2)
-
-    def taller(x: Array) -> Array:
-        return np.concatenate([x, x[:1]], axis=0)
-
-    def longer(x: Array) -> Array:
-        return np.concatenate([x, x[:, :1]], axis=1)
-
-    q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
-    for wrong_q, wrong_k, wrong_v in (
-        (q, taller(k), v),
-        (q, k, taller(v)),
-        (q, taller(k), taller(v)),
-        (q, wider(k), v),
-        (q, k, wider(v)),
-        (wider(q), k, v),
-        (q, k, longer(v)),
-        (longer(q), k, v),
-        (q[None], k[None], v[None]),
-        (q[0], k[0], v[0]),
-    ):
-        yield Inputs([wrong_q], [wrong_k], [wrong_v])
-    if k.shape[0] > 1:
-        yield Inputs([np.concatenate([q, q[:1]], axis=0)], [k], [v])

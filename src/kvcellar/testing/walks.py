@@ -28,7 +28,8 @@ from kvcellar.errors import (
 )
 from kvcellar.testing.adapter import BackendAdapter
 from kvcellar.testing.cases import Case
-from kvcellar.testing.driver import Driver, open_driver
+from kvcellar.testing.driver import Driver
+from kvcellar.testing.opening import open_driver
 
 SEQ = st.integers(0, 4)
 BATCH = st.lists(st.tuples(SEQ, st.integers(1, 6)), min_size=1, max_size=4)

@@ -14,7 +14,8 @@ from kvcellar.cache_config import SharedPrefix
 from kvcellar.errors import ConfigError, RewindError
 from kvcellar.registry import FreezableCache, freeze_prefix
 from kvcellar.testing.cases import CASES, Case
-from kvcellar.testing.driver import Driver, open_driver
+from kvcellar.testing.driver import Driver
+from kvcellar.testing.opening import open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
 LENGTH = 21

@@ -11,7 +11,7 @@ from kvcellar.errors import (
     UnknownSequenceError,
 )
 from kvcellar.testing.cases import CASES, Case, group
-from kvcellar.testing.driver import open_driver
+from kvcellar.testing.opening import open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
 

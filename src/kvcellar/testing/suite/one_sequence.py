@@ -10,8 +10,9 @@ from kvcellar.errors import (
     RewindError,
     ShapeError,
 )
-from kvcellar.testing.cases import Case, group
-from kvcellar.testing.driver import bytes_per_cell, misshapen, open_driver
+from kvcellar.testing.cases import Case, bytes_per_cell, group
+from kvcellar.testing.inputs import misshapen
+from kvcellar.testing.opening import open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcellar.errors import CacheFullError, RewindError
 from kvcellar.testing.cases import Case
-from kvcellar.testing.driver import open_driver
+from kvcellar.testing.opening import open_driver
 from kvcellar.testing.recurrence import read_slot
 from kvcellar.testing.suite.scenarios import Scenarios
 

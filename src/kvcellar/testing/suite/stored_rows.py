@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvcellar import make_config, make_seq_session
-from kvcellar.testing.cases import CASES, Case
+from kvcellar.testing.cases import CASES, Case, bytes_per_cell
 from kvcellar.testing.dense import stored
-from kvcellar.testing.driver import bytes_per_cell, open_driver
+from kvcellar.testing.opening import open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
 

@@ -10,7 +10,8 @@ from kvcellar.errors import (
     StepError,
 )
 from kvcellar.testing.cases import Case
-from kvcellar.testing.driver import Driver, open_driver
+from kvcellar.testing.driver import Driver
+from kvcellar.testing.opening import open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
 
