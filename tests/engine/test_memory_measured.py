@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,23 +52,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
             randomize(model)
             folders[name] = tmp_path_factory.mktemp(name)
             save(model, folders[name])
+            run("kvcellar", "models", "check", folders[name])  # no process measured has to
         return folders[name]
 
     return make
 
 
-def loaded(*args: Any) -> dict[str, Any]:
-    """What ``tests.engine.loaded`` prints."""
+def run(module: str, *args: Any) -> str:
+    """Run a module; return what it prints."""
+    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.loaded", *map(str, args)],
+        [sys.executable, "-m", module, *map(str, args)],
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        env={**env, "KVCELLAR_HOME": os.environ["KVCELLAR_HOME"]},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def loaded(*args: Any) -> dict[str, Any]:
+    """What ``tests.engine.loaded`` prints."""
+    value: dict[str, Any] = json.loads(run("tests.engine.loaded", *args).splitlines()[-1])
     return value
 
 

@@ -212,7 +212,7 @@ def test_a_size_that_the_class_would_make_up_is_named_when_it_is_missing(family,
     [
         ({}, "has no model_type"),
         (raw("alien"), "architecture 'alien' is unknown to transformers"),
-        ({"model_type": "gemma3", "text_config": 3}, "text_config is int"),
+        ({"model_type": "gemma3", "text_config": 3}, "text_config=3, and it must be an object"),
         (raw("llama", num_key_value_heads=3), "num_key_value_heads must divide"),
         (raw("llama", num_hidden_layers="six"), "config cannot be read"),
         (raw("qwen2", layer_types=["full_attention"] * 5), "layer"),
