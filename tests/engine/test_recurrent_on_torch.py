@@ -67,8 +67,8 @@ def test_turns_that_part_at_a_snapshot_go_on_from_it(family):
 
 def test_no_more_run_than_a_memory_budget_has_slots_for():
     model, trunk = pair("qwen3_5"), text(6, 200)
-    config = kv.make_config(model.facts.params, 512, n_slots=99, budget=MemoryBudget(280_000))
-    prompts = [(*trunk[: 40 * i], *text(i, 20)) for i in range(5)]
+    config = kv.make_config(model.facts.params, 512, n_slots=99, budget=MemoryBudget(190_000))
+    prompts = [(*trunk[: 25 * i], *text(i, 20)) for i in range(5)]
     with kv.make_seq_session("torch", config) as session:
         engine = engine_of(model, session)
         rounds = [run(engine, *(Request(prompt, SIX) for prompt in prompts)) for _ in range(3)]
