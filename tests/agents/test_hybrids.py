@@ -148,7 +148,7 @@ def test_why_says_that_no_stored_state_lies_behind_whole_blocks(tmp_path):
 
 
 def run_on(agents: Any, folder: str, before: Any) -> Any:
-    """What the agent would say next, said by one that begins with all of it."""
+    """Return what a new agent answers that is given all of the history at once: the oracle."""
     run(agents.lifecycle.create("b", model=folder))
     run(turn(agents, "b", tokens=[*before, *[9] * 20], params=GREEDY))
     return tokens_of(agents, "b")

@@ -30,7 +30,7 @@ def make_pools(n_slots: int) -> StatePools:
 
 
 def step(pools: StatePools, src: int, dst: int) -> None:
-    """What a forward does: all layers read, all are evaluated, all are written."""
+    """Move states as a forward does: read those of all layers, evaluate them, write them."""
     for layer in range(len(GROUP.layers)):
         states = pools.read(layer, mx.array([src]))
         pools.write(layer, np.array([dst]), [state + 1 for state in states])

@@ -19,7 +19,7 @@ DEMO_NOTE = (
     "demo writes only what looks like Python and means little; for real answers there is smollm2, "
     "which is fetched once (93 MB) where it is named"
 )
-"""What a person is told of the bundled model."""
+"""Words that commands say where somebody talks to the bundled model."""
 
 in_loading = partial(option, panel="Model and cache")
 in_sampling = partial(option, panel="Sampling")

@@ -8,10 +8,10 @@ from kvcellar.cache_config import CacheConfig
 from kvcellar.engine.speculate.step_costs import blend
 
 _WEIGHTS = (0.1, 0.2)
-"""Of one more step that took longer than believed, and of one that took less."""
+"""Weights of a new measurement in a running mean: one above the mean, and one below it."""
 
 _ANSWER_WEIGHT = 0.1
-"""Of one more answer in the mean length of answers."""
+"""Weight of a new answer in the running mean of their lengths."""
 
 
 class Spacing:

@@ -23,7 +23,7 @@ States = list[list[NDArray[np.float32]]]
 """Per recurrent layer its states ``[n, *shape]`` of n slots."""
 
 GivenStates = Sequence[Sequence[NDArray[np.float32]]]
-"""The same, as others may give it."""
+"""States to be stored, in the order of those that are read; any sequences will do."""
 
 
 class StatePools:

@@ -21,7 +21,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LINEAR = "linear_attention"
 
 _UNTURNED = 10_000.0
-"""What is said for ``rope_theta`` where it is demanded and no position is turned."""
+"""Value for a ``rope_theta`` that mlx-lm demands of a model that rotates no positions: not used."""
 
 _SPELLINGS: tuple[dict[str, str], ...] = ({}, {_LINEAR: "mamba", _FULL: "attention"})
 """How models of mlx-lm spell kinds of layers that transformers names alike in all its configs."""

@@ -56,8 +56,8 @@ other, by the format's names."""
 
 _LLAMA3_KIN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
 _WHOLE = frozenset((*_LLAMA3_KIN, "midm-2.0", "jina-v5-nano", "tekken"))
-"""Of these, what is a token as a whole is never made by merges; and texts begin with a BOS where
-the file does not say."""
+"""Names of pre-tokenizers under which a word that is in the vocabulary is one token, whatever the
+merges say, and texts begin with a BOS token unless the file says otherwise."""
 
 
 def tokenizer_of(file: GgufFile) -> Any:
