@@ -20,7 +20,8 @@ CAUSES = {
     "truncated": "messages were dropped from the conversation; drop them from its end alone, or "
     "rewind the agent",
     "edited": "an earlier message changed; fork or rewind the agent in place of editing",
-    "evicted": "the KV was neither in the cache nor in the store; give either more room",
+    "evicted": "the KV was in neither the cache nor, undamaged, the store; give either more room, "
+    "or see what `kvcellar store verify` finds",
     "window": "a window or chunk had moved on; it goes on from the nearest turn's end",
     "snapshot": "no snapshot of the recurrent layers' states was left at or after position "
     "{position}, and such states cannot be cut back; the ends of turns have one in memory for as "
