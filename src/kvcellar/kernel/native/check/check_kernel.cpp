@@ -104,6 +104,36 @@ Side random_side(int64_t n_heads, int64_t n_cells, int64_t block_size, bool is_l
   return side;
 }
 
+// The largest difference of any result from the last; NaN where one is.
+double farthest(const std::vector<std::vector<float>>& results) {
+  double worst = 0;
+  for (const auto& result : results)
+    for (size_t i = 0; i < result.size(); ++i) {
+      const double d = std::fabs(double{result[i]} - results.back()[i]);
+      if (std::isnan(d)) return d;
+      worst = std::max(worst, d);
+    }
+  return worst;
+}
+
+// The same over the largest number of the last result, if that is above 1.
+double worst_apart(const std::vector<std::vector<float>>& results) {
+  double most = 1;
+  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
+  return farthest(results) / most;
+}
+
+// Adds numbers of 4 or 2 bytes, float32 or bfloat16, to others.
+void append(std::vector<float>& to, const char* data, int64_t n, int64_t size) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = 0;
+    std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, data + i * size, static_cast<size_t>(size));
+    float value;
+    std::memcpy(&value, &bits, 4);
+    to.push_back(value);
+  }
+}
+
 // One random step on every level; returns the largest difference from the last one. `is_long`: over two whole tiles
 // of integer rows and more that follow on each other.
 double one_step(bool is_long) {
@@ -194,12 +224,7 @@ double one_step(bool is_long) {
     const auto* from = reinterpret_cast<const float*>(out.data);
     results.emplace_back(from, from + n * n_heads * v.side.dim);
   }
-  double worst = 0;
-  for (const auto& result : results)
-    for (size_t i = 0; i < result.size(); ++i) {
-      const double d = std::fabs(result[i] - results.back()[i]);
-      worst = d <= worst ? worst : d;  // NaN stays
-    }
+  const double worst = farthest(results);
   std::vector<int64_t> src(static_cast<size_t>(between(0, n_cells / 2)));
   for (int64_t& from : src) from = between(0, n_cells - 1);
   const auto n_moved = static_cast<int64_t>(src.size());
@@ -287,14 +312,7 @@ double one_linear() {
       if (std::memcmp(found.data + t * 2 * n_in, expanded.data + asked[t] * 2 * n_in, bytes) != 0) return 1;
     }
   }
-  double worst = 0, most = 1;
-  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
-  for (const auto& result : results)
-    for (size_t i = 0; i < result.size(); ++i) {
-      const double d = std::fabs(result[i] - results.back()[i]);
-      worst = d <= worst ? worst : d;
-    }
-  return worst / most;
+  return worst_apart(results);
 }
 
 // Linear layers of blocks over memory of exact sizes; how far levels are apart, as a share of the largest.
@@ -336,12 +354,7 @@ double one_of_blocks() {
     rows.back().insert(rows.back().end(), expanded.data, expanded.data + expanded.size);
     if (rows.back() != rows.front()) return 1;
   }
-  double worst = 0, most = 1;
-  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
-  for (const auto& result : results)
-    for (size_t i = 0; i < result.size(); ++i)
-      worst = std::max(worst, std::fabs(double{result[i]} - results.back()[i]));
-  return worst / most;
+  return worst_apart(results);
 }
 
 // A mixture over memory of exact sizes, some of whose tokens chose experts that are not there.
@@ -397,22 +410,9 @@ double one_mixture() {
     set_level(now);
     run_experts({up, down, gate}, x.data, {chosen.data(), shares, n_tokens, n_chosen}, dtype, out.data, 2);
     results.emplace_back();
-    for (int64_t i = 0; i < n_tokens * hidden; ++i) {
-      uint32_t bits = 0;
-      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, out.data + i * size, static_cast<size_t>(size));
-      float value;
-      std::memcpy(&value, &bits, 4);
-      results.back().push_back(value);
-    }
+    append(results.back(), out.data, n_tokens * hidden, size);
   }
-  double worst = 0, most = 1;
-  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
-  for (const auto& result : results)
-    for (size_t i = 0; i < result.size(); ++i) {
-      const double d = std::fabs(result[i] - results.back()[i]);
-      worst = d <= worst ? worst : d;
-    }
-  return worst / most / (dtype == Dtype::f32 ? 1 : 30);
+  return worst_apart(results) / (dtype == Dtype::f32 ? 1 : 30);
 }
 
 // A level of an EAGLE-3 head over memory of exact sizes: whether all that it says is in range.
@@ -612,22 +612,9 @@ double one_decoder() {
                   static_cast<size_t>(n_heads * dim * size));
     after_attention(layer, x.data, attended.data, n_tokens, out.data, 2);
     results.emplace_back();
-    for (int64_t i = 0; i < n_tokens * hidden; ++i) {
-      uint32_t bits = 0;
-      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, out.data + i * size, static_cast<size_t>(size));
-      float value;
-      std::memcpy(&value, &bits, 4);
-      results.back().push_back(value);
-    }
+    append(results.back(), out.data, n_tokens * hidden, size);
   }
-  double worst = 0, most = 1;
-  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
-  for (const auto& result : results)
-    for (size_t i = 0; i < result.size(); ++i) {
-      const double d = std::fabs(result[i] - results.back()[i]);
-      worst = d <= worst ? worst : d;
-    }
-  return worst / most / (dtype == Dtype::f32 ? 1 : 100);
+  return worst_apart(results) / (dtype == Dtype::f32 ? 1 : 100);
 }
 
 // Recurrent layers over memory of exact sizes, for sequences that go on from a slot, from zeros, and from each other.
@@ -706,22 +693,9 @@ double one_recurrent() {
     gated_norm(norm, ruled.out, gates, n, dtype, normed.data, 2);
     results.emplace_back();
     for (const auto& [data, count] : states) results.back().insert(results.back().end(), data, data + count);
-    for (int64_t i = 0; i < n * dim; ++i) {
-      uint32_t bits = 0;
-      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, normed.data + i * size, static_cast<size_t>(size));
-      float value;
-      std::memcpy(&value, &bits, 4);
-      results.back().push_back(value);
-    }
+    append(results.back(), normed.data, n * dim, size);
   }
-  double worst = 0, most = 1;
-  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
-  for (const auto& result : results)
-    for (size_t i = 0; i < result.size(); ++i) {
-      const double d = std::fabs(result[i] - results.back()[i]);
-      worst = d <= worst ? worst : d;
-    }
-  return worst / most / (dtype == Dtype::f32 ? 1 : 100);
+  return worst_apart(results) / (dtype == Dtype::f32 ? 1 : 100);
 }
 
 }  // namespace
