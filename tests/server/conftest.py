@@ -18,11 +18,18 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def live(tmp_path_factory):
-    """The bundled model, served."""
+def served(tmp_path_factory):
+    """The bundled model, served to all tests."""
     folder = tmp_path_factory.mktemp("served")
     with serving(folder) as server:
         yield server
+
+
+@pytest.fixture
+def live(served):
+    """The bundled model, served; a test leaves nothing running."""
+    yield served
+    served.until(served.is_still, "the end of what a test began")
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,11 @@ class Live:
             if is_so():
                 return
             waited.wait(0.02)
-        raise AssertionError(f"{what} did not come within {PATIENCE_S:g} s")
+        stats = self.engine()
+        raise AssertionError(
+            f"{what} did not come within {PATIENCE_S:g} s: {self.service.n_active} active, "
+            f"{self.service.conversations._taken or 'no'} conversations taken, {stats}"
+        )
 
     def is_still(self) -> bool:
         """True if nobody is being served, and no cell is under a sequence."""

@@ -58,9 +58,9 @@ def with_x(schema):
 
 
 @pytest.fixture(scope="module")
-def host(live):
-    live.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
-    (found,) = live.service.models.hosts()
+def host(served):
+    served.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
+    (found,) = served.service.models.hosts()
     return found
 
 

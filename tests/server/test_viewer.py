@@ -420,9 +420,11 @@ def test_a_dead_server_is_shown_as_dead_until_it_is_back(open_page, shown):
     expect(page.locator("#status-text")).to_contain_text("demo")
     banner = page.locator("#dead")
     assert banner.is_hidden()
+    shown.post("/v1/agents", {"id": "last-words"})
+    expect(page.locator('#tree [data-id="last-words"]')).to_be_visible()
     page.route("**/events", lambda route: route.abort())  # nobody listens any more
     page.evaluate("watch.silence = 1")
-    shown.post("/v1/agents", {"id": "last-words"})  # the last word of the stream that is open
+    shown.post("/v1/agents", {"id": "unheard"})  # after this word the open stream has no patience
     expect(banner).to_be_visible()
     expect(banner).to_contain_text("What is shown is as it was at")
     expect(page.locator("#status-text")).to_have_text("no connection")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -43,11 +44,9 @@ def test_processes_that_save_and_collect_in_one_store_lose_nothing(
         )
         for seed in range(3)
     ]
-    counts = []
-    for process in processes:
-        out, _ = process.communicate(timeout=600)
-        assert process.returncode == 0
-        counts.append([int(word) for word in out.split()])
+    outs = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    counts = [[int(word) for word in out.split()] for out in outs]
     assert sum(published for published, _ in counts) > 120
     with Store(folder, StoreConfig(warm_bytes=0, cold_bytes=cold_bytes)) as store:
         assert store.verify().is_good
@@ -103,3 +102,23 @@ def test_a_store_that_another_process_holds_is_read_and_a_write_gives_up_in_time
             may_go.set()
             holder.join()
         save(store, "b", history)
+
+
+def test_a_new_folder_is_marked_under_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who holds it clears away what is half-written, also the line that says the version."""
+    held = []
+    write = Folder._write
+
+    def watched(folder: Folder, data: bytes | memoryview) -> Path:
+        with (folder.path / "lock").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(True)
+        return write(folder, data)
+
+    monkeypatch.setattr(Folder, "_write", watched)
+    Folder(tmp_path / "store")
+    assert held == [True]

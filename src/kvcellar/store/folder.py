@@ -36,6 +36,8 @@ _MOST_LOOKED_AT = 100
 """Files whose version is looked at where the store's own is lost."""
 
 _POLL_S = 0.005
+_MAKING_S = 60.0
+"""How long a new folder waits for another process that makes or clears it."""
 
 
 class Folder:
@@ -68,24 +70,7 @@ class Folder:
             marker = self.path / "format"
             found = self._read_format(marker)
             if found != FORMAT:
-                if found is None:
-                    self._refuse_others()
-                    self.path.chmod(0o700)
-                elif _FORMAT_LINE.fullmatch(found):
-                    raise StoreError(
-                        f"{self.path} is {found.strip()!r}, this version knows {FORMAT.strip()!r}; "
-                        f"use the version that made it, or another folder"
-                    )
-                for folder in self._folders():
-                    folder.mkdir(mode=0o700, exist_ok=True)
-                if not self._is_of_this_version():
-                    raise StoreError(
-                        f"{marker} is {'lost' if found is None else 'damaged'}, and no file of the "
-                        f"store shows its version; if this version of kvcellar made it, write the "
-                        f"line {FORMAT.strip()!r} into that file, else give another folder"
-                    )
-                staged = self._write(FORMAT.encode())
-                staged.replace(marker)
+                self._mark(marker, found)
             for folder in self._folders():
                 if not folder.is_dir():
                     folder.mkdir(mode=0o700, exist_ok=True)
@@ -94,6 +79,33 @@ class Folder:
                 f"{self.path} cannot hold a store ({error.strerror}); give a folder that can be "
                 f"written to"
             ) from error
+
+    def _mark(self, marker: Path, found: str | None) -> None:
+        """Write the file that says the version, if this may be a store of this version.
+
+        Only one process at a time does: another would clear away what is half-written.
+        """
+        if found is None:
+            self._refuse_others()
+            self.path.chmod(0o700)
+        elif _FORMAT_LINE.fullmatch(found):
+            raise StoreError(
+                f"{self.path} is {found.strip()!r}, this version knows {FORMAT.strip()!r}; "
+                f"use the version that made it, or another folder"
+            )
+        with self.locked(_MAKING_S):
+            found = self._read_format(marker)
+            if found == FORMAT:
+                return
+            for folder in self._folders():
+                folder.mkdir(mode=0o700, exist_ok=True)
+            if not self._is_of_this_version():
+                raise StoreError(
+                    f"{marker} is {'lost' if found is None else 'damaged'}, and no file of the "
+                    f"store shows its version; if this version of kvcellar made it, write the "
+                    f"line {FORMAT.strip()!r} into that file, else give another folder"
+                )
+            self._write(FORMAT.encode()).replace(marker)
 
     def _refuse_links(self) -> None:
         """See that what stands under our names is ours: folders and files, never a link elsewhere.
