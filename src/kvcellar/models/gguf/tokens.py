@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, made by transformers' own converters."""
+"""Tokenizers of GGUF files, made of the parts that transformers' own are made of."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ def tokenizer_of(file: GgufFile) -> Any:
         backend = _backend(file, said)
         from transformers import PreTrainedTokenizerFast
 
-        make: Any = PreTrainedTokenizerFast
-        tokenizer = make(tokenizer_object=backend, **names)
+        tokenizer: Any = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
+        tokenizer._tokenizer = backend  # as an argument it would be copied, which takes a second
+        tokenizer.__init__(**names)
     except ModelError:
         raise
     except Exception as error:  # of many kinds: tokenizers' own, and what its converters trip over
@@ -164,15 +165,23 @@ def _of_gemma(said: dict[str, Any]) -> Any:
     """Make a SentencePiece tokenizer of a Gemma, whose runs of spaces are tokens by themselves.
 
     transformers' converter spells them as what spaces become, and so merges them in pairs where
-    SentencePiece takes the longest. Its merges come in the order of the vocabulary.
+    SentencePiece takes the longest. Its merges come in the order of the vocabulary, and those of
+    one token by their left parts, the longest first.
     """
     from transformers import GemmaTokenizer
-    from transformers.integrations.gguf import gguf_tokenizer_mapping
 
-    theirs: Any = gguf_tokenizer_mapping
-    order = {token: -at for at, token in enumerate(said["tokens"])}
-    made = theirs.sentencepiece_tokenizer(said, GemmaTokenizer, vocab_scores=order)
-    return theirs.add_gguf_special_tokens(made, said).backend_tokenizer
+    tokens = said["tokens"]
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    merges = [
+        (left, right)
+        for token in tokens
+        for at in range(len(token) - 1, 0, -1)
+        if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
+    ]
+    make: Any = GemmaTokenizer
+    backend = make(vocab=vocabulary, merges=merges).backend_tokenizer
+    _add_whole(backend, said)
+    return backend
 
 
 def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
@@ -184,7 +193,7 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
     Raises:
         ModelError: it cuts texts in a way that is not known.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     cut = said["pre_tokenizer_type"]
@@ -206,6 +215,15 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
         ]
     )
     backend.decoder = decoders.ByteLevel()
+    _add_whole(backend, said)
+    return backend
+
+
+def _add_whole(backend: Any, said: dict[str, Any]) -> None:
+    """Tell a tokenizer of which tokens a text is never cut inside."""
+    from tokenizers import AddedToken
+
+    tokens = said["tokens"]
     kinds = said.get("token_type") or [0] * len(tokens)
     backend.add_tokens(
         [
@@ -214,7 +232,6 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
             if kind in (_CONTROL, _USER)
         ]
     )
-    return backend
 
 
 def _open_and_close(file: GgufFile, tokenizer: Any) -> None:
