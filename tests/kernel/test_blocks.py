@@ -1,4 +1,4 @@
-"""Weights in blocks of GGUF files: numbers as the files have them, and products with them."""
+"""Weights that files have in groups: numbers as the files have them, and products with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
+from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 
 if not levels.is_available():
@@ -52,17 +53,56 @@ def plain(name: str, rows: np.ndarray) -> np.ndarray:
     return gguf.dequantize(rows, gguf.GGMLQuantizationType[name])
 
 
+class Affine:
+    """Random affine weights, of which none is exact in fewer bits than float32."""
+
+    def __init__(self, bits: int, group: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.form, n = (bits, group), (N_OUT, N_IN // group)
+        self.numbers = rng.integers(0, 1 << bits, (N_OUT, N_IN), np.uint8)
+        self.scales = rng.normal(0, 0.01, n).astype(np.float32)
+        self.minima = (-self.scales * rng.integers(0, 1 << bits, n)).astype(np.float32)
+
+    def plain(self) -> np.ndarray:
+        """Weights by NumPy, in float32."""
+        scales, minima = (np.repeat(x, self.form[1], -1) for x in (self.scales, self.minima))
+        return scales * self.numbers.astype(np.float32) + minima
+
+
+FORMS = [*blocks.INPUTS, *((bits, group) for bits in (4, 8) for group in (32, 64, 128, 384, N_IN))]
+"""Names of blocks, and bits and groups of affine weights."""
+
+
+def made(form: str | tuple[int, int], seed: int) -> tuple[Placed, np.ndarray]:
+    """Weights of a form as they are placed, and in float32."""
+    if isinstance(form, str):
+        rows = stored(form, seed)
+        return Placed(form, rows), plain(form, rows)
+    affine = Affine(*form, seed)
+    return Placed(form, affine), affine.plain()
+
+
 class Placed:
     """Weights, with the memory that they lie in."""
 
-    def __init__(self, name: str, rows: np.ndarray) -> None:
-        kind = blocks.block_type(name)
-        n_stored, n_data, n_beside = blocks.block_sizes(kind, N_IN, N_OUT)
-        assert n_stored == rows.size
+    weights: LinearWeights
+
+    def __init__(self, form: str | tuple[int, int], given: np.ndarray | Affine) -> None:
+        if isinstance(given, Affine):
+            n_data, n_beside = blocks.affine_sizes(*given.form, N_IN, N_OUT)
+        else:
+            kind = blocks.block_type(str(form))
+            n_stored, n_data, n_beside = blocks.block_sizes(kind, N_IN, N_OUT)
+            assert n_stored == given.size
         self.data, self.beside = np.empty(n_data, np.uint8), np.empty(n_beside, np.uint8)
         to = self.data.ctypes.data, self.beside.ctypes.data
-        blocks.place_blocks(kind, rows.ctypes.data, N_IN, N_OUT, *to)
-        self.weights: LinearWeights = blocks.block_weights(kind, N_IN, N_OUT, *to)
+        if isinstance(given, Affine):
+            of = [part.ctypes.data for part in (given.numbers, given.scales, given.minima)]
+            blocks.place_affine(*given.form, *of, N_IN, N_OUT, *to)
+            self.weights = blocks.affine_weights(*given.form, N_IN, N_OUT, *to)
+        else:
+            blocks.place_blocks(kind, given.ctypes.data, N_IN, N_OUT, *to)
+            self.weights = blocks.block_weights(kind, N_IN, N_OUT, *to)
 
     def rows(self) -> np.ndarray:
         outputs, found = np.arange(N_OUT), np.empty((N_OUT, N_IN), np.float32)
@@ -96,14 +136,29 @@ def test_weights_are_the_files_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.usefixtures("level")
-@pytest.mark.parametrize("name", blocks.INPUTS)
+@pytest.mark.parametrize("form", FORMS[len(blocks.INPUTS) :], ids=str)
+def test_affine_weights_are_a_product_and_a_sum_in_float32(form: tuple[int, int]) -> None:
+    placed, weights = made(form, 1)
+    assert np.array_equal(placed.rows().view(np.uint32), weights.view(np.uint32))
+
+
+@pytest.mark.parametrize("form", [(3, 32), (4, 48), (8, 16), (4, 512)], ids=str)
+def test_affine_weights_of_other_forms_are_refused(form: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="4 or 8 bits"):
+        blocks.affine_sizes(*form, N_IN, N_OUT)
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("n_tokens", [1, 3, 11])
-def test_products_differ_by_the_rounding_of_inputs_alone(name: str, n_tokens: int) -> None:
-    rows = stored(name, 2)
+def test_products_differ_by_the_rounding_of_inputs_alone(
+    form: str | tuple[int, int], n_tokens: int
+) -> None:
     x = np.random.default_rng(3).normal(0, 1, (n_tokens, N_IN)).astype(np.float32)
     x[:, ::50] *= 30
     in_bf16 = to_bfloat16_bits(x)
-    placed, weights = Placed(name, rows), plain(name, rows).astype(np.float64)
+    placed, weights = made(form, 2)
+    weights = weights.astype(np.float64)
     for given, numbers in ((x, x), (in_bf16, from_bfloat16_bits(in_bf16))):
         groups = numbers.reshape(n_tokens, -1, 32)
         steps = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
@@ -121,7 +176,7 @@ def test_products_differ_by_the_rounding_of_inputs_alone(name: str, n_tokens: in
 @pytest.mark.usefixtures("level")
 def test_a_tokens_result_does_not_depend_on_others() -> None:
     x = np.random.default_rng(4).normal(0, 1, (13, N_IN)).astype(np.float32)
-    for name in blocks.INPUTS:
-        placed = Placed(name, stored(name, 5))
+    for form in FORMS:
+        placed, _ = made(form, 5)
         alone = np.concatenate([placed.multiply(row[None]) for row in x])
-        assert np.array_equal(placed.multiply(x), alone), name
+        assert np.array_equal(placed.multiply(x), alone), form

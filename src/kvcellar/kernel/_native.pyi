@@ -396,6 +396,53 @@ def place_blocks(type: BlockType, rows: int, n_in: int, n_out: int, data: int, b
         beside: address of those for scales and minima.
     """
 
+def affine_weights(
+    bits: int, group: int, n_in: int, n_out: int, data: int, beside: int
+) -> LinearWeights:
+    """
+    Describe weights that :func:`place_affine` has placed; addresses as it takes them.
+
+    Raises:
+        ConfigError: not 4 or 8 bits, groups of no multiple of 32 inputs, or not whole groups.
+    """
+
+def affine_sizes(bits: int, group: int, n_in: int, n_out: int) -> tuple[int, int]:
+    """
+    Return how many bytes affine weights take as numbers and beside them.
+
+    Raises:
+        ConfigError: as of :func:`affine_weights`.
+    """
+
+def place_affine(
+    bits: int,
+    group: int,
+    numbers: int,
+    scales: int,
+    minima: int,
+    n_in: int,
+    n_out: int,
+    data: int,
+    beside: int,
+) -> None:
+    """
+    Put affine weights, ``scale * number + minimum``, where products take them; nothing is lost.
+
+    Args:
+        bits: of a number, 4 or 8.
+        group: inputs that share a scale and a minimum, a multiple of 32.
+        numbers: address of uint8 ``[n_out, n_in]``, each of so many bits.
+        scales: address of float32 ``[n_out, n_in / group]``.
+        minima: address of as many.
+        n_in: inputs, a multiple of the group.
+        n_out: outputs.
+        data: address of as many bytes as :func:`affine_sizes` says, for the numbers.
+        beside: address of those for scales and minima.
+
+    Raises:
+        ConfigError: as of :func:`affine_weights`.
+    """
+
 def place_mxfp4(blocks: int, exponents: int, n_in: int, n_out: int, data: int, to: int) -> None:
     """
     Put weights of MXFP4, as checkpoints have them, where products take them; nothing is lost.

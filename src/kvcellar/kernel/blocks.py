@@ -1,9 +1,11 @@
-"""Weights in the blocks of GGUF files: put where products take them, with nothing lost.
+"""Weights that files have in groups already: put where products take them, with nothing lost.
 
 A weight is ``scale * (number - zero) + minimum``. Numbers have 4 bits, of IQ4 looked up in a table
 of 16, or 8, which those of 5 and 6 bits get as well. Scales and minima are of 32 inputs of an
 output, of Q6_K 16: float16, or the file's bytes and the float16 numbers that they count, which are
-multiplied out in float32 exactly. MXFP4 keeps its exponents.
+multiplied out in float32 exactly. MXFP4 keeps its exponents. These are the blocks of GGUF files.
+Affine weights, which other files have, are numbers of 4 or 8 bits as well, with float32 scales and
+minima of as many inputs as the file says: a multiple of 32.
 """
 
 from __future__ import annotations
@@ -13,14 +15,25 @@ from typing import TYPE_CHECKING
 from kvcellar.kernel import levels
 
 if TYPE_CHECKING or levels.is_available():
-    from kvcellar.kernel._native import BlockType, block_sizes, block_weights, place_blocks
+    from kvcellar.kernel._native import (
+        BlockType,
+        affine_sizes,
+        affine_weights,
+        block_sizes,
+        block_weights,
+        place_affine,
+        place_blocks,
+    )
 
 __all__ = [
     "INPUTS",
     "BlockType",
+    "affine_sizes",
+    "affine_weights",
     "block_sizes",
     "block_type",
     "block_weights",
+    "place_affine",
     "place_blocks",
 ]
 

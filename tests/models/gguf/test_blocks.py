@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredBlocks
+from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredAffine, StoredBlocks
 from kvcellar.backends.torch.fast.layers import KernelEmbedding
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
@@ -35,19 +35,24 @@ def stored_rows(kind: gguf.GGMLQuantizationType, n_out: int, n_in: int) -> np.nd
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrices_of_several_types_are_one_layer(dtype: torch.dtype) -> None:
-    """So are q, k and v of a file whose v has more bits."""
+    """So are q, k and v of a file whose v has more bits, and affine ones beside them."""
     stored, plain = [], []
     for kind, n_out in (("Q4_K", 48), ("Q4_K", 16), ("Q6_K", 24)):
         number = gguf.GGMLQuantizationType[kind]
         rows = stored_rows(number, n_out, 512)
         plain.append(torch.from_numpy(gguf.dequantize(rows, number)))
         stored.append(StoredBlocks(kind, n_out, 512, lambda rows=rows: torch.from_numpy(rows)))
-    bias = torch.randn(88, generator=torch.Generator().manual_seed(1)).to(dtype)
+    random = torch.Generator().manual_seed(3)
+    numbers = torch.randint(0, 16, (32, 512), generator=random, dtype=torch.uint8)
+    scales, minima = (1e-3 * torch.randn(32, 4, generator=random) for _ in range(2))
+    plain.append(numbers * scales.repeat_interleave(128, -1) + minima.repeat_interleave(128, -1))
+    stored.append(StoredAffine(4, 128, 32, 512, lambda: (numbers, scales, minima)))
+    bias = torch.randn(120, generator=torch.Generator().manual_seed(1)).to(dtype)
     layer = BlockLinear(stored, bias)
     x = torch.randn(1, 5, 512, generator=torch.Generator().manual_seed(2)).to(dtype)
     want = F.linear(x.float(), torch.cat(plain), bias.float())
     got = layer(x)
-    assert got.dtype == dtype and layer.out_features == 88
+    assert got.dtype == dtype and layer.out_features == 120
     assert (got.float() - want).norm() < 0.01 * want.norm()
     found = layer.rows(torch.tensor([47, 0]), torch.float32)
     assert torch.equal(found, plain[0][[47, 0]])

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weights stay the blocks of a GGUF file, for the kernel.
+"""Linear layers and embeddings whose weights stay a file's groups: blocks of GGUF, or affine ones.
 
 Nothing of the weights is lost: they are put in another order, and numbers of 5 and 6 bits get 8.
 Inputs are rounded to 8 bits for each 32 of a token, as for other packed weights; so a result is off
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +38,37 @@ class StoredBlocks:
     read: Callable[[], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredAffine:
+    """A matrix in groups, whose weights are ``scale * number + minimum``.
+
+    Attributes:
+        bits: of a number, 4 or 8.
+        group: inputs that share a scale and a minimum, a multiple of 32.
+        n_out: rows: outputs of a linear layer, or tokens of an embedding.
+        n_in: numbers of a row, a multiple of ``group``.
+        read: returns the numbers, uint8 ``[n_out, n_in]``, and scales and minima, both float32
+            ``[n_out, n_in / group]``; all contiguous.
+    """
+
+    bits: int
+    group: int
+    n_out: int
+    n_in: int
+    read: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
+Stored: TypeAlias = StoredBlocks | StoredAffine
+"""A matrix that is multiplied as a file has it."""
+
+
 class BlockLinear(nn.Module):
-    """``nn.Linear`` for evaluation on a CPU, of matrices in blocks, one behind the other."""
+    """``nn.Linear`` for evaluation on a CPU, of matrices in groups, one behind the other."""
 
     def __init__(
-        self, stored: Sequence[StoredBlocks], bias: Tensor | None, arena: Arena | None = None
+        self, stored: Sequence[Stored], bias: Tensor | None, arena: Arena | None = None
     ) -> None:
-        """Put the blocks where products take them.
+        """Put the weights where products take them.
 
         Args:
             stored: matrices of the same inputs; their outputs come one behind the other.
@@ -58,17 +83,13 @@ class BlockLinear(nn.Module):
         self._weights = [self._place(i, one, arena) for i, one in enumerate(stored)]
         self._layer = layers.LinearLayer(self._weights[0], 0, self._weights[1:])
 
-    def _place(self, i: int, stored: StoredBlocks, arena: Arena) -> native.LinearWeights:
-        kind, shape = blocks.block_type(stored.type_name), (stored.n_in, stored.n_out)
-        n_stored, n_data, n_beside = blocks.block_sizes(kind, *shape)
-        rows = stored.read()
-        assert rows.nbytes == n_stored, "a file's rows are whole blocks"
-        data, beside = arena.take(n_data), arena.take(n_beside)
+    def _place(self, i: int, stored: Stored, arena: Arena) -> native.LinearWeights:
+        data, beside = (arena.take(n) for n in placed_bytes(stored))
         self.register_buffer(f"blocks_{i}", data, persistent=False)
         self.register_buffer(f"beside_{i}", beside, persistent=False)
         to = data.data_ptr(), beside.data_ptr()
-        blocks.place_blocks(kind, rows.data_ptr(), *shape, *to)
-        return blocks.block_weights(kind, *shape, *to)
+        place(stored, *to)
+        return weights_at(stored, *to)
 
     @property
     def few(self) -> int:
@@ -95,3 +116,32 @@ class BlockLinear(nn.Module):
         to = dtype_of(dtype), found.data_ptr()
         self._weights[0].gather(outputs.data_ptr(), outputs.numel(), *to)
         return found
+
+
+def placed_bytes(stored: Stored) -> tuple[int, int]:
+    """Return how many bytes a matrix takes as numbers, and beside them."""
+    shape = stored.n_in, stored.n_out
+    if isinstance(stored, StoredAffine):
+        return blocks.affine_sizes(stored.bits, stored.group, *shape)
+    return blocks.block_sizes(blocks.block_type(stored.type_name), *shape)[1:]
+
+
+def place(stored: Stored, data: int, beside: int) -> None:
+    """Put a matrix at these addresses, of as many bytes as :func:`placed_bytes` says."""
+    shape = stored.n_in, stored.n_out
+    if isinstance(stored, StoredAffine):
+        parts = stored.read()
+        at = [part.data_ptr() for part in parts]
+        blocks.place_affine(stored.bits, stored.group, at[0], at[1], at[2], *shape, data, beside)
+        return
+    kind, rows = blocks.block_type(stored.type_name), stored.read()
+    assert rows.nbytes == blocks.block_sizes(kind, *shape)[0], "a file's rows are whole blocks"
+    blocks.place_blocks(kind, rows.data_ptr(), *shape, data, beside)
+
+
+def weights_at(stored: Stored, data: int, beside: int) -> native.LinearWeights:
+    """Describe a matrix that was placed at these addresses."""
+    shape = stored.n_in, stored.n_out
+    if isinstance(stored, StoredAffine):
+        return blocks.affine_weights(stored.bits, stored.group, *shape, data, beside)
+    return blocks.block_weights(blocks.block_type(stored.type_name), *shape, data, beside)

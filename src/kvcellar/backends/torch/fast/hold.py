@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredBlocks
+from kvcellar.backends.torch.fast.blocks import BlockLinear, Stored
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.fast.finding import Finder, outermost
 from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
@@ -75,7 +75,7 @@ def hold_weights(
     weights: str,
     leave: Container[nn.Module] = (),
     known: Path | None = None,
-    blocks: Mapping[str, StoredBlocks] | None = None,
+    blocks: Mapping[str, Stored] | None = None,
 ) -> Held:
     """Put what the kernel computes in the place of a model's own modules. Others stay.
 
@@ -86,7 +86,7 @@ def hold_weights(
             embeddings.
         leave: linear layers whose weights others read; they stay as they are.
         known: where its parts are kept once they are found; None: they are found again.
-        blocks: for ``file``, parameters that stay blocks, by name; others stay as they are.
+        blocks: for ``file``, parameters that stay as a file has them, by name; others stay plain.
 
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
@@ -206,7 +206,7 @@ class _Holder:
         model: Any,
         weights: str,
         leave: Container[nn.Module],
-        blocks: Mapping[str, StoredBlocks],
+        blocks: Mapping[str, Stored],
     ) -> None:
         """Choose for a model on the CPU; it stays as it is."""
         self.n_held = 0

@@ -315,26 +315,51 @@ double one_linear() {
   return worst_apart(results);
 }
 
-// Linear layers of blocks over memory of exact sizes; how far levels are apart, as a share of the largest.
-double one_of_blocks() {
-  const auto type = static_cast<BlockType>(between(0, 10));
-  const int64_t n_in = inputs_of(type) * between(1, 4), n_out = between(1, 40), n_tokens = between(1, 12);
-  LinearWeights weights = make_block_weights(type, n_in, n_out, nullptr, nullptr);
+// Weights that files have in groups, over memory of exact sizes; `held` keeps it.
+LinearWeights some_groups(int64_t n_out, int64_t most, std::vector<std::unique_ptr<Memory>>& held) {
+  const auto memory = [&](int64_t n_bytes, Dtype of) {
+    held.push_back(std::make_unique<Memory>(n_bytes));
+    fill(*held.back(), of);
+    return held.back()->data;
+  };
+  const auto bytes_at = [](char* p) { return reinterpret_cast<uint8_t*>(p); };
+  const auto type = static_cast<BlockType>(between(0, 13));
+  if (type > BlockType::mxfp4) {
+    const int64_t bits = rng() % 2 ? 4 : 8, group = 32 * between(1, 3), n_in = group * between(1, most);
+    LinearWeights weights = make_affine_weights(bits, group, n_in, n_out, nullptr, nullptr);
+    uint8_t* numbers = bytes_at(memory(n_out * n_in, Dtype::int8));
+    for (int64_t i = 0; bits == 4 && i < n_out * n_in; ++i) numbers[i] &= 15;
+    const auto floats = [&] { return reinterpret_cast<const float*>(memory(n_out * n_in / group * 4, Dtype::f32)); };
+    const AffineRows rows{numbers, floats(), floats()};
+    uint8_t* data = bytes_at(memory(weights.n_blocks * weights.block_bytes, Dtype::int8));
+    uint8_t* beside = bytes_at(memory(beside_bytes_of(weights), Dtype::int8));
+    place_affine(rows, weights, data, beside, 2);
+    return make_affine_weights(bits, group, n_in, n_out, data, beside);
+  }
+  const int64_t n_in = inputs_of(type) * between(1, most);
+  const LinearWeights weights = make_block_weights(type, n_in, n_out, nullptr, nullptr);
   const int64_t n_stored = n_out * (n_in / inputs_of(type)), bytes = bytes_of(type);
-  Memory stored(n_stored * bytes), data(weights.n_blocks * weights.block_bytes), beside(beside_bytes_of(weights));
-  fill(stored, Dtype::int8);
-  Memory halves(4 * n_stored);
-  fill(halves, Dtype::f16);
+  char* stored = memory(n_stored * bytes, Dtype::int8);
+  const char* halves = memory(4 * n_stored, Dtype::f16);
   const int64_t at = type == BlockType::q6_k ? 208 : 0, n_halves = weights.has_minima ? 2 : 1;
   for (int64_t i = 0; i < n_stored; ++i) {
     if (type == BlockType::mxfp4)
-      stored.data[i * bytes] = static_cast<char>(between(124, 130));
+      stored[i * bytes] = static_cast<char>(between(124, 130));
     else
-      std::memcpy(stored.data + i * bytes + at, halves.data + 4 * i, static_cast<size_t>(2 * n_halves));
+      std::memcpy(stored + i * bytes + at, halves + 4 * i, static_cast<size_t>(2 * n_halves));
   }
-  place_blocks(type, reinterpret_cast<const uint8_t*>(stored.data), weights, reinterpret_cast<uint8_t*>(data.data),
-               reinterpret_cast<uint8_t*>(beside.data), 2);
-  weights = make_block_weights(type, n_in, n_out, data.data, beside.data);
+  uint8_t* data = bytes_at(memory(weights.n_blocks * weights.block_bytes, Dtype::int8));
+  uint8_t* beside = bytes_at(memory(beside_bytes_of(weights), Dtype::int8));
+  place_blocks(type, bytes_at(stored), weights, data, beside, 2);
+  return make_block_weights(type, n_in, n_out, data, beside);
+}
+
+// Linear layers of such weights over memory of exact sizes; how far levels are apart, as a share of the largest.
+double one_of_blocks() {
+  const int64_t n_out = between(1, 40), n_tokens = between(1, 12);
+  std::vector<std::unique_ptr<Memory>> held;
+  const LinearWeights weights = some_groups(n_out, 4, held);
+  const int64_t n_in = weights.n_in;
   const Dtype in = rng() % 2 ? Dtype::f32 : Dtype::bf16;
   Memory x(n_tokens * n_in * (in == Dtype::f32 ? 4 : 2)), out(n_tokens * n_out * 4), expanded(n_out * n_in * 2);
   Memory found(n_out * n_in * 4);

@@ -17,6 +17,14 @@ LinearWeights describe_blocks(BlockType type, int64_t n_in, int64_t n_out, uintp
   return make_block_weights(type, n_in, n_out, at(data), at(beside));
 }
 
+// Affine weights, of what there are.
+LinearWeights describe_affine(int64_t bits, int64_t group, int64_t n_in, int64_t n_out, uintptr_t data,
+                              uintptr_t beside) {
+  if ((bits != 4 && bits != 8) || group < kGroupInputs || group % kGroupInputs || n_in % group)
+    throw ConfigError("affine weights have 4 or 8 bits, groups of a multiple of 32 inputs, and whole groups");
+  return make_affine_weights(bits, group, n_in, n_out, at(data), at(beside));
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& m) {
@@ -145,6 +153,47 @@ void bind_linear(nb::module_& m) {
       "    n_out: outputs.\n"
       "    data: address of as many bytes as :func:`block_sizes` says, for the numbers.\n"
       "    beside: address of those for scales and minima.");
+
+  m.def("affine_weights", &describe_affine, "bits"_a, "group"_a, "n_in"_a, "n_out"_a, "data"_a, "beside"_a,
+        "Describe weights that :func:`place_affine` has placed; addresses as it takes them.\n\n"
+        "Raises:\n"
+        "    ConfigError: not 4 or 8 bits, groups of no multiple of 32 inputs, or not whole groups.");
+
+  m.def(
+      "affine_sizes",
+      [](int64_t bits, int64_t group, int64_t n_in, int64_t n_out) {
+        const LinearWeights weights = describe_affine(bits, group, n_in, n_out, 0, 0);
+        return nb::make_tuple(weights.n_blocks * weights.block_bytes, beside_bytes_of(weights));
+      },
+      "bits"_a, "group"_a, "n_in"_a, "n_out"_a,
+      nb::sig("def affine_sizes(bits: int, group: int, n_in: int, n_out: int) -> tuple[int, int]"),
+      "Return how many bytes affine weights take as numbers and beside them.\n\n"
+      "Raises:\n"
+      "    ConfigError: as of :func:`affine_weights`.");
+
+  m.def(
+      "place_affine",
+      [](int64_t bits, int64_t group, uintptr_t numbers, uintptr_t scales, uintptr_t minima, int64_t n_in,
+         int64_t n_out, uintptr_t data, uintptr_t beside) {
+        const LinearWeights weights = describe_affine(bits, group, n_in, n_out, 0, 0);
+        const nb::gil_scoped_release release;
+        place_affine({at<const uint8_t>(numbers), at<const float>(scales), at<const float>(minima)}, weights,
+                     at<uint8_t>(data), at<uint8_t>(beside), 0);
+      },
+      "bits"_a, "group"_a, "numbers"_a, "scales"_a, "minima"_a, "n_in"_a, "n_out"_a, "data"_a, "beside"_a,
+      "Put affine weights, ``scale * number + minimum``, where products take them; nothing is lost.\n\n"
+      "Args:\n"
+      "    bits: of a number, 4 or 8.\n"
+      "    group: inputs that share a scale and a minimum, a multiple of 32.\n"
+      "    numbers: address of uint8 ``[n_out, n_in]``, each of so many bits.\n"
+      "    scales: address of float32 ``[n_out, n_in / group]``.\n"
+      "    minima: address of as many.\n"
+      "    n_in: inputs, a multiple of the group.\n"
+      "    n_out: outputs.\n"
+      "    data: address of as many bytes as :func:`affine_sizes` says, for the numbers.\n"
+      "    beside: address of those for scales and minima.\n\n"
+      "Raises:\n"
+      "    ConfigError: as of :func:`affine_weights`.");
 
   m.def(
       "place_mxfp4",

@@ -1,4 +1,4 @@
-// Blocks of GGUF files: what each type's bytes are.
+// Blocks of GGUF files: what each type's bytes are. Affine weights.
 
 #include "linear/blocks.h"
 
@@ -139,6 +139,24 @@ void place_numbers(const uint8_t* numbers, bool has_halves, uint8_t* to) {
   }
 }
 
+// place(output, its place among 16, their numbers, what stands beside them) of all outputs; zeros behind the last one.
+template <class Place>
+void place_rows(const LinearWeights& weights, uint8_t* data, uint8_t* beside, int n_threads, const Place& place) {
+  const int64_t of_block = beside_bytes_of(weights) / weights.n_blocks;
+  const auto place_block = [&](int64_t block) {
+    uint8_t *to = data + block * weights.block_bytes, *beside_to = beside + block * of_block;
+    const int64_t first = block * kBlockRows, n_rows = std::min(kBlockRows, weights.n_out - first);
+    if (n_rows < kBlockRows) {
+      std::memset(to, 0, static_cast<size_t>(weights.block_bytes));
+      std::memset(beside_to, 0, static_cast<size_t>(of_block));
+    }
+    for (int64_t r = 0; r < n_rows; ++r) place(first + r, r, to, beside_to);
+  };
+  spread(weights.n_blocks, 8, 1, workers_for(n_threads), [&](int64_t first, int64_t stop) {
+    for (int64_t block = first; block < stop; ++block) place_block(block);
+  });
+}
+
 }  // namespace
 
 int64_t inputs_of(BlockType type) { return form_of(type).inputs; }
@@ -160,29 +178,38 @@ void place_blocks(BlockType type, const uint8_t* rows, const LinearWeights& weig
   const Form& form = form_of(type);
   const int64_t n_of_row = weights.n_in / form.inputs, n_each = form.inputs / kGroupInputs;
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
-  const int64_t of_block = beside_bytes_of(weights) / weights.n_blocks;
   const bool has_halves = group_bytes == kBlockRows * kGroupInputs / 2;
-  const auto place = [&](int64_t block) {
-    uint8_t *to = data + block * weights.block_bytes, *beside_to = beside + block * of_block;
-    const int64_t n_rows = std::min(kBlockRows, weights.n_out - block * kBlockRows);
-    if (n_rows < kBlockRows) {
-      std::memset(to, 0, static_cast<size_t>(weights.block_bytes));
-      std::memset(beside_to, 0, static_cast<size_t>(of_block));
-    }
-    for (int64_t r = 0; r < n_rows; ++r) {
-      const uint8_t* from = rows + (block * kBlockRows + r) * n_of_row * form.bytes;
-      for (int64_t b = 0; b < n_of_row; ++b, from += form.bytes) {
-        place_steps(type, form.steps, from, b, r, beside_to);
-        for (int64_t g = 0; g < n_each; ++g) {
-          uint8_t numbers[kGroupInputs];
-          read_numbers(type, from, static_cast<int>(g), numbers);
-          place_numbers(numbers, has_halves, to + (b * n_each + g) * group_bytes + 4 * r);
-        }
+  place_rows(weights, data, beside, n_threads, [&](int64_t output, int64_t r, uint8_t* to, uint8_t* beside_to) {
+    const uint8_t* from = rows + output * n_of_row * form.bytes;
+    for (int64_t b = 0; b < n_of_row; ++b, from += form.bytes) {
+      place_steps(type, form.steps, from, b, r, beside_to);
+      for (int64_t g = 0; g < n_each; ++g, to += group_bytes) {
+        uint8_t numbers[kGroupInputs];
+        read_numbers(type, from, static_cast<int>(g), numbers);
+        place_numbers(numbers, has_halves, to + 4 * r);
       }
     }
-  };
-  spread(weights.n_blocks, 8, 1, workers_for(n_threads), [&](int64_t first, int64_t stop) {
-    for (int64_t block = first; block < stop; ++block) place(block);
+  });
+}
+
+LinearWeights make_affine_weights(int64_t bits, int64_t group, int64_t n_in, int64_t n_out, const void* data,
+                                  const void* beside) {
+  const WeightFormat format = bits == 4 ? WeightFormat::nibbles : WeightFormat::bytes;
+  return make_grouped_weights(format, Steps::floats, 0, n_in, n_out, data, beside, group / kGroupInputs);
+}
+
+void place_affine(const AffineRows& rows, const LinearWeights& weights, uint8_t* data, uint8_t* beside, int n_threads) {
+  const int64_t n_in = weights.n_in, n_steps = weights.n_groups / weights.n_together;
+  const bool has_halves = weights.format == WeightFormat::nibbles;
+  const int64_t group_bytes = weights.block_bytes / weights.n_groups;
+  place_rows(weights, data, beside, n_threads, [&](int64_t output, int64_t r, uint8_t* to, uint8_t* beside_to) {
+    for (int64_t s = 0; s < n_steps; ++s, beside_to += 8 * kBlockRows) {
+      std::memcpy(beside_to + 4 * r, rows.scales + output * n_steps + s, 4);
+      std::memcpy(beside_to + 4 * (kBlockRows + r), rows.minima + output * n_steps + s, 4);
+    }
+    const uint8_t* from = rows.numbers + output * n_in;
+    for (int64_t g = 0; g < weights.n_groups; ++g, to += group_bytes, from += kGroupInputs)
+      place_numbers(from, has_halves, to + 4 * r);
   });
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t group_of(WeightFormat format) { return format == WeightFormat::fine_bytes ? 16 : kGroupInputs; }
 
-// Scales and minima of a group, of kLanes outputs from the `first`-th on. Without minima these stay what they are.
+// Scales and minima of a group, or of the group-th that share floats, of kLanes outputs from the `first`-th on. Without minima these stay what they are.
 template <Steps kSteps, int64_t kGroup>
 inline void load_steps(const uint8_t* beside, int64_t group, int64_t first, Vec& scale, [[maybe_unused]] Vec& least) {
   const auto halves = [](const uint8_t* p) { return load_half(reinterpret_cast<const uint16_t*>(p)); };
@@ -24,6 +24,10 @@ inline void load_steps(const uint8_t* beside, int64_t group, int64_t first, Vec&
     beside += group * 4 * kBlockRows + 2 * first;
     scale = halves(beside);
     least = halves(beside + 2 * kBlockRows);
+  } else if constexpr (kSteps == Steps::floats) {
+    const float* floats = reinterpret_cast<const float*>(beside + group * 8 * kBlockRows) + first;
+    scale = load(floats);
+    least = load(floats + kBlockRows);
   } else if constexpr (kSteps == Steps::counts) {
     beside += group / kGroups * (4 + 2 * kGroups) * kBlockRows;
     const uint8_t* counts = beside + (4 + 2 * (group % kGroups)) * kBlockRows + first;
@@ -35,6 +39,26 @@ inline void load_steps(const uint8_t* beside, int64_t group, int64_t first, Vec&
     scale = mul(halves(beside + 2 * first), counts);
   }
 }
+
+// Which scales and minima are a group's, one group after the other.
+template <Steps kSteps>
+class StepsOf {
+ public:
+  explicit StepsOf(const LinearWeights& weights) : n_together_(weights.n_together) {}
+  int64_t next() {
+    if (kSteps != Steps::floats) return at_++;
+    const int64_t at = at_;
+    if (++n_ == n_together_) {
+      ++at_;
+      n_ = 0;
+    }
+    return at;
+  }
+
+ private:
+  const int64_t n_together_;
+  int64_t at_ = 0, n_ = 0;
+};
 
 // run(Number<format>(), Number<steps>()) of those that there are.
 template <class Run>
@@ -48,6 +72,7 @@ inline void with_form(const LinearWeights& weights, const Run& run) {
     if constexpr (has_pairs) {
       if (steps == Steps::pairs) return run(format, Number<static_cast<int>(Steps::pairs)>());
       if (steps == Steps::counts) return run(format, Number<static_cast<int>(Steps::counts)>());
+      if (steps == Steps::floats) return run(format, Number<static_cast<int>(Steps::floats)>());
     }
     if constexpr (kFormat != WeightFormat::fine_bytes) run(format, Number<static_cast<int>(Steps::halves)>());
   };
@@ -72,7 +97,8 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
   const int8_t* x = inputs.numbers + token * n * kWide;
   const float* x_scales = inputs.scales + token * weights.n_groups;
   const int32_t* offsets = inputs.offsets + token * n_sums;
-  constexpr bool has_minima = kSteps == Steps::pairs || kSteps == Steps::counts;
+  constexpr bool kHasMinima = has_minima(kSteps);
+  StepsOf<kSteps> steps_of(weights);
   float out[kTokens][kBlockRows];
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
   const int64_t step_bytes = weights.beside_bytes / n_sums;
@@ -81,7 +107,7 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
     for (Vec& total : each) total = all(0.f);
   for (int64_t g = 0; g < n_sums; ++g, x += kGroup * kWide) {
     __builtin_prefetch(beside + g * step_bytes + kScalesAhead, 0, 3);
-    const auto offset = [&](int t) { return has_minima ? 0 : offsets[t * n_sums + g]; };
+    const auto offset = [&](int t) { return kHasMinima ? 0 : offsets[t * n_sums + g]; };
     Ints sums[kTokens][kParts];
     for (int t = 0; t < kTokens; ++t)
       for (Ints& sum : sums[t]) sum = begin<kFormat>(offset(t));
@@ -93,14 +119,15 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
       for (int t = 0; t < kTokens; ++t) add_token<kFormat>(weight, at + t * n * kWide, sums[t]);
     }
     const float* x_scale = x_scales + g * kGroup / kGroupInputs;
+    const int64_t steps = steps_of.next();
     for (int part = 0; part < kParts; ++part) {
       Vec scale, least = all(0.f);
-      load_steps<kSteps, kGroup>(beside, g, part * kLanes, scale, least);
+      load_steps<kSteps, kGroup>(beside, steps, part * kLanes, scale, least);
       for (int t = 0; t < kTokens; ++t) {
         const float of_x = x_scale[t * weights.n_groups];
         totals[t][part] =
             fma(to_floats(end<kFormat>(sums[t][part], offset(t))), mul(scale, all(of_x)), totals[t][part]);
-        if (has_minima)
+        if (kHasMinima)
           totals[t][part] = fma(least, all(of_x * static_cast<float>(offsets[t * n_sums + g])), totals[t][part]);
       }
     }
@@ -123,9 +150,10 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
         }
       }
     float scale[kBlockRows], least[kBlockRows];
+    const int64_t steps = steps_of.next();
     for (int r = 0; r < kBlockRows; r += kLanes) {
       Vec scales, minima = all(0.f);
-      load_steps<kSteps, kGroup>(beside, g, r, scales, minima);
+      load_steps<kSteps, kGroup>(beside, steps, r, scales, minima);
       store(scale + r, scales);
       store(least + r, minima);
     }
@@ -134,13 +162,13 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
       const int32_t offset = offsets[t * n_sums + g];
       const float of_x = x_scales[t * weights.n_groups + g * kGroup / kGroupInputs];
       int32_t sums[kBlockRows];
-      for (int32_t& value : sums) value = has_minima ? 0 : offset;
+      for (int32_t& value : sums) value = kHasMinima ? 0 : offset;
       for (int q = 0; q < kGroup / 4; ++q)
         for (int r = 0; r < kBlockRows; ++r)
           for (int i = 0; i < 4; ++i) sums[r] += numbers[q][r][i] * from[4 * q + i];
       for (int r = 0; r < kBlockRows; ++r) {
         out[t][r] += static_cast<float>(sums[r]) * (scale[r] * of_x);
-        if (has_minima) out[t][r] += least[r] * (of_x * static_cast<float>(offset));
+        if (kHasMinima) out[t][r] += least[r] * (of_x * static_cast<float>(offset));
       }
     }
   }
@@ -160,6 +188,7 @@ inline void grouped_row_of(const LinearWeights& weights, int64_t output, const P
   const char* from = static_cast<const char*>(weights.data) + block * weights.block_bytes + 4 * r;
   const uint8_t* beside = weights.beside + block * weights.beside_bytes;
   const int64_t lane = r % kLanes;
+  StepsOf<kSteps> steps_of(weights);
   for (int64_t g = 0; g < weights.n_sums; ++g) {
     uint32_t fours[kGroup / 4];
     for (int64_t q = 0; q < kGroup / 4; q += kHalves ? 2 : 1, from += 64) {
@@ -172,7 +201,7 @@ inline void grouped_row_of(const LinearWeights& weights, int64_t output, const P
     if (has_table(kFormat))
       for (int64_t i = 0; i < kGroup; ++i) numbers[i] = table_of(kFormat)[numbers[i]];
     Vec scales, minima = all(0.f);
-    load_steps<kSteps, kGroup>(beside, g, r - lane, scales, minima);
+    load_steps<kSteps, kGroup>(beside, steps_of.next(), r - lane, scales, minima);
     float scale[kLanes], least[kLanes];
     store(scale, scales);
     store(least, minima);

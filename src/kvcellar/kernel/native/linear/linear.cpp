@@ -58,7 +58,7 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
 }
 
 LinearWeights make_grouped_weights(WeightFormat format, Steps steps, int32_t zero, int64_t n_in, int64_t n_out,
-                                   const void* data, const void* beside) {
+                                   const void* data, const void* beside, int64_t n_together) {
   LinearWeights weights{format, n_in, n_out, data};
   const bool is_fine = format == WeightFormat::fine_bytes;
   weights.is_packed = weights.is_grouped = true;
@@ -66,16 +66,19 @@ LinearWeights make_grouped_weights(WeightFormat format, Steps steps, int32_t zer
   weights.beside = static_cast<const uint8_t*>(beside);
   weights.steps = steps;
   weights.zero = zero;
-  weights.has_minima = steps == Steps::pairs || steps == Steps::counts;
+  weights.n_together = n_together;
+  weights.has_minima = has_minima(steps);
   weights.n_groups = n_in / kGroupInputs;
   weights.n_sums = is_fine ? 2 * weights.n_groups : weights.n_groups;
   weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
   const bool has_halves = format == WeightFormat::nibbles || format == WeightFormat::looked_up;
   weights.block_bytes = kBlockRows * n_in / (has_halves ? 2 : 1);
-  const int64_t halves = steps == Steps::pairs || steps == Steps::counts ? 2 : 1;  // float16 numbers
-  weights.beside_bytes = steps == Steps::halves || steps == Steps::pairs
-                             ? weights.n_sums * halves * 2 * kBlockRows
-                             : (n_in / kCountedInputs * 2 + weights.n_sums) * halves * kBlockRows;
+  const int64_t numbers = weights.has_minima ? 2 : 1;  // scales, or these and minima
+  const int64_t of_output = steps == Steps::floats ? weights.n_sums / n_together * 4
+                            : steps == Steps::halves || steps == Steps::pairs
+                                ? weights.n_sums * 2
+                                : n_in / kCountedInputs * 2 + weights.n_sums;
+  weights.beside_bytes = of_output * numbers * kBlockRows;
   return weights;
 }
 

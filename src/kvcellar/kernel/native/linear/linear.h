@@ -35,8 +35,11 @@ enum class WeightFormat : int32_t {
 
 // What stands beside grouped weights, of 16 outputs: float16 scales of a group, or scales and minima; or for 256 inputs
 // float16 scales and minima, and then for each group bytes that count them; or for these scales alone, and bytes around
-// 128. A weight is scale * (number - zero) + minimum.
-enum class Steps : int32_t { none, halves, pairs, counts, signs };
+// 128; or float32 scales and minima of a number of groups. A weight is scale * (number - zero) + minimum.
+enum class Steps : int32_t { none, halves, pairs, counts, signs, floats };
+static constexpr bool has_minima(Steps steps) {
+  return steps == Steps::pairs || steps == Steps::counts || steps == Steps::floats;
+}
 
 // A number of coded weights that its row's table has not.
 struct Escape {
@@ -69,7 +72,8 @@ struct LinearWeights {
   const uint8_t* exponents = nullptr;
   const uint8_t* beside = nullptr;  // of grouped weights
   Steps steps = Steps::none;
-  int32_t zero = 0;  // of grouped weights
+  int32_t zero = 0;        // of grouped weights
+  int64_t n_together = 1;  // groups that share floats
 
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
   bool is_packed = false, is_grouped = false, has_minima = false;
@@ -117,7 +121,7 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
 
 // Grouped weights; `beside` lies as Steps says.
 LinearWeights make_grouped_weights(WeightFormat format, Steps steps, int32_t zero, int64_t n_in, int64_t n_out,
-                                   const void* data, const void* beside);
+                                   const void* data, const void* beside, int64_t n_together = 1);
 
 // bfloat16 [n_out, n_in] as coded blocks, and their escapes, which go on after n_before of other blocks. n_in is a
 // multiple of kCodedInputs.
