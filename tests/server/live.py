@@ -77,11 +77,15 @@ class Live:
         )
 
     def is_still(self) -> bool:
-        """True if nobody is being served, and no cell is under a sequence."""
+        """True if nobody is being served, and no cell is under a sequence.
+
+        Cells that a client asked to keep for some minutes are under none.
+        """
         stats = self.engine()
         return (
             self.service.n_active == 0
-            and stats.running == stats.waiting == stats.live_cells == 0
+            and stats.running == stats.waiting == 0
+            and stats.live_cells == stats.protected_tokens
             and not self.service.conversations._taken
         )
 
