@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.models.gguf.families import config_of
+from kvcellar.models.gguf.configs import config_of
 from kvcellar.models.gguf.reader import read_gguf
 
 MAX_HEADER_BYTES = 100_000_000

@@ -3,58 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import transformers
 
-from tests.models.gguf.writing import SIZES, in_pairs, started, write_model
-
-_HEADLESS = {key: value for key, value in SIZES.items() if key != "head_dim"}
-
-
-def _turned(config: Any) -> Any:
-    def change(name: str, values: np.ndarray) -> np.ndarray:
-        if ".attn_q." in name:
-            return in_pairs(config.num_attention_heads, values)
-        if ".attn_k." in name:
-            return in_pairs(config.num_key_value_heads, values)
-        return values
-
-    return change
-
-
-def _added(config: Any) -> Any:
-    return lambda name, values: values + 1 if name.endswith("norm.weight") else values
-
-
-def _plain(config: Any) -> Any:
-    return lambda name, values: values
-
-
-@dataclass
-class Case:
-    """A tiny model: its config, what its file says besides, and what is done to its tensors."""
-
-    architecture: str
-    config: Callable[[], Any]
-    metadata: dict[str, Any] = field(default_factory=dict)
-    change: Callable[[Any], Any] = _plain
-    extra: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def write(self, path: Path, **how: Any) -> Any:
-        """Write it, and return the network."""
-        network = started(self.config())
-        network.config.head_dim = getattr(network.config, "head_dim", 16)
-        change = self.change(network.config)
-        write_model(
-            path, self.architecture, network, self.metadata, change, extra=self.extra, **how
-        )
-        return network
-
+from tests.models.gguf.case import HEADLESS, Case, added, turned
+from tests.models.gguf.dense import DENSE
+from tests.models.gguf.mixtures import MIXED
+from tests.models.gguf.writing import SIZES
 
 _QWEN35 = {
     "full_attention_interval": 2,
@@ -150,14 +107,14 @@ _OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_l
 
 CASES = {
     "llama": Case(
-        "llama", lambda: transformers.LlamaConfig(**SIZES), {"rope.dimension_count": 16}, _turned
+        "llama", lambda: transformers.LlamaConfig(**SIZES), {"rope.dimension_count": 16}, turned
     ),
     "llama-3": Case(
         "llama",
         lambda: transformers.LlamaConfig(**SIZES, rope_parameters=dict(_LLAMA3)),
         {},
-        _turned,
-        {"rope_freqs.weight": llama3_factors(8.0, 500_000.0, 16)},
+        turned,
+        extra={"rope_freqs.weight": llama3_factors(8.0, 500_000.0, 16)},
     ),
     "llama with biases, tied": Case(
         "llama",
@@ -165,7 +122,7 @@ CASES = {
             **SIZES | {"tie_word_embeddings": True}, attention_bias=True, mlp_bias=True
         ),
         {},
-        _turned,
+        turned,
     ),
     "mixtral": Case(
         "llama",
@@ -173,12 +130,12 @@ CASES = {
             **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
         ),
         {"expert_count": 4, "expert_used_count": 2},
-        _turned,
+        turned,
     ),
-    "qwen2": Case("qwen2", lambda: transformers.Qwen2Config(**_HEADLESS)),
+    "qwen2": Case("qwen2", lambda: transformers.Qwen2Config(**HEADLESS)),
     "qwen2 with yarn": Case(
         "qwen2",
-        lambda: transformers.Qwen2Config(**_HEADLESS, rope_parameters=dict(_YARN)),
+        lambda: transformers.Qwen2Config(**HEADLESS, rope_parameters=dict(_YARN)),
         {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 4.0,
@@ -188,7 +145,7 @@ CASES = {
     "qwen2moe": Case(
         "qwen2moe",
         lambda: transformers.Qwen2MoeConfig(
-            **_HEADLESS, **_EXPERTS, shared_expert_intermediate_size=48
+            **HEADLESS, **_EXPERTS, shared_expert_intermediate_size=48
         ),
         {**_OF_EXPERTS, "expert_shared_feed_forward_length": 48},
     ),
@@ -202,7 +159,7 @@ CASES = {
         "gemma",
         lambda: transformers.GemmaConfig(**SIZES | {"tie_word_embeddings": True}),
         {},
-        _added,
+        added,
     ),
     "gemma2": Case(
         "gemma2",
@@ -216,7 +173,7 @@ CASES = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        _added,
+        added,
     ),
     "gemma3": Case(
         "gemma3",
@@ -235,12 +192,12 @@ CASES = {
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 8.0,
         },
-        _added,
+        added,
     ),
     "phi3": Case(
         "phi3",
         lambda: transformers.Phi3Config(
-            **_HEADLESS,
+            **HEADLESS,
             original_max_position_embeddings=128,
             rope_parameters={
                 "rope_type": "longrope",
@@ -272,7 +229,7 @@ CASES = {
     "granite": Case(
         "granite",
         lambda: transformers.GraniteConfig(
-            **_HEADLESS,
+            **HEADLESS,
             attention_multiplier=0.3,
             embedding_multiplier=6.0,
             residual_multiplier=0.4,
@@ -284,7 +241,7 @@ CASES = {
             "residual_scale": 0.4,
             "logit_scale": 3.0,
         },
-        _turned,
+        turned,
     ),
     "qwen35": Case("qwen35", lambda: _qwen35(transformers.Qwen3_5TextConfig), _QWEN35, _tiled),
     "qwen35moe": Case(
@@ -298,20 +255,26 @@ CASES = {
     "lfm2": Case(
         "lfm2",
         lambda: transformers.Lfm2Config(
-            **_HEADLESS | {"tie_word_embeddings": True},
+            **HEADLESS | {"tie_word_embeddings": True},
             block_auto_adjust_ff_dim=False,
             norm_eps=1e-6,
             layer_types=["conv", "full_attention"],
             conv_L_cache=3,
             conv_bias=False,
         ),
-        {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+        {
+            "attention.head_count_kv": [0, 2],
+            "shortconv.l_cache": 3,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+        },
         lambda config: lambda name, values: values[:, 0] if ".conv." in name else values,
     ),
     "smollm3": Case(
         "smollm3",
-        lambda: transformers.SmolLM3Config(**_HEADLESS | {"num_hidden_layers": 4}),
+        lambda: transformers.SmolLM3Config(**HEADLESS | {"num_hidden_layers": 4}),
         {},
-        _turned,
+        turned,
     ),
+    **DENSE,
+    **MIXED,
 }

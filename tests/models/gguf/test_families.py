@@ -35,7 +35,7 @@ def test_a_file_gives_the_logits_of_the_model_that_it_was_made_of(name, tmp_path
     path = tmp_path / "model.gguf"
     want = CASES[name].write(path)
     network = read(path)
-    assert type(network) is type(want)
+    assert type(network).__name__ == (CASES[name].read_as or type(want).__name__)
     torch.testing.assert_close(logits(network), logits(want), rtol=1e-4, atol=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ _KEYS = {
 }
 
 Change = Callable[[str, np.ndarray], np.ndarray]
+Parts = Callable[[str, np.ndarray], "dict[str, np.ndarray] | None"]
 
 
 def started(config: Any) -> Any:
@@ -55,7 +57,7 @@ def started(config: Any) -> Any:
     torch.manual_seed(0)
     network = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for weight in network.parameters():
+        for weight in network.state_dict().values():
             weight.add_(torch.randn_like(weight) * (0.15 if weight.dim() > 1 else 0.3))
     return network
 
@@ -73,6 +75,7 @@ def write_model(
     metadata: Mapping[str, Any],
     change: Change = lambda name, values: values,
     *,
+    parts: Parts = lambda name, values: None,
     kind: gguf.GGMLQuantizationType | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     split_max_tensors: int = 0,
@@ -85,19 +88,23 @@ def write_model(
         network: of transformers.
         metadata: what only this architecture says, without its name in front.
         change: makes of a tensor, by its name in GGUF, what the converter stores.
+        parts: makes of a layer's parameter, by its name in transformers, what the converter stores
+            in its place, by the names of GGUF within the layer; None: it is stored as others are.
         kind: type of the matrices; None: float32.
         extra: further tensors.
         split_max_tensors: most tensors of a file; 0: all of them.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     config = network.config
-    said = {key: getattr(config, ours, None) for key, ours in _KEYS.items()}
-    said["attention.layer_norm_rms_epsilon"] = getattr(config, "rms_norm_eps", 1e-6)
-    said["rope.freq_base"] = (config.rope_parameters or {}).get("rope_theta", 10_000.0)
+    ours = {key: field for key, field in _KEYS.items() if key not in metadata}
+    said = {key: getattr(config, field, None) for key, field in ours.items()}
+    rope = getattr(config, "rope_parameters", None) or {}
+    said["rope.freq_base"] = rope.get("rope_theta", 10_000.0)
     for key, value in (said | dict(metadata)).items():
-        _add(writer, f"{architecture}.{key}", value)
+        if value is not None:
+            _add(writer, f"{architecture}.{key}", value)
     write_vocabulary(writer)
-    for name, values in tensors_of(architecture, network).items():
+    for name, values in tensors_of(architecture, network, parts).items():
         stored = np.ascontiguousarray(change(name, values))
         if kind is not None and stored.ndim > 1:
             writer.add_tensor(name, gguf.quantize(stored, kind), raw_dtype=kind)
@@ -140,25 +147,55 @@ def write_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def tensors_of(architecture: str, network: Any) -> dict[str, np.ndarray]:
+def tensors_of(
+    architecture: str, network: Any, parts: Parts = lambda name, values: None
+) -> dict[str, np.ndarray]:
     """The tensors of a network by the names of GGUF, experts taken apart."""
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[architecture], network.config.num_hidden_layers)
+    kept = network.state_dict(keep_vars=True)
+    is_tied = network.config.tie_word_embeddings
     found: dict[str, np.ndarray] = {}
-    for name, weight in network.named_parameters():
+    for name, weight in kept.items():
+        if is_tied and name == "lm_head.weight":
+            continue
         values = weight.detach().numpy()
-        layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
-        if name.endswith("experts.gate_up_proj"):
-            gate, up = np.split(values, 2, axis=1)
-            found |= {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
-        elif name.endswith("experts.down_proj"):
-            found[f"{layer}.ffn_down_exps.weight"] = values
-        elif name.endswith("mlp.gate.weight"):
-            found[f"{layer}.ffn_gate_inp.weight"] = values
+        at = re.match(r"model\.layers\.(\d+)\.(.+)", name)
+        own = parts(at[2], values) if at else None
+        own = _usual(at[2], values) if at and own is None else own
+        if own is not None:
+            found |= {f"blk.{at[1]}.{part}": stored for part, stored in own.items()}
         else:
             base, _, end = name.rpartition(".")
-            stored = names.get_name(base)
-            if stored is None:  # the last word is part of the name
-                stored, end = names.get_name(name.replace("dt_bias", "dt_proj")), "bias"
-            found[stored if name.endswith("A_log") else f"{stored}.{end}"] = values
+            spelled = (base, base.replace("model.", "backbone."))
+            stored = next((each for each in map(names.get_name, spelled) if each), None)
+            found[f"{stored}.{end}" if stored else names.get_name(name)] = values
     return found
+
+
+def _usual(name: str, values: np.ndarray) -> dict[str, np.ndarray] | None:
+    """What converters store in place of parameters that transformers has in another form."""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(values, 2, axis=1)
+        return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = np.split(values, 2)
+        return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+    end = name.rpartition(".")[2]
+    stored = {
+        "gate_up_proj": None,
+        "up_proj": "ffn_up_exps.weight",
+        "down_proj": "ffn_down_exps.weight",
+        "A_log": "ssm_a",
+        "D": "ssm_d",
+        "dt_bias": "ssm_dt.bias",
+        "e_score_correction_bias": "exp_probs_b.bias",
+        "expert_bias": "exp_probs_b.bias",
+        "sinks": "attn_sinks.weight",
+        "layer_scalar": "layer_output_scale.weight",
+        "per_expert_scale": "ffn_down_exps.scale",
+        "scale": "ffn_gate_inp.scale",
+    }.get(end)
+    if stored is None and name.endswith(("mlp.gate.weight", "router.weight")):
+        stored = "ffn_gate_inp.weight"
+    return None if stored is None else {stored: values}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import gguf
@@ -16,36 +16,28 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.fast.blocks import StoredBlocks
+from kvcellar.backends.torch.gguf_names import Stored, Turn, stored_as
 from kvcellar.backends.torch.stored import PlainTensor
 from kvcellar.errors import ModelError
 from kvcellar.kernel.blocks import INPUTS
 from kvcellar.models.checkpoint import few
-from kvcellar.models.gguf.families import FAMILIES, Family
+from kvcellar.models.gguf.families import FAMILIES
 from kvcellar.models.gguf.reader import GgufFile, GgufTensor, wrong
 
 _AT_A_TIME = 1 << 20
 """Numbers that are made plain at a time."""
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
-_JOINED = {
-    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
-    "mlp.gate.weight": ("ffn_gate_inp.weight",),
-    "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
-}
-"""Parameters of a layer that transformers has in another form than files -> what they are made
-of, one behind the other along their rows."""
-
-_UNREAD = re.compile(r"^(rope_freqs|rope_factors_long|rope_factors_short)\.weight$")
+_UNREAD = re.compile(r"^(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short)\.weight$")
 """Tensors that the config was made of."""
 
+_SHARED = re.compile(r"^blk\.(\d+)\.(attn_k|attn_v|attn_k_norm)\.weight$")
+"""Tensors that layers which take keys and values of another layer may have, and do not use."""
+
+_LAYER = re.compile(r"^blk\.(\d+)\.")
 _SPARE = ("mtp.",)
 """Beginnings of names of what guesses several tokens, and is not loaded."""
 
 Make = Callable[[], Tensor]
-Turn = Callable[[Tensor], Tensor]
-Plan = dict[str, tuple[tuple[str, ...], Turn | None]]
-"""Parameters -> tensors of the file that they are made of, and what undoes how these are stored."""
 
 
 @contextmanager
@@ -85,19 +77,24 @@ def makers_of(file: GgufFile, network: Any, dtype: torch.dtype) -> dict[str, Mak
     """
     wanted = _wanted(network)
     _check_total(file, wanted)
-    family = FAMILIES.get(file.architecture)
-    if family is None:
-        plan = _by_transformers(file, network.config)
-    else:
-        plan = _by_us(file, family, network.config, wanted)
+    plan = _plan(file, network, wanted)
     _check_names(file, network, wanted, plan)
     makers: dict[str, Make] = {}
     for name, shape in wanted.items():
-        sources, turn = plan[name]
-        tensors = [file.tensors[source] for source in sources]
-        _check_shape(file, name, tensors, shape)
-        makers[name] = partial(_made, file, tensors, shape, dtype, turn)
+        stored = plan[name]
+        tensors = [file.tensors[source] for source in stored.sources]
+        _check_shape(file, name, tensors, shape, stored)
+        makers[name] = partial(_made, file, tensors, shape, dtype, stored)
     return makers
+
+
+def _plan(file: GgufFile, network: Any, wanted: Iterable[str]) -> dict[str, Stored]:
+    """Return how each parameter of a network is stored."""
+    family = FAMILIES.get(file.architecture)
+    if family is None:
+        return _by_transformers(file, network.config)
+    of = partial(stored_as, file.tensors, file.architecture, family)
+    return {name: of(name, network.config) for name in wanted}
 
 
 def blocks_of(file: GgufFile, network: Any) -> dict[str, StoredBlocks]:
@@ -107,68 +104,47 @@ def blocks_of(file: GgufFile, network: Any) -> dict[str, StoredBlocks]:
         file: the model; ``makers_of`` took it.
         network: of its config.
     """
-    family, found = FAMILIES[file.architecture], {}
-    for name, shape in _wanted(network).items():
-        source, *others = _sources(file, name, network.config)
-        tensor = file.tensors[source]
-        if not others and len(shape) == 2 and tensor.shape == shape and tensor.type_name in INPUTS:
-            turn = _turn(family, source, network.config)
-            read = partial(_stored, file, tensor, turn)
+    wanted = _wanted(network)
+    plan, found = _plan(file, network, wanted), {}
+    for name, shape in wanted.items():
+        stored = plan[name]
+        tensor = file.tensors[stored.sources[0]]
+        is_one = len(stored.sources) == 1 and stored.views is None and stored.is_of_rows
+        if is_one and len(shape) == 2 and tensor.shape == shape and tensor.type_name in INPUTS:
+            read = partial(_stored, file, tensor, stored.turn)
             found[name] = StoredBlocks(tensor.type_name, *shape, read)
     return found
 
 
-def _stored(file: GgufFile, tensor: GgufTensor, turn: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _stored(file: GgufFile, tensor: GgufTensor, turn: Turn | None) -> Tensor:
     """Read a matrix's rows as they are stored, in the order of transformers."""
     rows = torch.from_numpy(np.array(file.stored(tensor)))
     return rows if turn is None else turn(rows).contiguous()
 
 
 def _wanted(network: Any) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of a network's parameters, those of a tied head left out."""
+    """Return the names and shapes of what a network is read from, those of a tied head left out.
+
+    Parameters are, and buffers that are kept with them.
+    """
     embedding = network.get_input_embeddings().weight
     head = network.get_output_embeddings()
     is_tied = head is not None and network.config.tie_word_embeddings
     skip = head.weight if is_tied and head.weight is not embedding else None
+    parameters = dict(network.named_parameters())
+    kept = network.state_dict(keep_vars=True)
+    buffers = {name: one for name, one in network.named_buffers() if name in kept}
     return {
         name: tuple(weight.shape)
-        for name, weight in network.named_parameters()
+        for name, weight in (parameters | buffers).items()
         if weight is not skip
     }
 
 
-def _sources(file: GgufFile, name: str, config: Any) -> tuple[str, ...]:
-    """Return the names that the tensors of one parameter have in a file."""
-    layer = _LAYER.match(name)
-    if layer is not None and layer[2] in _JOINED:
-        return tuple(f"blk.{layer[1]}.{end}" for end in _JOINED[layer[2]])
-    base, dot, suffix = name.rpartition(".")
-    found = _names(file.architecture, config.num_hidden_layers).get_name(base)
-    return (f"{found}{dot}{suffix}",)
-
-
-@lru_cache(maxsize=4)
-def _names(architecture: str, n_layers: int) -> Any:
-    """Return the format's own table from other programs' names to its."""
-    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(known[architecture], n_layers)
-
-
-def _by_us(
-    file: GgufFile, family: Family, config: Any, wanted: Mapping[str, tuple[int, ...]]
-) -> Plan:
-    """Return what each parameter is made of, by the format's names and our families."""
-    plan: Plan = {}
-    for name in wanted:
-        sources = _sources(file, name, config)
-        plan[name] = sources, _turn(family, sources[0], config)
-    return plan
-
-
-def _by_transformers(file: GgufFile, config: Any) -> Plan:
+def _by_transformers(file: GgufFile, config: Any) -> dict[str, Stored]:
     """Return what each parameter is made of, by transformers' own table for an architecture."""
     from transformers.core_model_loading import Concatenate, WeightConverter, rename_source_key
-    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS, PermuteRows
 
     mapping = GGUF_ARCHS[file.architecture](config)
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
@@ -178,15 +154,17 @@ def _by_transformers(file: GgufFile, config: Any) -> Plan:
     for source in file.tensors:
         name, pattern = rename_source_key(source, renamings, converters)
         found.setdefault(name, {})[pattern or ""] = source
-    plan: Plan = {}
+    plan = {}
     for name, sources in found.items():
         converter = by_pattern.get(next(iter(sources)))
         operations = [] if converter is None else converter.operations
         if all(isinstance(one, Concatenate) for one in operations):
             order = [""] if converter is None else converter.source_patterns
-            plan[name] = tuple(sources[one] for one in order if one in sources), None
+            plan[name] = Stored(tuple(sources[one] for one in order if one in sources))
         else:
-            plan[name] = tuple(sources.values()), partial(_operated, operations=operations)
+            turn = partial(_operated, operations=operations)
+            is_of_rows = all(isinstance(one, PermuteRows) for one in operations)
+            plan[name] = Stored(tuple(sources.values()), turn, is_of_rows)
     return plan
 
 
@@ -210,64 +188,64 @@ def _check_total(file: GgufFile, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _check_names(
-    file: GgufFile, network: Any, wanted: Mapping[str, tuple[int, ...]], plan: Plan
+    file: GgufFile,
+    network: Any,
+    wanted: Iterable[str],
+    plan: Mapping[str, Stored],
 ) -> None:
     """Refuse a file that has not all of a network's tensors, or has others.
 
     Raises:
         ModelError: so it is.
     """
-    used = {source for name in wanted for source in plan.get(name, ((name,), None))[0]}
+    name, config = type(network).__name__, network.config
+    used = {one for key in wanted for one in (plan[key].sources if key in plan else (key,))}
     missing = sorted(used - file.tensors.keys())
     if missing:
-        raise wrong(
-            file.path,
-            f"lacks {len(missing)} tensors that a {type(network).__name__} has: {few(missing)}",
-        )
-    spare = {source for name in plan for source in plan[name][0] if name.startswith(_SPARE)}
-    unread = {one for one in file.tensors if _UNREAD.match(one)}
-    others = sorted(file.tensors.keys() - used - spare - unread)
+        raise wrong(file.path, f"lacks {len(missing)} tensors that a {name} has: {few(missing)}")
+    spare = {one for key in plan for one in plan[key].sources if key.startswith(_SPARE)}
+    n_layers = config.num_hidden_layers
+    ahead = range(n_layers, file.whole(f"{file.architecture}.block_count") or 0)
+    sharing = range(n_layers - (getattr(config, "num_kv_shared_layers", 0) or 0), n_layers)
+    others = [
+        one
+        for one in sorted(file.tensors.keys() - used - spare)
+        if not _UNREAD.match(one)
+        and _layer_of(_LAYER, one) not in ahead
+        and _layer_of(_SHARED, one) not in sharing
+    ]
     if others:
         raise ModelError(
-            f"{file.path} has {len(others)} tensors that a {type(network).__name__} does not know: "
-            f"{few(others)}; take the model's own safetensors"
+            f"{file.path} has {len(others)} tensors that a {name} does not know: {few(others)}; "
+            f"take the model's own safetensors"
         )
+
+
+def _layer_of(pattern: re.Pattern[str], name: str) -> int:
+    """Return the layer that a tensor of a pattern belongs to; -1: it has another name."""
+    found = pattern.match(name)
+    return int(found[1]) if found else -1
 
 
 def _check_shape(
-    file: GgufFile, name: str, tensors: list[GgufTensor], shape: tuple[int, ...]
+    file: GgufFile, name: str, tensors: list[GgufTensor], shape: tuple[int, ...], stored: Stored
 ) -> None:
-    """Refuse tensors that do not make a parameter; axes of one number may be left out.
+    """Refuse tensors that have more or fewer numbers than a parameter, or rows of other lengths.
+
+    Axes of one number may be left out; those that fill views of it are held against these later.
 
     Raises:
         ModelError: so they are.
     """
-    found = list(tensors[0].shape)
-    if len(tensors) > 1:
-        found[-2] = sum(each.shape[-2] for each in tensors)
-    ours, theirs = ([n for n in each if n != 1] for each in (found, shape))
-    if ours != theirs or len({each.shape for each in tensors}) > 1:
+    n_there = sum(math.prod(one.shape) for one in tensors)
+    row = next((n for n in reversed(shape) if n != 1), 1)
+    rows = {next((n for n in reversed(one.shape) if n != 1), 1) for one in tensors}
+    is_bent = len(shape) > 1 and stored.views is None and rows != {row}
+    if n_there != math.prod(shape) or is_bent:
+        there = [list(one.shape) for one in tensors]
         raise wrong(
-            file.path, f"has {found} numbers for {name}, and its metadata wants {list(shape)}"
+            file.path, f"has {there} numbers for {name}, and its metadata wants {list(shape)}"
         )
-
-
-def _turn(family: Family, source: str, config: Any) -> Turn | None:
-    """Return what undoes the way in which a tensor is stored; None: nothing is to be done."""
-    leaf = source.split(".", 2)[-1]
-    if family.norm_offset and source.endswith("norm.weight"):
-        return lambda some: some - family.norm_offset
-    if family.is_turned and leaf.startswith(("attn_q.", "attn_k.")):
-        is_q = leaf.startswith("attn_q.")
-        n_heads = config.num_attention_heads if is_q else config.num_key_value_heads
-        return partial(_halves, n_heads=n_heads)
-    return None
-
-
-def _halves(stored: Tensor, *, n_heads: int) -> Tensor:
-    """Return rows of heads whose halves turn together, of rows that turn in pairs."""
-    by_pairs = stored.view(n_heads, -1, 2, *stored.shape[1:])
-    return by_pairs.transpose(1, 2).reshape(stored.shape)
 
 
 def _made(
@@ -275,26 +253,39 @@ def _made(
     tensors: list[GgufTensor],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    turn: Turn | None,
+    stored: Stored,
 ) -> Tensor:
-    """Make a parameter of the tensors that are its rows."""
-    if len(tensors) == 1:
-        # What is taken off a norm is taken off in float32: it is small beside what was added.
-        made = _plain(file, tensors[0], dtype if len(shape) > 1 else torch.float32)
-        try:
-            made = made if turn is None else turn(made)
-            return made.to(dtype).reshape(shape)
-        except (IndexError, RuntimeError, ValueError) as error:
-            raise wrong(
-                file.path, f"has a tensor that cannot be {list(shape)} ({error})"
-            ) from error
-    out = torch.empty(shape, dtype=dtype)
-    start = 0
-    for tensor in tensors:
-        stop = start + tensor.shape[-2]
-        _plain(file, tensor, dtype, out[..., start:stop, :])
-        start = stop
-    return out
+    """Make a parameter of tensors; what a file has in float32 stays so, for what is kept so."""
+    try:
+        if len(tensors) == 1 and stored.views is None:
+            is_whole = tensors[0].type_name == "F32" or not stored.is_of_rows
+            made = _plain(file, tensors[0], torch.float32 if is_whole else dtype)
+            return (made if stored.turn is None else stored.turn(made)).reshape(shape)
+        out = torch.empty(shape, dtype=dtype)
+        views = _behind(out, tensors) if stored.views is None else stored.views(out)
+        for tensor, parts in zip(tensors, views, strict=True):
+            _fill(file, tensor, parts)
+        return out
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise wrong(file.path, f"has a tensor that cannot be {list(shape)} ({error})") from error
+
+
+def _behind(out: Tensor, tensors: list[GgufTensor]) -> list[list[Tensor]]:
+    """Return the rows of a parameter that each tensor fills, one behind the other."""
+    sizes = [one.shape[-2] for one in tensors]
+    return [[part] for part in out.split(sizes, dim=-2)]
+
+
+def _fill(file: GgufFile, tensor: GgufTensor, parts: list[Tensor]) -> None:
+    """Fill views of a parameter with a tensor's rows."""
+    (first, *others) = parts
+    if not others and first.shape == tensor.shape:
+        _plain(file, tensor, first.dtype, first)
+        return
+    made = _plain(file, tensor, first.dtype)
+    sizes = [part.numel() // made.shape[-1] for part in parts]
+    for part, rows in zip(parts, made.view(-1, made.shape[-1]).split(sizes), strict=True):
+        part.copy_(rows.view(part.shape))
 
 
 def _plain(
@@ -306,7 +297,7 @@ def _plain(
     width = tensor.shape[-1]
     made = torch.empty(tensor.shape, dtype=dtype) if out is None else out
     # Parts of a parameter are not one piece of memory: each expert's rows are filled in turn.
-    blocks = made.view(1, -1, width) if out is None else made
+    blocks = made if made.dim() == 3 else made.view(1, -1, width)
     per_block = math.prod(blocks.shape[1:-1])
     step = max(1, _AT_A_TIME // width)
     for at, block in enumerate(blocks):

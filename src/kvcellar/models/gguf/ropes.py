@@ -23,6 +23,7 @@ _LLAMA3 = {
 }
 _MOST_FACTORS = 1 << 12
 _YARN = {
+    "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
@@ -78,10 +79,24 @@ def _yarn(file: GgufFile, key: str, factor: float) -> dict[str, Any]:
         value = file.number(f"{key}.scaling.{theirs}")
         if value is not None:
             found[ours] = value
+    multiplier = file.number(f"{key}.scaling.yarn_log_multiplier")
+    if multiplier:
+        found |= _mscale(file, multiplier)
     return found
 
 
-def _factors(file: GgufFile, name: str) -> list[float]:
+def _mscale(file: GgufFile, multiplier: float) -> dict[str, float]:
+    """Return how scores grow with the factor; files of latent attention say a tenth of it.
+
+    Both numbers of a model with latent attention are the same, where they are not 1.
+    """
+    if f"{file.architecture}.attention.kv_lora_rank" not in file.metadata:
+        return {"mscale": 1.0, "mscale_all_dim": multiplier}
+    whole = round(10 * multiplier, 6)
+    return {"mscale": whole, "mscale_all_dim": whole}
+
+
+def factors_of(file: GgufFile, name: str) -> list[float]:
     """Return the factors that a file has as a tensor."""
     tensor = file.tensors[name]
     if tensor.type_name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
@@ -99,8 +114,8 @@ def _longrope(file: GgufFile, raw: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong(file.path, "has factors for long texts alone, and says not what is long")
     found = {
         "rope_type": "longrope",
-        "long_factor": _factors(file, "rope_factors_long.weight"),
-        "short_factor": _factors(file, "rope_factors_short.weight"),
+        "long_factor": factors_of(file, "rope_factors_long.weight"),
+        "short_factor": factors_of(file, "rope_factors_short.weight"),
         "original_max_position_embeddings": original,
         "factor": raw["max_position_embeddings"] / original,
     }
@@ -114,7 +129,7 @@ def _llama3(file: GgufFile, theta: float, width: int) -> dict[str, Any]:
     Raises:
         ModelError: they do not.
     """
-    there = np.asarray(_factors(file, "rope_freqs.weight"))
+    there = np.asarray(factors_of(file, "rope_freqs.weight"))
     if np.all(there == 1.0):
         return {}
     factor = float(there.max())
