@@ -132,6 +132,7 @@ class _Found:
         device: where they go.
         weights: how linear layers hold theirs; None: as torch does.
         facts: of the model.
+        blocks: matrices that the kernel holds as the file has them, by name.
     """
 
     folder: Path
@@ -140,6 +141,7 @@ class _Found:
     device: torch.device
     weights: str | None
     facts: ModelFacts
+    blocks: dict[str, StoredBlocks]
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
@@ -255,6 +257,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         dtype=found.dtype,
         device=found.device,
         keeps_mxfp4=found.weights is not None,
+        kept={name: (one.n_out, one.n_in) for name, one in found.blocks.items()},
     )
     n_parameters = n_numbers(network)
     bind_network(network, found.facts)
@@ -264,16 +267,11 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         return network, None, n_parameters
     report(0.95, "packing the weights")
     is_first = not known.is_file()
-    held = hold_weights(network, found.weights, known=known, blocks=_blocks(found, network))
+    held = hold_weights(network, found.weights, known=known, blocks=found.blocks)
     if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):
         known.unlink(missing_ok=True)  # the next load looks again
         held = replace(held, decoder=None)
     return network, held, n_parameters
-
-
-def _blocks(found: _Found, network: Any) -> dict[str, StoredBlocks]:
-    """Return the matrices that stay as a file has them; none where something else was asked for."""
-    return blocks_of(read_gguf(found.folder), network) if found.weights == FILE else {}
 
 
 def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
@@ -336,7 +334,18 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
         is_cpu=device.type == "cpu",
         is_built=reads_weights(),
     )
-    return _Found(folder, raw, dtype, device, weights, facts)
+    blocks = _blocks(folder, raw, facts) if weights == FILE else {}
+    return _Found(folder, raw, dtype, device, weights, facts, blocks)
+
+
+def _blocks(folder: Path, raw: Mapping[str, Any], facts: ModelFacts) -> dict[str, StoredBlocks]:
+    """Return the matrices that the kernel holds as a file has them, by name."""
+    with quiet(lambda part: None):
+        network = empty_network(raw)
+        found = blocks_of(read_gguf(folder), network)
+        bind_latents(network, facts.latents)
+    held = matrices_of(network)
+    return {name: one for name, one in found.items() if name in held}
 
 
 def _read_raw(folder: Path) -> dict[str, Any]:

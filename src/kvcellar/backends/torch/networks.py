@@ -165,6 +165,7 @@ def load_network(
     device: torch.device,
     attention: str | None = None,
     keeps_mxfp4: bool = False,
+    kept: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Any:
     """Read the network that runs a checkpoint's text, completely or not at all.
 
@@ -175,6 +176,7 @@ def load_network(
         device: where to put them.
         attention: name of one that is registered with transformers; None: the op.
         keeps_mxfp4: true to leave experts in MXFP4 as they were shipped, for the kernel to hold.
+        kept: shapes of parameters, by name, that are not read: the kernel holds them as stored.
 
     Returns:
         A module as of :func:`empty_network`.
@@ -196,6 +198,7 @@ def load_network(
         dtype=dtype,
         device=device,
         attention=attention or _op(),
+        kept=kept or {},
     )
 
 

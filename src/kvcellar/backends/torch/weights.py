@@ -45,6 +45,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     attention: str,
+    kept: Mapping[str, tuple[int, ...]],
 ) -> Any:
     """Read a model's weights; return its network in evaluation mode.
 
@@ -57,12 +58,14 @@ def load_weights(
         dtype: type of the weights in memory.
         device: where to put them.
         attention: name of an attention that is registered with transformers.
+        kept: shapes of parameters, by name, that stay as they are stored and are placed later. They
+            are not read, and take no memory: all their numbers are one.
 
     Raises:
         UnreadWeightsError: weights that are missing, or not this architecture's.
     """
     try:
-        with _source(folder, config, reader, format, dtype) as (path, options):
+        with _source(folder, config, reader, format, dtype, kept) as (path, options):
             whole, info = reader.from_pretrained(
                 path,
                 config=config,
@@ -87,14 +90,20 @@ def load_weights(
 
 @contextmanager
 def _source(
-    folder: Path, config: Any, reader: type[Any], format: WeightFormat | None, dtype: torch.dtype
+    folder: Path,
+    config: Any,
+    reader: type[Any],
+    format: WeightFormat | None,
+    dtype: torch.dtype,
+    kept: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[Path | None, dict[str, Any]]]:
     """Yield where transformers reads, and with which options, so that plain numbers come out."""
     if folder.is_file():
         with torch.device("meta"):
             empty = reader(config)
         with gguf_tensors(read_gguf(folder), empty, dtype) as tensors:
-            yield None, {"state_dict": tensors}
+            stand_ins = {name: torch.zeros((), dtype=dtype).expand(kept[name]) for name in kept}
+            yield None, {"state_dict": tensors | stand_ins}
     elif format is None:
         yield folder, {}
     elif format.method == MXFP4:
