@@ -38,7 +38,8 @@ class ModelCacheSpec:
         max_positions: the longest sequence that it was made for.
         stored_bytes: weights as they are stored.
         weight_bytes: weights in memory, once loaded.
-        dtype: their type in memory.
+        dtype: their type in memory; of those in a file's blocks the one that is computed in.
+        kv_dtype: how K and V are stored where nothing else is asked for.
         counted: what the weights are, and how they were counted.
         n_heads: query heads.
         hidden_size: numbers per token between layers.
@@ -53,6 +54,7 @@ class ModelCacheSpec:
     stored_bytes: int
     weight_bytes: int
     dtype: str
+    kv_dtype: str
     counted: str
     n_heads: int
     hidden_size: int

@@ -141,7 +141,7 @@ def open_host(
     chosen = chosen or choose_capacity(options, config)  # loading says what is wrong with a model
     n_running = (config or EngineConfig()).max_num_seqs
     cache_config = options.config_for(
-        loaded.params, loaded.dtype, chosen.cells, budgets[0], n_running
+        loaded.params, loaded.kv_dtype, chosen.cells, budgets[0], n_running
     )
     fingerprint = loaded.fingerprint(
         cache_file=default_home() / "fingerprints.json",
@@ -217,7 +217,9 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
     spec = size_model(options)
     cells = spec.max_positions if options.capacity is None else options.capacity
     config = config or EngineConfig()
-    cache_config = options.config_for(spec.params, spec.dtype, cells, n_running=config.max_num_seqs)
+    cache_config = options.config_for(
+        spec.params, spec.kv_dtype, cells, n_running=config.max_num_seqs
+    )
     block_size = cache_config.block_size if options.cache == "paged" else 1
     config.make_index((FULL,), block_size)
     if options.memory_bytes is not None:
@@ -281,6 +283,6 @@ def _make_drafter(
             f"{name!r} cannot draft for {target.name!r}: their vocabularies differ; choose a model "
             f"of the same family"
         )
-    own = make_config(model.params, config.capacity, asked.kv_dtype_for(model.dtype), budget=budget)
+    own = make_config(model.params, config.capacity, model.kv_dtype, budget=budget)
     session = stack.enter_context(make_tree_session(options.backend, own))
     return DraftModel(model.bind(session), session.cache, target.vocab_size)

@@ -11,7 +11,7 @@ from kvcellar.budget import MemoryBudget, format_size, machine_bytes
 from kvcellar.cache_config import MIN_CHUNK
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
-from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype, parse_kv_dtype
+from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import accelerator_bytes
 from kvcellar.models.options import LoadOptions
@@ -349,5 +349,4 @@ def _size_of(
 
 
 def _kv_of(spec: ModelCacheSpec, kv_dtype: str | None) -> KvDtype:
-    own = spec.dtype if spec.dtype in FLOAT_KV_DTYPES else "float32"
-    return parse_kv_dtype(kv_dtype or own)
+    return parse_kv_dtype(kv_dtype or spec.kv_dtype)

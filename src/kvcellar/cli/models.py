@@ -132,7 +132,7 @@ def _row(model: FoundModel) -> Row:
         spec = size_model(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
     except KVCellarError as error:
         return Row(model, None, None, str(error))
-    kv = parse_kv_dtype(LoadOptions().kv_dtype_for(spec.dtype))
+    kv = parse_kv_dtype(spec.kv_dtype)
     context = min(CONTEXT, spec.max_positions)
     held_bytes = spec.weight_bytes + spec.agent_bytes(context, kv) + spec.scratch_bytes(context)
     return Row(

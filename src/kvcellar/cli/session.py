@@ -60,7 +60,7 @@ def bound_model(
         model.touch_weights()  # they count, and would come with the first forward
         budget = MemoryBudget(limit_bytes, base_bytes=resident_bytes(), reserve_bytes=reserve_bytes)
     cells = _checked(chosen.cells, model, n_sequences)
-    config = options.config_for(model.params, model.dtype, cells, budget, n_sequences)
+    config = options.config_for(model.params, model.kv_dtype, cells, budget, n_sequences)
     with CACHES[options.cache](options.backend, config) as session:
         cache: Cache = session.cache
         with shown_warnings():

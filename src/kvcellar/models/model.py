@@ -14,7 +14,7 @@ from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
-from kvcellar.models.weights import PACKINGS
+from kvcellar.models.weights import PACKINGS, own_kv_dtype
 from kvcellar.registry import CacheSession
 from kvcellar.types import ModelCacheParams
 
@@ -112,6 +112,11 @@ class LoadedModel(ABC):
                 f"the cache of session {session.cache_key} was made for {params}; "
                 f"{self.name!r} has {self.params}; make the session with the model's params"
             )
+
+    @property
+    def kv_dtype(self) -> str:
+        """Storage type of K and V where nothing else is asked for."""
+        return own_kv_dtype(self.dtype, self.weights)
 
     @property
     def has_session_ropes(self) -> bool:

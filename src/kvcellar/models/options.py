@@ -10,7 +10,7 @@ from typing import Any
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError
-from kvcellar.kv_dtype import FLOAT_KV_DTYPES, parse_kv_dtype
+from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.snapshots import check_snapshot_bytes, slots_for
 from kvcellar.registry import (
     CacheSession,
@@ -46,18 +46,21 @@ class LoadOptions:
             backend loads, as a .pte file.
         backend: who runs it; see :func:`kvcellar.registry.backends`.
         dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
-            the checkpoint's own, with two exceptions. float16 becomes bfloat16 on a CPU, where
+            the checkpoint's own, with three exceptions. float16 becomes bfloat16 on a CPU, where
             arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
             of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
-            float32.
+            float32, and so does what stays blocks of a file (``weights``): it is the type between
+            them. A type that is named has such blocks made plain in it.
         weights: how linear layers hold theirs. With torch, on a CPU: ``bf16``, ``int8`` or
             ``int4``, which the kernel of this package reads, ``file``: the blocks of a GGUF file as
-            they are, or ``none``: as torch does. None:
-            ``bf16`` where ``dtype`` is bfloat16 and the kernel is built, since nothing is lost,
-            else ``none``. With executorch ``8da8w`` or ``8da4w``: a checkpoint is exported so.
+            they are, or ``none``: as torch does. None: ``file`` where a file is mostly blocks that
+            the kernel multiplies, and no ``dtype`` is named; ``bf16`` where ``dtype`` is bfloat16,
+            since nothing is lost; else ``none``, and where the kernel is not built. With executorch
+            ``8da8w`` or ``8da4w``: a checkpoint is exported so.
         device: where it runs, as the backend knows it; None: the CPU, or MLX's default.
         chat_template: text of a template in place of the checkpoint's own.
-        kv_dtype: how K and V are stored; None: as the weights.
+        kv_dtype: how K and V are stored; None: as the weights, and beside a file's blocks in
+            bfloat16.
         capacity: cells of its cache, of all conversations together; one may have as many as the
             model has positions. None: the model's context where memory allows it, else what memory
             allows.
@@ -117,14 +120,10 @@ class LoadOptions:
         """The model as it was asked for, for messages."""
         return str(self.model)
 
-    def kv_dtype_for(self, dtype: str) -> str:
-        """Return how K and V are stored where the weights have this type."""
-        return self.kv_dtype or (dtype if dtype in FLOAT_KV_DTYPES else "float32")
-
     def config_for(
         self,
         params: ModelCacheParams,
-        dtype: str,
+        kv_dtype: str,
         capacity: int,
         budget: MemoryBudget | None = None,
         n_running: int = 1,
@@ -133,7 +132,7 @@ class LoadOptions:
 
         Args:
             params: the model's facts.
-            dtype: of its weights.
+            kv_dtype: how K and V are stored where the options do not say.
             capacity: cells, where the options leave them to whoever knows the memory.
             budget: whom the cache asks before it grows.
             n_running: answers that run at a time.
@@ -143,7 +142,7 @@ class LoadOptions:
         """
         given = {"block_size": self.block_size, "layout": self.layout}
         paged: dict[str, Any] = {name: it for name, it in given.items() if it is not None}
-        kv_dtype = self.kv_dtype_for(dtype)
+        kv_dtype = self.kv_dtype or kv_dtype
         kv = parse_kv_dtype(kv_dtype)
         n_slots = slots_for(params, capacity, kv, self.snapshot_bytes, n_running)
         return make_config(params, capacity, kv_dtype, budget=budget, n_slots=n_slots, **paged)

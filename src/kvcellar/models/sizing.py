@@ -37,10 +37,15 @@ from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.packaged import PACKAGED, fetch_packaged
 from kvcellar.models.places import find_in_place, is_gguf
 from kvcellar.models.weights import (
+    BETWEEN_BLOCKS,
+    FILE,
     Matrix,
+    are_blocks,
     choose_weights,
     is_packed,
+    own_kv_dtype,
     parse_weights,
+    wants_blocks,
 )
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
 
@@ -198,10 +203,12 @@ def _spec_of(
     stored = Counter({"BF16": 1} if format else {})  # what goes with fewer bits
     if checkpoint is not None and files_bytes is not None:
         stored = check_weights(checkpoint)
-    stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     has_numbers = format is None and is_written_by_mlx == is_for_mlx
     files = checkpoint if files_bytes is not None and has_numbers else None
     sizes, matrices = _parameters(raw, files, group_size)
+    if has_kernel and wants_blocks(asked, dtype) and (asked or are_blocks(sizes, matrices)):
+        asked, dtype = FILE, BETWEEN_BLOCKS if dtype in (None, "auto") else dtype
+    stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, format, is_for_mlx)
     weights = choose_weights(asked, dtype, is_built=has_kernel)
@@ -222,6 +229,7 @@ def _spec_of(
         ),
         weight_bytes=weight_bytes,
         dtype=dtype,
+        kv_dtype=own_kv_dtype(dtype, weights),
         counted=counted + how,
         n_heads=facts.n_heads,
         hidden_size=facts.hidden_size,
@@ -287,7 +295,9 @@ def _in_memory(
     said = f"{100 * (n_held - n_shipped) / max(1, n_all):.0f}% of them are"
     if n_shipped:
         how = f"; {100 * n_shipped / n_all:.0f}% of them stay in MXFP4"
-    if n_held > n_shipped and is_packed(weights):
+    if weights == FILE:
+        how += f"; {said} multiplied as the blocks that the file has"
+    elif n_held > n_shipped and is_packed(weights):
         how += f"; {said} packed to {weights} when it is loaded"
     elif matrices and is_coded and not is_packed(weights):
         how += f"; {said} written in 12 bits when it is loaded, and nothing is lost"
@@ -315,13 +325,13 @@ def _dtypes(
 
 def _parameters(
     raw: Mapping[str, Any], files: Path | None, group_size: int
-) -> tuple[dict[str, int], dict[str, Matrix]]:
+) -> tuple[Mapping[str, int], Mapping[str, Matrix]]:
     """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
 
     Args:
         raw: the model's ``config.json``.
         files: the folder of a checkpoint that has as many, asked where there is no torch; it says
-            nothing of layers.
+            nothing of layers. Or a GGUF file, whose blocks count as they are held.
         group_size: of its tensors that are quantised.
 
     Raises:
@@ -337,6 +347,6 @@ def _parameters(
         raise BackendError(
             f"{error}; a model's parameters are counted with it; or say weight_bytes in a spec file"
         ) from error
-    found: tuple[dict[str, int], dict[str, Matrix]]
-    found = counter.count_parameters(raw)
+    found: tuple[Mapping[str, int], Mapping[str, Matrix]]
+    found = counter.count_parameters(raw, files if files is not None and files.is_file() else None)
     return found

@@ -74,6 +74,7 @@ def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCache
         stored_bytes=file.number("stored_bytes", stored),
         weight_bytes=weight_bytes,
         dtype=dtype,
+        kv_dtype=base.kv_dtype if base and "dtype" not in raw else dtype,
         counted=f"{from_base}{', '.join(raw) or 'nothing'} from {path.name}",
         n_heads=n_heads,
         hidden_size=hidden,

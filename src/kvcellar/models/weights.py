@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvcellar.errors import ConfigError
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 
 WEIGHTS = ("bf16", "int8", "int4")
 """Formats that the torch backend's linear layers read with the kernel of this package."""
@@ -12,8 +14,15 @@ WEIGHTS = ("bf16", "int8", "int4")
 FILE = "file"
 """The blocks of a GGUF file as they are, which the same kernel multiplies."""
 
-_MOST_FILE_BITS = 9
-"""Bits that a number of a file's blocks takes at most, with its share of scales and minima."""
+BETWEEN_BLOCKS, BESIDE_BLOCKS = "float32", "bfloat16"
+"""Types that a model of a file's blocks computes in, and keeps K and V in, where none is asked for.
+
+Inputs of its products are rounded to 8 bits in any case. In bfloat16 they would be twice, and a
+step takes as long; K and V of twice the bytes gain nothing beside that.
+"""
+
+_MOST = 0.75
+"""Share of a model's numbers from which on its file's blocks are the default."""
 
 PLAIN = "none"
 """Linear layers as torch has them, with weights in the model's own type."""
@@ -49,6 +58,7 @@ class Matrix(NamedTuple):
         is_most_exact: true for the last layer, and for embeddings.
         is_rows: true for an embedding that no linear layer shares.
         n_experts: how many of these a mixture has; 0: it is none of a mixture's.
+        block_bytes: what all of it takes as the blocks of its file; 0: it is in no such blocks.
     """
 
     n_out: int
@@ -56,12 +66,13 @@ class Matrix(NamedTuple):
     is_most_exact: bool
     is_rows: bool
     n_experts: int = 0
+    block_bytes: int = 0
 
     def held_bytes(self, weights: str, *, is_coded: bool, is_shipped: bool) -> int | None:
         """Return the bytes that the kernel holds; None where it keeps the model's own type.
 
         Args:
-            weights: a name of ``WEIGHTS``, or ``file``, of which this is the most.
+            weights: a name of ``WEIGHTS``, or ``file``.
             is_coded: true if bfloat16 weights are written in 12 bits here.
             is_shipped: true if the checkpoint has its experts in MXFP4.
         """
@@ -69,7 +80,7 @@ class Matrix(NamedTuple):
         if is_shipped and self.n_experts:
             return n * shipped_bytes(*shape)
         if weights == FILE:
-            return None if self.n_experts else self.n_out * self.n_in * _MOST_FILE_BITS // 8
+            return self.block_bytes or None
         if is_packed(weights):
             bits = bits_of(weights, is_most_exact=self.is_most_exact)
             return n * packed_bytes(*shape, bits) if can_pack(self.n_in) else None
@@ -118,6 +129,39 @@ def choose_weights(
     if asked is None and dtype == "bfloat16" and is_cpu and is_built:
         return "bf16"
     return asked
+
+
+def wants_blocks(asked: str | None, dtype: object) -> bool:
+    """Return true if a file's blocks are to stay: asked for by name, or nothing else is.
+
+    Args:
+        asked: what ``parse_weights`` has checked.
+        dtype: type of the weights that is asked for.
+    """
+    return asked == FILE or (asked is None and dtype in (None, "auto"))
+
+
+def are_blocks(sizes: Mapping[str, int], matrices: Mapping[str, Matrix]) -> bool:
+    """Return true if most of a model is in blocks that the kernel multiplies as they are.
+
+    Args:
+        sizes: numbers of every parameter, by name.
+        matrices: those that the kernel may hold.
+    """
+    n_blocks = sum(sizes[name] for name, one in matrices.items() if one.block_bytes)
+    return n_blocks >= _MOST * sum(sizes.values())
+
+
+def own_kv_dtype(dtype: str, weights: str | None = None) -> str:
+    """Return how K and V are stored where nothing else is asked for.
+
+    Args:
+        dtype: that the model computes in.
+        weights: how its linear layers hold theirs.
+    """
+    if weights == FILE:
+        return BESIDE_BLOCKS
+    return dtype if dtype in FLOAT_KV_DTYPES else "float32"
 
 
 def is_packed(weights: str | None) -> bool:

@@ -36,6 +36,7 @@ from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn
 from kvcellar.models.runner import BoundRunner, FloatArray, Runner
 from kvcellar.models.sizing import size_checkpoint
+from kvcellar.models.weights import own_kv_dtype
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import IntArray
@@ -286,6 +287,7 @@ def size_program(path: Path) -> ModelCacheSpec:
         stored_bytes=size_bytes,
         weight_bytes=size_bytes,
         dtype=str(facts["dtype"]),
+        kv_dtype=own_kv_dtype(str(facts["dtype"])),
         counted="a program, the size of its file",
         n_heads=int(config.num_attention_heads),
         hidden_size=int(config.hidden_size),

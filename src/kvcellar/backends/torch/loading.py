@@ -16,14 +16,13 @@ import transformers
 
 from kvcellar import __version__
 from kvcellar.backends.torch.binding import bind_network
-from kvcellar.backends.torch.fast.blocks import StoredBlocks
+from kvcellar.backends.torch.counting import Counted, count
+from kvcellar.backends.torch.fast.blocks import Stored
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
-from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.fast.mixtures import n_numbers
-from kvcellar.backends.torch.gguf import blocks_of, makers_of
-from kvcellar.backends.torch.latent import bind_latents
+from kvcellar.backends.torch.gguf import makers_of
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
@@ -53,7 +52,15 @@ from kvcellar.models.tokenizer import (
     load_tokenizer,
     quiet,
 )
-from kvcellar.models.weights import FILE, Matrix, choose_weights, parse_weights
+from kvcellar.models.weights import (
+    BETWEEN_BLOCKS,
+    FILE,
+    Matrix,
+    are_blocks,
+    choose_weights,
+    parse_weights,
+    wants_blocks,
+)
 from kvcellar.registry import CacheSession, make_decode_session
 from kvcellar.spec import ModelCacheSpec
 
@@ -141,7 +148,7 @@ class _Found:
     device: torch.device
     weights: str | None
     facts: ModelFacts
-    blocks: dict[str, StoredBlocks]
+    blocks: Mapping[str, Stored]
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
@@ -279,8 +286,7 @@ def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
 
     Its parts were tried one by one without weights; this is all of it, with them and over a cache.
     """
-    dtype = LoadOptions().kv_dtype_for(str(network.dtype).removeprefix("torch."))
-    config = make_config(facts.params, 2 * _FEW, dtype)
+    config = make_config(facts.params, 2 * _FEW, "float32")
     length = facts.rope.length_for(2 * _FEW)
     found = []
     for decoder in (held.decoder, None):
@@ -327,6 +333,11 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
             f"weights {FILE} are the blocks of a GGUF file as they are, and {folder} has other "
             f"weights; choose int8 or int4, or leave it out"
         )
+    pick_types("float32", options.device, raw, stored)  # a device that is not there is refused
+    blocks = _blocks(folder, raw, facts, options, asked)
+    if blocks:
+        asked = FILE
+        wanted = BETWEEN_BLOCKS if wanted in (None, "auto") else wanted
     dtype, device = pick_types(wanted, options.device, raw, stored)
     weights = choose_weights(
         asked,
@@ -334,18 +345,19 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
         is_cpu=device.type == "cpu",
         is_built=reads_weights(),
     )
-    blocks = _blocks(folder, raw, facts) if weights == FILE else {}
     return _Found(folder, raw, dtype, device, weights, facts, blocks)
 
 
-def _blocks(folder: Path, raw: Mapping[str, Any], facts: ModelFacts) -> dict[str, StoredBlocks]:
-    """Return the matrices that the kernel holds as a file has them, by name."""
-    with quiet(lambda part: None):
-        network = empty_network(raw)
-        found = blocks_of(read_gguf(folder), network)
-        bind_latents(network, facts.latents)
-    held = matrices_of(network)
-    return {name: one for name, one in found.items() if name in held}
+def _blocks(
+    folder: Path, raw: Mapping[str, Any], facts: ModelFacts, options: LoadOptions, asked: str | None
+) -> Mapping[str, Stored]:
+    """Return the matrices that are to stay as a file has them, by name; empty: none are."""
+    is_cpu = options.device is None or torch.device(options.device).type == "cpu"
+    if not (folder.is_file() and is_cpu and wants_blocks(asked, options.dtype)):
+        return {}
+    counted = _count(raw, facts, folder)
+    is_taken = asked == FILE or are_blocks(counted.sizes, counted.matrices)
+    return counted.blocks if is_taken else {}
 
 
 def _read_raw(folder: Path) -> dict[str, Any]:
@@ -418,20 +430,22 @@ def size_model(options: LoadOptions) -> ModelCacheSpec:
     return size_checkpoint(options, model_facts, has_kernel=True, is_coded=codes_weights())
 
 
-def count_parameters(raw: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Matrix]]:
+def count_parameters(
+    raw: Mapping[str, Any], file: Path | None
+) -> tuple[Mapping[str, int], Mapping[str, Matrix]]:
     """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
-
-    Counted on the network that transformers builds on the meta device, where tensors have shapes
-    and no bytes.
 
     Args:
         raw: a checkpoint's ``config.json``.
+        file: a GGUF file with its weights; None: they are elsewhere.
 
     Raises:
         ModelError: the config's fields do not make a model.
     """
+    counted = _count(raw, model_facts(raw), file)
+    return counted.sizes, counted.matrices
+
+
+def _count(raw: Mapping[str, Any], facts: ModelFacts, file: Path | None) -> Counted:
     with quiet(lambda part: None):
-        network = empty_network(raw)
-        bind_latents(network, model_facts(raw).latents)
-    sizes = {name: int(weight.numel()) for name, weight in network.named_parameters()}
-    return sizes, matrices_of(network)
+        return count(raw, facts, file)

@@ -77,6 +77,7 @@ def size_eagle3(
         stored_bytes=stored,
         weight_bytes=weight_bytes,
         dtype=dtype,
+        kv_dtype=dtype,
         counted=f"{n_params:,} parameters, sizes from its files",
         n_heads=config.n_heads,
         hidden_size=config.hidden_size,
