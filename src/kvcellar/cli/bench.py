@@ -18,7 +18,12 @@ from kvcellar.cli import options
 from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
-from kvcellar.engine.quality import CANDIDATES, measure_kv_quality, measure_weights_quality
+from kvcellar.engine.quality import (
+    CANDIDATES,
+    PROSE,
+    measure_kv_quality,
+    measure_weights_quality,
+)
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models import LoadedModel, LoadOptions, load_model
@@ -31,9 +36,9 @@ from kvcellar.models.kv_quality import (
     save_quality,
     save_weights_quality,
 )
-from kvcellar.models.weights import WEIGHTS, parse_weights
+from kvcellar.models.weights import FILE, PLAIN, WEIGHTS, parse_weights
 
-N_TOKENS = 8192
+N_TOKENS = 4096
 
 STYLES = {"good": "green", "fair": "yellow", "bad": "red"}
 
@@ -46,8 +51,8 @@ class ReadingOptions:
         Path | None,
         option(
             "FILE",
-            "Text to read. Default: modules of Python's standard library; for the bundled "
-            "model those that it was not trained on.",
+            "Text to read. Default: the first chapters of Northanger Abbey; for the bundled model "
+            "modules of Python's standard library that it was not trained on.",
         ),
     ] = None
     tokens: Annotated[int, option("N", "Tokens of the text to read at most.", min=2)] = N_TOKENS
@@ -64,7 +69,7 @@ class ReadingOptions:
                 f"context {self.context} is more than the {model.max_positions} positions that "
                 f"{name!r} was made for; give --context at most as much"
             )
-        return read_text(model, self.text, self.tokens)
+        return read_text(model, self.text, self.tokens, self.context)
 
 
 def register(app: typer.Typer) -> None:
@@ -142,7 +147,9 @@ def weights_quality(
     weights: Annotated[
         list[str] | None,
         option(
-            "FORMAT", f"A format to measure; may be given often. Default: {', '.join(WEIGHTS)}."
+            "FORMAT",
+            f"A format to measure; may be given often. Default: {PLAIN}, {', '.join(WEIGHTS)}, and "
+            f"of a GGUF file {FILE}.",
         ),
     ] = None,
     reading: ReadingOptions,
@@ -156,8 +163,7 @@ def weights_quality(
     often the likeliest token is the same. Two models are in memory at a time. The figures are
     remembered, and loading the model in a format that harms it then says how much.
     """
-    wanted = list(dict.fromkeys(weights or WEIGHTS))
-    for name in wanted:
+    for name in weights or ():
         parse_weights(name, None)
 
     def load(name: str | None) -> LoadedModel:
@@ -168,6 +174,8 @@ def weights_quality(
             return _load(how)
 
     base = load(None)
+    all_of_it = (PLAIN, *WEIGHTS, *((FILE,) if base.path.is_file() else ()))
+    wanted = list(dict.fromkeys(weights or all_of_it))
     token_ids, source = reading.of(base, model)
     with _bar(token_ids) as report:
         results = measure_weights_quality(
@@ -202,34 +210,48 @@ def _remembered(save: Callable[[], Path]) -> str | None:
         return None
 
 
-def read_text(model: LoadedModel, file: Path | None, n_tokens: int) -> tuple[list[int], str]:
-    """Up to ``n_tokens`` tokens of a file, or of Python modules; and what they were called.
+def read_text(
+    model: LoadedModel, file: Path | None, n_tokens: int, context: int
+) -> tuple[list[int], str]:
+    """Return up to ``n_tokens`` tokens of a file, or of a novel, and what they were called.
+
+    A model that was trained on modules of Python's standard library reads those that it was not.
+
+    Args:
+        model: whose tokens they are.
+        file: what to read; None: a text that is here.
+        n_tokens: the most tokens.
+        context: tokens of a piece, each of which begins as a text of its own does.
 
     Raises:
         ConfigError: the file cannot be read as text.
     """
-    if file is not None:
-        try:
-            files, source = [file.read_text(encoding="utf-8")], file.name
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} cannot be read as UTF-8 text: {error}") from error
-    else:
+    training = model.path / "training.json"
+    if file is None and training.is_file():
         library = Path(sysconfig.get_paths()["stdlib"])
-        training = model.path / "training.json"
-        names = read_json(training)["heldout_files"] if training.is_file() else ()
-        paths = [library / name for name in names if (library / name).is_file()]
-        paths = paths or sorted(library.glob("*.py"))
-        files, source = [path.read_text(encoding="utf-8") for path in paths], "standard library"
+        named = [library / name for name in read_json(training)["heldout_files"]]
+        paths, source = [path for path in named if path.is_file()], "Python's standard library"
+    else:
+        paths = [PROSE if file is None else file]
+        source = "Northanger Abbey" if file is None else file.name
+    try:
+        text = "".join(path.read_text(encoding="utf-8") for path in paths)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as UTF-8 text: {error}") from error
+    return _in_pieces(model, text, n_tokens, context), source
+
+
+def _in_pieces(model: LoadedModel, text: str, n_tokens: int, context: int) -> list[int]:
+    """Return tokens of a text with those that open one in front of each piece."""
     from kvcellar.models.tokenizer import opening_tokens
 
     start = opening_tokens(model.tokenizer)
+    encoded = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     token_ids: list[int] = []
-    for content in files:
-        if len(token_ids) >= n_tokens:
-            break
-        encoded = model.tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-        token_ids += [*start, *(int(token) for token in encoded)]
-    return token_ids[:n_tokens], source
+    own = max(1, context - len(start))  # tokens of the text in a piece
+    for at in range(0, min(len(encoded), n_tokens), own):
+        token_ids += [*start, *(int(token) for token in encoded[at : at + own])]
+    return token_ids[:n_tokens]
 
 
 def _title(

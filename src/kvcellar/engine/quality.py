@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from kvcellar.registry import CacheSession, make_decode_session
 
 BASE = "float32"
 """What every other storage type is compared with."""
+
+PROSE = Path(__file__).with_name("northanger_abbey.txt")
+"""English to read: the first six chapters of Jane Austen's novel of 1817, in the public domain, by
+Project Gutenberg's text as Debian's r-cran-janeaustenr has it, one line per paragraph."""
 
 CANDIDATES = ("bfloat16", "int8", "k8v4", "int4", "int4:rot", "int4:first4:last64")
 """What is measured where nothing is named."""

@@ -221,10 +221,14 @@ def _write(path: Path, results: Sequence[KvQuality | WeightsQuality], text: str)
 
 
 def _own_file(folder: Path, kind: str = "kv-quality") -> Path:
-    """By what the checkpoint is, not by where it lies: sizes and headers of its files."""
+    """By what the checkpoint is, not by where it lies: sizes, headers and ends of its files."""
     digest = xxhash.xxh3_128()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    inside = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    for path in [folder] if folder.is_file() else inside:
         with contextlib.suppress(OSError), path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
             digest.update(file.read(_HEADER_BYTES))
+            file.seek(max(0, size - _HEADER_BYTES))
+            digest.update(file.read())
     return default_home() / kind / f"{digest.hexdigest()}.json"

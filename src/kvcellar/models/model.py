@@ -75,9 +75,7 @@ class LoadedModel(ABC):
         """
         self._check_session(session)
         check_feature_layers(feature_layers, self.n_layers)
-        known = None
-        if self.path.is_dir():  # figures are known by a checkpoint's files
-            known = known_quality(self.path, session.cache.config.kv_dtype)
+        known = known_quality(self.path, session.cache.config.kv_dtype)
         if known is not None and known.verdict == "bad":
             warnings.warn(
                 f"kv_dtype {known.kv_dtype} is known to be bad for {self.name!r}: perplexity "
