@@ -443,6 +443,21 @@ def place_affine(
         ConfigError: as of :func:`affine_weights`.
     """
 
+def fit_q4_k(rows: int, dtype: Dtype, n_in: int, n_out: int, to: int) -> None:
+    """
+    Make weights blocks of Q4_K, for :func:`place_blocks`; scales and minima are searched.
+
+    The same bytes come out on every machine. Of weights that are not all finite a block's
+    are NaN.
+
+    Args:
+        rows: address of ``[n_out, n_in]``.
+        dtype: of them, float32 or bfloat16.
+        n_in: inputs, a multiple of 256.
+        n_out: outputs.
+        to: address of ``[n_out, n_in / 256, 144]`` bytes.
+    """
+
 def place_mxfp4(blocks: int, exponents: int, n_in: int, n_out: int, data: int, to: int) -> None:
     """
     Put weights of MXFP4, as checkpoints have them, where products take them; nothing is lost.

@@ -7,6 +7,7 @@ add_library(kvcellar_kernel STATIC
   ${KVC_DIR}/core/levels.cpp ${KVC_DIR}/core/threads.cpp
   ${KVC_DIR}/attend/plan.cpp ${KVC_DIR}/attend/step_call.cpp
   ${KVC_DIR}/linear/linear.cpp ${KVC_DIR}/linear/coded.cpp ${KVC_DIR}/linear/blocks.cpp
+  ${KVC_DIR}/linear/fitting.cpp
   ${KVC_DIR}/layers/rows.cpp ${KVC_DIR}/layers/decoder.cpp ${KVC_DIR}/layers/eagle3.cpp
   ${KVC_DIR}/experts/experts.cpp
   ${KVC_DIR}/recurrent/recurrent.cpp

@@ -4,6 +4,7 @@
 
 #include "core/binding.h"
 #include "linear/blocks.h"
+#include "linear/fitting.h"
 #include "linear/linear.h"
 
 namespace nb = nanobind;
@@ -194,6 +195,23 @@ void bind_linear(nb::module_& m) {
       "    beside: address of those for scales and minima.\n\n"
       "Raises:\n"
       "    ConfigError: as of :func:`affine_weights`.");
+
+  m.def(
+      "fit_q4_k",
+      [](uintptr_t rows, Dtype dtype, int64_t n_in, int64_t n_out, uintptr_t to) {
+        const nb::gil_scoped_release release;
+        fit_q4_k(at(rows), dtype, n_in, n_out, at<uint8_t>(to), 0);
+      },
+      "rows"_a, "dtype"_a, "n_in"_a, "n_out"_a, "to"_a,
+      "Make weights blocks of Q4_K, for :func:`place_blocks`; scales and minima are searched.\n\n"
+      "The same bytes come out on every machine. Of weights that are not all finite a block's\n"
+      "are NaN.\n\n"
+      "Args:\n"
+      "    rows: address of ``[n_out, n_in]``.\n"
+      "    dtype: of them, float32 or bfloat16.\n"
+      "    n_in: inputs, a multiple of 256.\n"
+      "    n_out: outputs.\n"
+      "    to: address of ``[n_out, n_in / 256, 144]`` bytes.");
 
   m.def(
       "place_mxfp4",
