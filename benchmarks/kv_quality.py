@@ -22,7 +22,7 @@ OTHERS = ("bfloat16", "int8:g32", "k8v4", "k4v8", "int4:rot", "int4:g64", "int4:
 def measure(quick: bool) -> Mapping[str, Any]:
     """Measure the two types with goals; without ``--quick`` the others too, on all of the text."""
     model = load_model("demo")
-    token_ids, source = read_text(model, None, 6144 if quick else 1 << 20)
+    token_ids, source = read_text(model, None, 6144 if quick else 1 << 20, 1024)
     names = [*GOALS] if quick else [*GOALS, *OTHERS]
     results = measure_kv_quality(model, token_ids, names)
     print(f"{results[0].n_tokens} tokens of {source}:")

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar.cli import app
+from kvcellar.cli.bench import read_text
 from kvcellar.kernel import levels
 from kvcellar.models.kv_quality import (
     KvQuality,
@@ -44,7 +45,7 @@ def test_a_table_shows_every_type_and_recommends_one_and_the_figures_are_remembe
 ) -> None:
     result = run("--tokens", "300", "--kv-dtype", "int8", "--kv-dtype", "int4")
     assert result.exit_code == 0, result.stderr
-    assert "demo: 299 tokens of standard library" in result.stdout
+    assert "demo: 299 tokens of Python's standard library" in result.stdout
     for name in ("float32", "int8", "int4"):
         assert f"│ {name} " in result.stdout
     assert "recommended: --kv-dtype" in result.stdout
@@ -134,7 +135,6 @@ def test_a_model_in_bfloat16_is_measured_with_its_own_type_too() -> None:
 def test_a_text_begins_as_the_tokenizer_itself_begins_it(tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    from kvcellar.cli.bench import read_text
     from kvcellar.models.tokenizer import opening_tokens
     from tests.models.tiny_checkpoints import make_tokenizer
 
@@ -145,12 +145,32 @@ def test_a_text_begins_as_the_tokenizer_itself_begins_it(tmp_path: Path) -> None
     model = SimpleNamespace(tokenizer=tokenizer, path=tmp_path)
     hello = tokenizer.encode("hello")
     assert len(hello) == 5
-    assert read_text(model, text, 100)[0] == hello, "no BOS where it puts none"
+    assert read_text(model, text, 100, 50)[0] == hello, "no BOS where it puts none"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
     )
     assert opening_tokens(tokenizer) == [256]
-    assert read_text(model, text, 100)[0] == [256, *hello]
+    assert read_text(model, text, 100, 50)[0] == [256, *hello]
+    assert read_text(model, text, 100, 4)[0] == [256, *hello[:3], 256, *hello[3:]], "each piece"
+
+
+def test_models_read_prose_that_comes_along(tmp_path: Path) -> None:
+    from tests.models.tiny_checkpoints import make_tokenizer
+
+    model = SimpleNamespace(tokenizer=make_tokenizer(), path=tmp_path)
+    token_ids, source = read_text(model, None, 10_000, 1024)
+    assert source == "Northanger Abbey" and len(token_ids) == 10_000
+    assert model.tokenizer.decode(token_ids).startswith("Chapter 1\n\nNo one who had ever seen")
+
+
+def test_files_of_other_bytes_have_figures_of_their_own(tmp_path: Path) -> None:
+    """A GGUF file has no folder of its own, and a model trained further only other numbers."""
+    files = [tmp_path / name for name in ("a.gguf", "b.gguf")]
+    for at, file in enumerate(files):
+        file.write_bytes(b"GGUF" + bytes(1 << 18) + bytes([at]))
+    save_weights_quality(files[0], [WeightsQuality("int4", 40.0, 1.14, 0.5, 0.8, 9, 9)], "made up")
+    assert known_weights_quality(files[0], "int4") is not None
+    assert known_weights_quality(files[1], "int4") is None
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -168,7 +188,7 @@ def test_every_format_of_weights_is_measured_against_float32_and_remembered(home
     assert result.exit_code == 0, result.stderr
     value = json.loads(result.stdout)
     rows = {row["weights"]: row for row in value["results"]}
-    assert list(rows) == ["float32", "bf16", "int8", "int4"]
+    assert list(rows) == ["float32", "none", "bf16", "int8", "int4"]
     base = rows["float32"]
     assert (base["ppl_ratio"], base["kl"], base["same_top1"]) == (1.0, 0.0, 1.0)
     assert 0 < rows["bf16"]["kl"] < rows["int4"]["kl"] and rows["int8"]["kl"] < rows["int4"]["kl"]
