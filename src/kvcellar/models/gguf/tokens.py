@@ -6,6 +6,7 @@ from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.models.gguf.reader import GgufFile, wrong
+from kvcellar.models.gguf.splits import OPENED, SPLITS, WHOLE
 
 _LISTS = ("tokens", "merges", "scores", "token_type")
 _NAMES = {
@@ -32,32 +33,20 @@ _ENDS = frozenset(
         "_<EOT>",
         "<|end_of_text|>",
         "<end_of_utterance>",
+        "<eos>",
+        "<|tool_response>",
+        "<|flush|>",
+        "<|calls|>",
+        "[EOT]",
+        "[EOS]",
+        "[e~[",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
 """Texts of control tokens that end an answer: older files say no more of them."""
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-SPLITS = {
-    **dict.fromkeys(("gpt-2", "gpt2", "mpt", "olmo", "granite-docling", "trillion"), (_GPT2,)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        (r"\p{N}", _GPT2),
-    ),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
-}
-"""Ways to cut a text before it is encoded, beside those of transformers: patterns, one after the
-other, by the format's names."""
-
-_LLAMA3_KIN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
-_WHOLE = frozenset((*_LLAMA3_KIN, "midm-2.0", "jina-v5-nano", "tekken"))
-"""Names of pre-tokenizers under which a word that is in the vocabulary is one token, whatever the
-merges say, and texts begin with a BOS token unless the file says otherwise."""
+_GO_ON = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
+"""Pairs of which both are there where ``<|end|>`` ends a message, and the answer goes on."""
 
 
 def tokenizer_of(file: GgufFile) -> Any:
@@ -197,20 +186,20 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     cut = said["pre_tokenizer_type"]
-    theirs = GGUF_PRE_TOKENIZER_SPLITS.get(cut)
-    splits = SPLITS.get(cut) or ((theirs,) if theirs else None)
-    if splits is None:
+    rule = SPLITS.get(cut) or ((cut,) if cut in GGUF_PRE_TOKENIZER_SPLITS else None)
+    if rule is None:
         raise ModelError(
             f"{file.path} cuts texts by the rule {str(cut)[:40]!r}, which is not known here; with "
             f"another, the model would be asked something else; take its own safetensors"
         )
+    patterns = [GGUF_PRE_TOKENIZER_SPLITS.get(one, one) for one in rule]
     tokens = said["tokens"]
     vocabulary = {token: at for at, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in said["merges"]]
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in _WHOLE))
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in WHOLE))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in splits),
+            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -241,7 +230,7 @@ def _open_and_close(file: GgufFile, tokenizer: Any) -> None:
     model = file.text("tokenizer.ggml.model")
     is_opened = file.flag("tokenizer.ggml.add_bos_token")
     if is_opened is None:
-        is_opened = model == "llama" or file.text("tokenizer.ggml.pre") in _WHOLE
+        is_opened = model == "llama" or file.text("tokenizer.ggml.pre") in OPENED
     is_closed = bool(file.flag("tokenizer.ggml.add_eos_token"))
     first = tokenizer.bos_token if is_opened and model != "gemma4" else None
     last = tokenizer.eos_token if is_closed else None
@@ -271,6 +260,6 @@ def ends_of(file: GgufFile) -> frozenset[int]:
         for at, kind in enumerate(kinds[: len(tokens)])
         if kind in (_CONTROL, _USER) and tokens[at] in _ENDS
     }
-    if "<|return|>" in texts and "<|call|>" in texts:  # then a message ends, and the answer goes on
+    if any(one in texts and other in texts for one, other in _GO_ON):
         texts.pop("<|end|>", None)
     return frozenset(found | set(texts.values()))
