@@ -95,12 +95,6 @@ def test_a_file_is_a_whole_model(tmp_path):
         assert len(tokenizer(special)["input_ids"]) == 1
 
 
-def test_other_backends_say_that_they_load_no_gguf(tmp_path):
-    CASES["llama"].write(tmp_path / "model.gguf")
-    with pytest.raises(ModelError, match="GGUF, which the backend torch loads"):
-        load_model(tmp_path / "model.gguf", backend="mlx")
-
-
 def test_what_a_family_has_no_place_for_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     case = CASES["qwen2"]

@@ -1,4 +1,4 @@
-"""Checkpoints through mlx-lm: folders of Hugging Face, and mlx-community's quantised ones."""
+"""Checkpoints through mlx-lm: folders of Hugging Face, mlx-community's quantised ones, and GGUF."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mlx_lm.models.rope_utils import YarnRoPE
 
 from kvcellar.backends.mlx.checking import check_network, versions
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
+from kvcellar.backends.mlx.gguf import pick_dtype, read_network
 from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
@@ -25,6 +26,7 @@ from kvcellar.models.configs import positions_of
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import without_format
 from kvcellar.models.generation import sampling_defaults
+from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of, renew_facts
 from kvcellar.models.model import LoadedModel
@@ -101,8 +103,8 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
 
     Args:
         options: ``dtype`` is that of the weights that are floats; None or ``auto``: as they are
-            stored, and float32 for the bundled model. ``device`` is ``cpu`` or ``gpu``; None:
-            MLX's default.
+            stored, float32 for the bundled model, and for a GGUF file what loses least.
+            ``device`` is ``cpu`` or ``gpu``; None: MLX's default.
         report: called while loading.
 
     Raises:
@@ -118,17 +120,14 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
         config = text_config(raw)
         tokenizer = load_tokenizer(folder)
         report(0.92, "loading weights")
-        model = load_weights(folder, raw, config)
-        if wanted is not None:
-            model.set_dtype(FLOAT_DTYPES[wanted])
-        _untruncate(model, config)
+        model, said = _read(folder, raw, config, wanted)
         learnt = _learn(model, config)
         mx.eval(_arrays(model))  # what stayed lazy would belong to this thread
         if folder != DEMO_FOLDER:  # its tests are ours
             report(0.97, "checking")
             _prove(raw, model, learnt, options)
     check_vocabulary(tokenizer, learnt.vocab_size, folder)
-    report(1.0, "ready")
+    report(1.0, f"ready: {said}" if said else "ready")
     return MlxModel(
         name=options.name,
         path=folder,
@@ -199,8 +198,7 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
         raw = read_config(folder)
         _check_files(folder)
         config = text_config(raw)
-        network = load_weights(folder, raw, config)
-        _untruncate(network, config)
+        network, _ = _read(folder, raw, config, None)
         learnt = _learn(network, config)
         if learnt.added_window is not None and learnt.added_window <= LENGTH:
             raise ModelError(
@@ -213,6 +211,23 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
         is_replaced = renew_facts(without_format(raw), _facts_of_config, _BY)
     keep_verdict(raw, versions(str(learnt.dtype)), verdict)
     return verdict, is_replaced
+
+
+def _read(folder: Path, raw: Mapping[str, Any], config: Any, dtype: str | None) -> tuple[Any, str]:
+    """Make a model of mlx-lm with its weights; return it, and what is to be said of them.
+
+    Raises:
+        ModelError: as ``load_weights``, and ``read_network`` of a GGUF file.
+    """
+    if folder.is_file():
+        file = read_gguf(folder)
+        model, said = read_network(file, raw, config, dtype or pick_dtype(file))
+    else:
+        model, said = load_weights(folder, raw, config), ""
+        if dtype is not None:
+            model.set_dtype(FLOAT_DTYPES[dtype])
+    _untruncate(model, config)
+    return model, said
 
 
 def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
@@ -368,10 +383,6 @@ def _check_weights_option(weights: str | None) -> None:
 
 def _check_files(folder: Path) -> None:
     """Make sure that the files of a checkpoint are there and whole."""
-    if folder.is_file():
-        raise ModelError(
-            f"{folder} is GGUF, which the backend torch loads; choose it, or a checkpoint for MLX"
-        )
     check_weights(folder)
     check_tokenizer_files(folder)
 

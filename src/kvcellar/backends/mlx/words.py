@@ -63,7 +63,7 @@ def arguments(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
             text[name] = full[name]
     kind = full.get("rope_type", "default")
     if kind != "default":
-        text["rope_scaling"] = dict(full)
+        text["rope_scaling"] = {"type": kind, **full}  # some models read the older name
     elif full:
         text["rope_scaling"] = None
     if "sliding_attention" in rope:
