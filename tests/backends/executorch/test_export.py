@@ -19,7 +19,8 @@ from kvcellar.metadata import read_kv_cache_metadata
 from kvcellar.models import LoadedModel, load_model
 from tests.backends.executorch.programs import FEW_LAYERS, MAX_TOKENS, quietly
 from tests.models.fingerprints import differences
-from tests.models.players import text
+from tests.models.gguf.families import CASES
+from tests.models.players import Player, text
 from tests.models.tiny_checkpoints import VOCAB_SIZE
 
 MAX_POSITIONS = 512
@@ -59,6 +60,25 @@ def test_a_program_carries_the_facts_of_its_model_and_nothing_of_a_session(
     assert program.metadata["kv_cache.vocab_size"] == VOCAB_SIZE
     names = {key.removeprefix("kv_cache.") for key in program.metadata}
     assert not [n for n in names if "capacity" in n or "context" in n or "kv_dtype" in n]
+
+
+def test_a_gguf_file_becomes_a_program_with_its_tokenizer_and_template_inside(tmp_path):
+    path, program = tmp_path / "model.gguf", tmp_path / "model.pte"
+    CASES["llama"].write(path)
+    with quietly():
+        export_program(path, program, max_tokens_per_step=MAX_TOKENS)
+    inside = load_model(program, backend="executorch")
+    outside = load_model(path, dtype="float32", weights="none")
+    path.unlink()
+    chat = [{"role": "user", "content": "Grüße, 世界 the in<|think|>"}]
+    assert encode_chat(inside.tokenizer, chat) == encode_chat(outside.tokenizer, chat)
+    assert inside.eos_token_ids == outside.eos_token_ids == {261, 263}
+    assert inside.tokenizer.get_vocab() == outside.tokenizer.get_vocab()
+    found = []
+    for model in (inside, outside):
+        with Player(model, "contiguous") as player:
+            found.append(player.feed([1, 40, 7, 99, 258, 3], rows="all"))
+    assert np.abs(found[0] - found[1]).max() <= 1e-4
 
 
 def test_tokenizer_chat_template_and_ends_travel_inside(exported, checkpoint, tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,10 +153,6 @@ def export_program(
         progress=lambda part, what: report(0.15 * part, what),
     )
     assert isinstance(loaded, TorchModel)
-    if loaded.path.is_file():
-        raise ModelError(
-            f"{loaded.path} is GGUF, of which no program is made; give the model's own checkpoint"
-        )
     check_exports(loaded.facts, str(name_or_path))
     if feature_layers is not None:
         n_layers = loaded.n_layers
@@ -307,12 +305,7 @@ def _constants(loaded: TorchModel, fingerprint: str, asked: _Settings) -> dict[s
         shared=params.shared,
         vocab_size=loaded.vocab_size,
     )
-    files = {
-        name: (loaded.path / name).read_bytes()
-        for name in CARRIED
-        if (loaded.path / name).is_file()
-    }
-    packed = torch.frombuffer(bytearray(pack_files(files)), dtype=torch.uint8)
+    packed = torch.frombuffer(bytearray(pack_files(_carried(loaded))), dtype=torch.uint8)
     own = {
         "name": Path(loaded.name).name,
         "max_tokens_per_step": asked.max_tokens_per_step,
@@ -329,6 +322,23 @@ def _constants(loaded: TorchModel, fingerprint: str, asked: _Settings) -> dict[s
     if not own["eos_token_ids"]:
         del own["eos_token_ids"]
     return facts | {OWN_PREFIX + key: value for key, value in own.items()}
+
+
+def _carried(loaded: TorchModel) -> dict[str, bytes]:
+    """Return the files that travel inside a program: a checkpoint's, or those that a GGUF file is.
+
+    Whoever loads the program reads them as a checkpoint's.
+    """
+    folder, made = loaded.path, None
+    if folder.is_file():
+        made = tempfile.TemporaryDirectory(prefix="kvcellar-")
+        folder = Path(made.name)
+        loaded.config.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+        (folder / "generation_config.json").write_text(json.dumps(dict(loaded.sampling)), "utf-8")
+    with made or contextlib.nullcontext():
+        files = {name: folder / name for name in CARRIED}
+        return {name: path.read_bytes() for name, path in files.items() if path.is_file()}
 
 
 def memory_plan() -> Any:

@@ -34,6 +34,7 @@ from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn
+from kvcellar.models.places import is_gguf
 from kvcellar.models.runner import BoundRunner, FloatArray, Runner
 from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.weights import own_kv_dtype
@@ -214,7 +215,8 @@ def device_bytes(device: Any) -> int | None:
 def _program_of(options: LoadOptions) -> Path | None:
     """Return the .pte file that is asked for; None where a checkpoint is, which is exported."""
     path = Path(options.model).expanduser()
-    return path if path.suffix == ".pte" or path.is_file() else None
+    is_program = path.suffix == ".pte" or (path.is_file() and not is_gguf(path))
+    return path if is_program else None
 
 
 def _exported_dtype(options: LoadOptions) -> str:
