@@ -52,8 +52,8 @@ def test_a_file_gives_the_logits_of_its_model_or_is_refused_by_name(name, tmp_pa
     # Without our caches some of its models have no window: up to there rows are the same.
     n = getattr(network.config, "sliding_window", None) or len(TEXT)
     got, want = np.array(model(mx.array([TEXT]))[0])[:n], want[:n]
-    # mlx-lm's GELU of the first Gemma is the exact one, and that of its config by tanh.
-    assert np.abs(got - want).max() <= (2e-3 if name == "gemma" else 1e-4)
+    # mlx-lm's GELU is the exact one in some models whose configs say tanh.
+    assert np.abs(got - want).max() <= (2e-3 if name in ("gemma", "starcoder2") else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

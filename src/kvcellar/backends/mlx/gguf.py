@@ -120,8 +120,9 @@ def _sources(file: GgufFile, network: Any) -> dict[str, str]:
         expert = _EXPERTS.match(base)
         stored = f"blk.{expert[1]}.ffn_{expert[2]}_exps" if expert else table.get_name(base)
         source = f"{stored}.{end}"
-        if source in file.tensors:
-            _check_shape(file, name, file.tensors[source], tuple(one.shape))
+        tensor = file.tensors.get(source)
+        if tensor is not None and len(tensor.shape) == one.ndim:  # others are of convolutions
+            _check_shape(file, name, tensor, tuple(one.shape))
             found[name] = source
         elif name != "lm_head.weight":
             missing.append(name)
