@@ -323,8 +323,8 @@ LinearWeights some_groups(int64_t n_out, int64_t most, std::vector<std::unique_p
     return held.back()->data;
   };
   const auto bytes_at = [](char* p) { return reinterpret_cast<uint8_t*>(p); };
-  const auto type = static_cast<BlockType>(between(0, 13));
-  if (type > BlockType::mxfp4) {
+  const auto type = static_cast<BlockType>(between(0, 15));
+  if (type > BlockType::bf16) {
     const int64_t bits = rng() % 2 ? 4 : 8, group = 32 * between(1, 3), n_in = group * between(1, most);
     LinearWeights weights = make_affine_weights(bits, group, n_in, n_out, nullptr, nullptr);
     uint8_t* numbers = bytes_at(memory(n_out * n_in, Dtype::int8));
@@ -336,19 +336,20 @@ LinearWeights some_groups(int64_t n_out, int64_t most, std::vector<std::unique_p
     place_affine(rows, weights, data, beside, 2);
     return make_affine_weights(bits, group, n_in, n_out, data, beside);
   }
-  const int64_t n_in = inputs_of(type) * between(1, most);
+  const bool is_plain = type == BlockType::f16 || type == BlockType::bf16;
+  const int64_t n_in = inputs_of(type) * between(1, is_plain ? 90 : most);
   const LinearWeights weights = make_block_weights(type, n_in, n_out, nullptr, nullptr);
   const int64_t n_stored = n_out * (n_in / inputs_of(type)), bytes = bytes_of(type);
-  char* stored = memory(n_stored * bytes, Dtype::int8);
+  char* stored = memory(n_stored * bytes, !is_plain ? Dtype::int8 : type == BlockType::f16 ? Dtype::f16 : Dtype::bf16);
   const char* halves = memory(4 * n_stored, Dtype::f16);
   const int64_t at = type == BlockType::q6_k ? 208 : 0, n_halves = weights.has_minima ? 2 : 1;
-  for (int64_t i = 0; i < n_stored; ++i) {
+  for (int64_t i = 0; !is_plain && i < n_stored; ++i) {
     if (type == BlockType::mxfp4)
       stored[i * bytes] = static_cast<char>(between(124, 130));
     else
       std::memcpy(stored + i * bytes + at, halves + 4 * i, static_cast<size_t>(2 * n_halves));
   }
-  uint8_t* data = bytes_at(memory(weights.n_blocks * weights.block_bytes, Dtype::int8));
+  uint8_t* data = bytes_at(memory(data_bytes_of(weights), Dtype::int8));
   uint8_t* beside = bytes_at(memory(beside_bytes_of(weights), Dtype::int8));
   place_blocks(type, bytes_at(stored), weights, data, beside, 2);
   return make_block_weights(type, n_in, n_out, data, beside);
@@ -374,7 +375,7 @@ double one_of_blocks() {
     const auto* from = reinterpret_cast<const float*>(out.data);
     results.emplace_back(from, from + n_tokens * n_out);
     gather(weights, asked.data(), n_out, Dtype::f32, found.data, 2);
-    unpack(weights, 0, weights.n_blocks, expanded.data, 2);
+    if (!weights.is_plain) unpack(weights, 0, weights.n_blocks, expanded.data, 2);
     rows.emplace_back(found.data, found.data + found.size);
     rows.back().insert(rows.back().end(), expanded.data, expanded.data + expanded.size);
     if (rows.back() != rows.front()) return 1;
@@ -384,10 +385,13 @@ double one_of_blocks() {
 
 // A mixture over memory of exact sizes, some of whose tokens chose experts that are not there.
 double one_mixture() {
-  const auto format =
-      one_of({WeightFormat::bf16, WeightFormat::int8, WeightFormat::int4, WeightFormat::coded, WeightFormat::mxfp4});
+  using F = WeightFormat;
+  const F format = one_of({F::bf16, F::f16, F::int8, F::int4, F::coded, F::mxfp4, F::nibbles, F::bytes});
+  const Steps steps = one_of({Steps::halves, Steps::pairs, Steps::counts, Steps::floats});
+  const bool is_grouped = format == F::nibbles || format == F::bytes;
   const Dtype dtype = rng() % 2 ? Dtype::f32 : Dtype::bf16;
-  const int64_t size = dtype == Dtype::f32 ? 4 : 2, step = format == WeightFormat::coded ? 128 : 32;
+  const int64_t size = dtype == Dtype::f32 ? 4 : 2;
+  const int64_t step = is_grouped && steps == Steps::counts ? 256 : format == F::coded ? 128 : 32;
   const int64_t hidden = step * between(1, 3), inner = step * between(1, 3), n_experts = between(1, 6);
   const int64_t n_tokens = between(1, 20), n_chosen = between(1, 4);
   std::vector<std::unique_ptr<Memory>> held;
@@ -397,10 +401,17 @@ double one_mixture() {
     return held.back()->data;
   };
   const auto layer = [&](int64_t n_in, int64_t n_out) {
+    if (is_grouped) {
+      const LinearWeights one = make_grouped_weights(format, steps, 8, n_in, n_out, nullptr, nullptr);
+      const char* data = memory(n_experts * one.n_blocks * one.block_bytes, Dtype::int8);
+      const char* beside =
+          memory(n_experts * one.n_blocks * one.beside_bytes, steps == Steps::floats ? Dtype::f32 : Dtype::f16);
+      return ExpertLayer{make_grouped_weights(format, steps, 8, n_in, n_out, data, beside), n_experts, nullptr};
+    }
     LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
     const int64_t n_scales = n_experts * weights.n_blocks * weights.n_scales * kBlockRows;
-    if (format == WeightFormat::bf16) {
-      weights.data = memory(2 * n_experts * n_in * n_out, Dtype::bf16);
+    if (weights.is_plain) {
+      weights.data = memory(2 * n_experts * n_in * n_out, format == F::f16 ? Dtype::f16 : Dtype::bf16);
     } else {
       const int64_t bytes = weights.n_blocks * weights.block_bytes;
       char* data = memory(n_experts * bytes, Dtype::int8);

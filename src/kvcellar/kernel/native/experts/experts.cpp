@@ -64,8 +64,7 @@ struct Order {
 
 LinearWeights weights_of(const ExpertLayer& layer, int64_t expert) {
   LinearWeights weights = layer.weights;
-  const bool is_plain = weights.format == WeightFormat::bf16;
-  const int64_t bytes = is_plain ? 2 * weights.n_in * weights.n_out : weights.n_blocks * weights.block_bytes;
+  const int64_t bytes = weights.is_plain ? 2 * weights.n_in * weights.n_out : weights.n_blocks * weights.block_bytes;
   const int64_t scales = expert * weights.n_blocks * weights.n_scales * kBlockRows;
   weights.data = static_cast<const char*>(weights.data) + expert * bytes;
   if (weights.scales) weights.scales += scales;

@@ -47,7 +47,9 @@ void bind_linear(nb::module_& m) {
       .value("q6_k", BlockType::q6_k)
       .value("iq4_nl", BlockType::iq4_nl)
       .value("iq4_xs", BlockType::iq4_xs)
-      .value("mxfp4", BlockType::mxfp4);
+      .value("mxfp4", BlockType::mxfp4)
+      .value("f16", BlockType::f16)
+      .value("bf16", BlockType::bf16);
 
   nb::class_<LinearWeights>(m, "LinearWeights", "Weights of a linear layer. Inputs and outputs are addresses.")
       .def(
@@ -98,8 +100,8 @@ void bind_linear(nb::module_& m) {
             gather(weights, at<const int64_t>(outputs), n, dtype, at(to), 0);
           },
           "outputs"_a, "n"_a, "dtype"_a, "to"_a,
-          "Write the weights of n outputs, int64, as ``[n, n_in]``; not of bf16.\n\n"
-          "In bfloat16, packed ones also in float32. The outputs have to be there.");
+          "Write the weights of n outputs, int64, as ``[n, n_in]``.\n\n"
+          "In bfloat16, all but coded ones also in float32. The outputs have to be there.");
 
   m.def(
       "pack",
@@ -131,7 +133,7 @@ void bind_linear(nb::module_& m) {
       "block_sizes",
       [](BlockType type, int64_t n_in, int64_t n_out) {
         const LinearWeights weights = make_block_weights(type, n_in, n_out, nullptr, nullptr);
-        return nb::make_tuple(n_out * (n_in / inputs_of(type)) * bytes_of(type), weights.n_blocks * weights.block_bytes,
+        return nb::make_tuple(n_out * (n_in / inputs_of(type)) * bytes_of(type), data_bytes_of(weights),
                               beside_bytes_of(weights));
       },
       "type"_a, "n_in"_a, "n_out"_a,

@@ -31,6 +31,8 @@ const Form& form_of(BlockType type) {
       {32, 18, F::looked_up, Steps::halves, 128},   // iq4_nl
       {256, 136, F::looked_up, Steps::signs, 128},  // iq4_xs
       {32, 17, F::mxfp4, Steps::none, 12},          // mxfp4
+      {1, 2, F::f16, Steps::none, 0},               // f16
+      {1, 2, F::bf16, Steps::none, 0},              // bf16
   };
   return kForms[static_cast<int32_t>(type)];
 }
@@ -164,8 +166,12 @@ int64_t bytes_of(BlockType type) { return form_of(type).bytes; }
 
 LinearWeights make_block_weights(BlockType type, int64_t n_in, int64_t n_out, const void* data, const void* beside) {
   const Form& form = form_of(type);
-  if (type == BlockType::mxfp4) return make_linear_weights(form.format, n_in, n_out, data, beside);
+  if (form.steps == Steps::none) return make_linear_weights(form.format, n_in, n_out, data, beside);
   return make_grouped_weights(form.format, form.steps, form.zero, n_in, n_out, data, beside);
+}
+
+int64_t data_bytes_of(const LinearWeights& weights) {
+  return weights.is_plain ? 2 * weights.n_out * weights.n_in : weights.n_blocks * weights.block_bytes;
 }
 
 int64_t beside_bytes_of(const LinearWeights& weights) {
@@ -175,6 +181,10 @@ int64_t beside_bytes_of(const LinearWeights& weights) {
 
 void place_blocks(BlockType type, const uint8_t* rows, const LinearWeights& weights, uint8_t* data, uint8_t* beside,
                   int n_threads) {
+  if (weights.is_plain) {
+    std::memcpy(data, rows, static_cast<size_t>(data_bytes_of(weights)));
+    return;
+  }
   const Form& form = form_of(type);
   const int64_t n_of_row = weights.n_in / form.inputs, n_each = form.inputs / kGroupInputs;
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;

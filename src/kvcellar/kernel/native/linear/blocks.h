@@ -6,7 +6,7 @@
 
 namespace kvcellar {
 
-enum class BlockType : int32_t { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4 };
+enum class BlockType : int32_t { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, f16, bf16 };
 
 int64_t inputs_of(BlockType type);  // of a block
 int64_t bytes_of(BlockType type);
@@ -14,7 +14,8 @@ int64_t bytes_of(BlockType type);
 // Weights as such blocks become; data and beside may be none yet. n_in is a multiple of a block's.
 LinearWeights make_block_weights(BlockType type, int64_t n_in, int64_t n_out, const void* data, const void* beside);
 
-// Bytes beside all blocks of weights.
+// Bytes of all numbers of weights, and beside them.
+int64_t data_bytes_of(const LinearWeights& weights);
 int64_t beside_bytes_of(const LinearWeights& weights);
 
 // Rows of blocks, one output's after the other's, to data and beside of weights that were made for them.

@@ -86,7 +86,8 @@ inline void with_form(const LinearWeights& weights, const Run& run) {
 
 // 16 outputs of kTokens tokens.
 template <int kTokens, WeightFormat kFormat, Steps kSteps>
-inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t block) {
+__attribute__((noinline)) void block_grouped(const LinearCall& call, const LinearInputs& inputs, int64_t token,
+                                             int64_t block) {
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, n_sums = weights.n_sums;
   const uint8_t* w = static_cast<const uint8_t*>(weights.data) + block * weights.block_bytes;
@@ -97,6 +98,7 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
   const int8_t* x = inputs.numbers + token * n * kWide;
   const float* x_scales = inputs.scales + token * weights.n_groups;
   const int32_t* offsets = inputs.offsets + token * n_sums;
+  [[maybe_unused]] const auto* of_minima = reinterpret_cast<const float*>(offsets);
   constexpr bool kHasMinima = has_minima(kSteps);
   StepsOf<kSteps> steps_of(weights);
   float out[kTokens][kBlockRows];
@@ -116,6 +118,7 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
       fetch_packed(w);
       Ints weight[kParts];
       for (int part = 0; part < kParts; ++part) weight[part] = load_ints(w + part * kLanes * 4);
+#pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) add_token<kFormat>(weight, at + t * n * kWide, sums[t]);
     }
     const float* x_scale = x_scales + g * kGroup / kGroupInputs;
@@ -127,8 +130,7 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
         const float of_x = x_scale[t * weights.n_groups];
         totals[t][part] =
             fma(to_floats(end<kFormat>(sums[t][part], offset(t))), mul(scale, all(of_x)), totals[t][part]);
-        if (kHasMinima)
-          totals[t][part] = fma(least, all(of_x * static_cast<float>(offsets[t * n_sums + g])), totals[t][part]);
+        if (kHasMinima) totals[t][part] = fma(least, all(of_minima[t * n_sums + g]), totals[t][part]);
       }
     }
   }
@@ -168,7 +170,7 @@ inline void block_grouped(const LinearCall& call, const LinearInputs& inputs, in
           for (int i = 0; i < 4; ++i) sums[r] += numbers[q][r][i] * from[4 * q + i];
       for (int r = 0; r < kBlockRows; ++r) {
         out[t][r] += static_cast<float>(sums[r]) * (scale[r] * of_x);
-        if (kHasMinima) out[t][r] += least[r] * (of_x * static_cast<float>(offset));
+        if (kHasMinima) out[t][r] += least[r] * of_minima[t * n_sums + g];
       }
     }
   }

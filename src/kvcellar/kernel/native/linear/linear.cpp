@@ -37,6 +37,7 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
                                   const void* beside) {
   LinearWeights weights{format, n_in, n_out, data};
   const bool is_coded = format == WeightFormat::coded;
+  weights.is_plain = format == WeightFormat::bf16 || format == WeightFormat::f16;
   const bool is_mxfp4 = format == WeightFormat::mxfp4, is_int4 = format == WeightFormat::int4;
   weights.is_packed = format == WeightFormat::int8 || is_int4 || is_mxfp4;
   weights.is_wide = format == WeightFormat::int8;
@@ -51,7 +52,7 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
   weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
   const int64_t half_bytes = kBlockRows * n_in / 2;
   weights.block_bytes = is_coded                       ? sizeof(CodedHead) + 3 * half_bytes
-                        : format == WeightFormat::bf16 ? 4 * half_bytes
+                        : weights.is_plain             ? 4 * half_bytes
                         : format == WeightFormat::int8 ? 2 * half_bytes
                                                        : half_bytes;
   return weights;
@@ -129,7 +130,7 @@ void place_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int64_t n_in, 
 }
 
 void linear(const LinearCall& call, int n_threads) {
-  const bool is_bf16 = call.in == Dtype::bf16 && call.result == Dtype::bf16;
+  const bool is_bf16 = call.in == Dtype::bf16 && call.result == Dtype::bf16 && !call.out_step;
   if (call.n_tokens > kReadOnce && is_bf16 && !call.weights.is_packed && can_multiply(call.weights))
     return multiply(call.weights, call.x, call.n_tokens, call.out, n_threads);
   const LinearOps& ops_now = *ops().linear;
@@ -162,7 +163,8 @@ void linear(const LinearCall& call, int n_threads) {
 }
 
 bool can_multiply(const LinearWeights& weights) {
-  return ops().linear->multiply && weights.n_in % kGroupInputs == 0 && !weights.is_grouped;
+  return ops().linear->multiply && weights.n_in % kGroupInputs == 0 && !weights.is_grouped &&
+         weights.format != WeightFormat::f16;
 }
 
 void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out, int n_threads) {

@@ -20,7 +20,7 @@ constexpr int kReadOnce = 4;                            // tokens up to which re
 constexpr int64_t kMostOfPanel = 6;                     // more tokens lie in panels of so many, at most
 constexpr int64_t kBlocksInTurn = 8;                    // that meet some inputs of these before the next ones come
 
-// The last four are *grouped*: each group of 32 inputs of an output has a scale and, of some, a minimum of its own.
+// nibbles to fine_bytes are *grouped*: each group of 32 inputs of an output has a scale and, of some, a minimum of its own.
 enum class WeightFormat : int32_t {
   bf16 = 0,
   int8 = 1,
@@ -31,6 +31,7 @@ enum class WeightFormat : int32_t {
   looked_up = 6,   // 16 numbers of a table
   bytes = 7,       // 0 to 255
   fine_bytes = 8,  // the same, in groups of 16
+  f16 = 9,
 };
 
 // What stands beside grouped weights, of 16 outputs: float16 scales of a group, or scales and minima; or for 256 inputs
@@ -58,7 +59,7 @@ struct CodedHead {
 // Where an input's byte lies among 64 of coded weights. Of each translation unit its own.
 static constexpr int64_t coded_place(int64_t i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
 
-// bf16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
+// bf16 and f16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
 // for each group of 32 inputs and each 4 of them the weights of all 16 outputs, 4 at a time, as
 // unsigned numbers around 128 or 8. int4 puts 4 inputs into the low halves of 64 bytes and the next
 // 4 into the high ones. `scales` are float16 [blocks, n_scales, 16]. mxfp4 has the halves of int4, which are numbers of
@@ -76,7 +77,7 @@ struct LinearWeights {
   int64_t n_together = 1;  // groups that share floats
 
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
-  bool is_packed = false, is_grouped = false, has_minima = false;
+  bool is_plain = false, is_packed = false, is_grouped = false, has_minima = false;
   bool is_wide = false;                                 // their products are too large for words
   int64_t n_groups = 0, n_blocks = 0, block_bytes = 0;  // a block: 16 outputs
   int64_t n_scales = 0;                                 // of an output
@@ -87,11 +88,11 @@ struct LinearWeights {
 // Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups
 // of 32, with a scale each and what an offset of the weights adds to their products.
 struct LinearInputs {
-  float* rows;            // [tokens, n_in], of many in panels, or these as words; bf16 and coded only
+  float* rows;            // [tokens, n_in], of many in panels, or these as words; plain and coded only
   const uint16_t* pairs;  // [tokens, n_in] on lines of the cache, where they meet coded weights in pairs
   int8_t* numbers;        // [tokens, n_in], or words of 16 bits
   float* scales;          // [tokens, groups]
-  int32_t* offsets;       // [tokens, sums]; where weights have minima the sums themselves
+  int32_t* offsets;       // [tokens, sums]; where weights have minima floats: what meets these
 };
 
 struct LinearCall {
@@ -147,7 +148,7 @@ struct LinearOps {
   void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
   // Blocks [first, stop).
   void (*pack)(const Packing& packing, int64_t first, int64_t stop);
-  // See below; f32 is for packed weights only.
+  // See below; f32 is not for coded weights.
   void (*gather)(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to);
   // Tiles of 16 tokens, then panels of 32 outputs. None where there is no matrix unit.
   void (*pack_tokens)(const ManyTokens& call, int64_t first, int64_t stop);
@@ -163,7 +164,7 @@ void pack(const Packing& packing, int n_threads);
 void place_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int64_t n_in, int64_t n_out, uint8_t* data,
                  uint8_t* exponents_to, int n_threads);
 
-// out = x W^T. Each token's result is the same whatever other tokens come with it; weights of bf16
+// out = x W^T. Each token's result is the same whatever other tokens come with it; plain weights
 // are summed in one order for up to kReadOnce tokens, and in another for more, with AVX2 and both of bf16 in words
 // of 16 bits; coded ones that meet inputs in pairs in a third one for many.
 void linear(const LinearCall& call, int n_threads);
@@ -176,7 +177,7 @@ void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, voi
 // Packed or coded blocks [first, stop), without the padding of the last one, as bf16 [outputs, n_in].
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads);
 
-// Packed or coded weights of some outputs [n, n_in], as an embedding that is the last layer's weights is read;
+// Weights of some outputs [n, n_in], as an embedding that is the last layer's weights is read;
 // f32 or bf16, and of coded ones, which are that, bf16.
 void gather(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to, int n_threads);
 

@@ -38,7 +38,9 @@ class ManyWords {
     float steps[kRows];
   };
 
-  static bool fits(const LinearCall& call) { return call.in == Dtype::bf16 && call.result == Dtype::bf16; }
+  static bool fits(const LinearCall& call) {
+    return call.in == Dtype::bf16 && call.result == Dtype::bf16 && call.weights.format != WeightFormat::f16;
+  }
 
   ManyWords(const LinearCall& call, const LinearInputs& inputs)
       : call_(call), n_(whole_vectors(call.weights.n_in)), n_groups_((n_ + kGroup - 1) / kGroup) {

@@ -100,9 +100,11 @@ inline Ints dot_four(Ints sum, Ints x, const int8_t* numbers) {
   return dot_fours(sum, x, four(numbers));
 #endif
 }
-// 64 bytes of weights meet a token's numbers, which are loaded once for all outputs.
+// 64 bytes of weights meet a token's numbers, which are loaded once for all outputs. Functions that use it are called:
+// in a larger one a compiler stops putting such parts in their place, and sums go through memory.
 template <WeightFormat kFormat>
-inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints (&sums)[kParts]) {
+__attribute__((always_inline)) inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers,
+                                                     Ints (&sums)[kParts]) {
   for (int part = 0; part < kParts; ++part) {
     if constexpr (has_halves(kFormat)) {
       sums[part] = dot_four(sums[part], low_halves<kFormat>(weights[part]), numbers);
@@ -127,7 +129,8 @@ inline Ints end(Ints sum, int32_t offset) {
 // 64 bytes of weights meet a token's numbers, which are loaded once for all outputs: with AVX2 a load takes as long
 // as a product.
 template <WeightFormat kFormat>
-inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints (&sums)[kParts]) {
+__attribute__((always_inline)) inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers,
+                                                     Ints (&sums)[kParts]) {
   if (!is_wide(kFormat)) {
     for (int part = 0; part < kParts; ++part) {
       sums[part] = kept(add_16(sums[part], dot_bytes(low_halves<kFormat>(weights[part]), four(numbers))));
@@ -267,9 +270,18 @@ inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n,
   }
 }
 
-// kRows outputs of kTokens tokens, bf16, to out[token * kBlockRows]. The sums depend on neither.
-template <int kTokens, int kRows>
-inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float* out) {
+// Plain weights: bf16 or f16.
+template <WeightFormat kFormat>
+inline Vec load_plain(const uint16_t* p) {
+  return kFormat == WeightFormat::f16 ? load_half(p) : load_bf16(p);
+}
+inline float plain_at(WeightFormat format, const uint16_t* p) {
+  return format == WeightFormat::f16 ? half_to_float(*p) : bf16_to_float(*p);
+}
+
+// kRows outputs of kTokens tokens, plain, to out[token * kBlockRows]. The sums depend on neither.
+template <int kTokens, int kRows, WeightFormat kFormat>
+inline void dot_plain(const uint16_t* w, int64_t n, const float* x, float* out) {
   Vec sums[kRows][kTokens][2];
   for (auto& row : sums)
     for (auto& token : row) token[0] = token[1] = all(0.f);
@@ -282,7 +294,7 @@ inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float* out) {
       Vec y[kTokens];
       for (int t = 0; t < kTokens; ++t) y[t] = load(x + t * n + i + half * kLanes);
       for (int r = 0; r < kRows; ++r) {
-        const Vec weight = load_bf16(w + r * n + i + half * kLanes);
+        const Vec weight = load_plain<kFormat>(w + r * n + i + half * kLanes);
         for (int t = 0; t < kTokens; ++t) sums[r][t][half] = fma(weight, y[t], sums[r][t][half]);
       }
     }
@@ -290,7 +302,7 @@ inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float* out) {
   for (int r = 0; r < kRows; ++r) {
     for (int t = 0; t < kTokens; ++t) {
       float total = sum(add(sums[r][t][0], sums[r][t][1]));
-      for (int64_t j = i; j < n; ++j) total += bf16_to_float(w[r * n + j]) * x[t * n + j];
+      for (int64_t j = i; j < n; ++j) total += plain_at(kFormat, w + r * n + j) * x[t * n + j];
       out[t * kBlockRows + r] = total;
     }
   }
@@ -304,16 +316,16 @@ constexpr int kRowsTogether = 2;
 constexpr int kRowsTogether = 1;  // there are registers for no more
 #endif
 
-template <int kTokens>
-inline void block_bf16(const LinearCall& call, const float* x, int64_t token, int64_t block) {
+template <int kTokens, WeightFormat kFormat>
+inline void block_plain(const LinearCall& call, const float* x, int64_t token, int64_t block) {
   const int64_t n = call.weights.n_in, first = block * kBlockRows;
   const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
   const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
   float out[kTokens][kBlockRows];
   constexpr int kRows = kTokens > 1 ? kRowsTogether : 1;
   int64_t r = 0;
-  for (; r + kRows <= n_rows; r += kRows) dot_bf16<kTokens, kRows>(w + r * n, n, x, out[0] + r);
-  for (; r < n_rows; ++r) dot_bf16<kTokens, 1>(w + r * n, n, x, out[0] + r);
+  for (; r + kRows <= n_rows; r += kRows) dot_plain<kTokens, kRows, kFormat>(w + r * n, n, x, out[0] + r);
+  for (; r < n_rows; ++r) dot_plain<kTokens, 1, kFormat>(w + r * n, n, x, out[0] + r);
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
 
@@ -396,15 +408,22 @@ struct ManyFloats {
     }
     const int64_t n = weights.n_in;
     const auto* from = static_cast<const uint16_t*>(weights.data) + (block * kBlockRows + row) * n + first;
+    const bool is_half = weights.format == WeightFormat::f16;
     for (int64_t r = 0; r < n_rows; ++r, from += n, at += kDecodedRow) {
       for (int64_t i = 0; i < length; i += 2 * kLanes) {
         Vec even, odd;
-        load_split(from + i, even, odd);
+        if (is_half) {
+          even = load_half(from + i);
+          odd = load_half(from + i + kLanes);
+        } else {
+          load_split(from + i, even, odd);
+        }
         store(at + i, even);
         store(at + i + kLanes, odd);
         // What follows: the same inputs of the next rows.
         if (i % 32 == 0) __builtin_prefetch(from + kRowsDecoded * n + i, 0, 2);
       }
+      if (is_half) split_floats(at, length, false);
     }
   }
 
@@ -459,7 +478,7 @@ inline void blocks_of_many(const LinearCall& call, const Many& many, int64_t tok
     for (int64_t t = 0; t < n_tokens; ++t) {
       for (int64_t r = 0; r < n_rows; ++r)
         for (int64_t i = whole; i < n; ++i)
-          of_block[t * kBlockRows + r] += bf16_to_float(w[r * n + i]) * many.input(token + t, i);
+          of_block[t * kBlockRows + r] += plain_at(weights.format, w + r * n + i) * many.input(token + t, i);
       put(call, token + t, block * kBlockRows, n_rows, of_block + t * kBlockRows);
     }
   }
@@ -482,7 +501,8 @@ constexpr int kTurns = kHasWords && kFormat == WeightFormat::mxfp4 ? 2 : 1;
 
 // 16 outputs of kTokens tokens, packed: integers within a group, floats from group to group.
 template <int kTokens, WeightFormat kFormat>
-inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t block) {
+__attribute__((noinline)) void block_packed(const LinearCall& call, const LinearInputs& inputs, int64_t token,
+                                            int64_t block) {
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, n_groups = weights.n_groups;
   const uint8_t* w = static_cast<const uint8_t*>(weights.data) + block * weights.block_bytes;
@@ -572,13 +592,15 @@ template <int kTokens>
 inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t first, int64_t stop) {
   if (call.weights.is_grouped) return grouped_tokens<kTokens>(call, inputs, token, first, stop);
   constexpr int kFew = kTokens > kReadOnce ? kReadOnce : kTokens;  // floats come in no more
+  const int64_t n = call.weights.n_in;
   for (int64_t block = first; block < stop; ++block) {
     switch (call.weights.format) {
       case WeightFormat::int4: block_packed<kTokens, WeightFormat::int4>(call, inputs, token, block); break;
       case WeightFormat::int8: block_packed<kTokens, WeightFormat::int8>(call, inputs, token, block); break;
       case WeightFormat::mxfp4: block_packed<kTokens, WeightFormat::mxfp4>(call, inputs, token, block); break;
-      case WeightFormat::coded: block_coded<kFew>(call, inputs.rows + token * call.weights.n_in, token, block); break;
-      default: block_bf16<kFew>(call, inputs.rows + token * call.weights.n_in, token, block);
+      case WeightFormat::coded: block_coded<kFew>(call, inputs.rows + token * n, token, block); break;
+      case WeightFormat::f16: block_plain<kFew, WeightFormat::f16>(call, inputs.rows + token * n, token, block); break;
+      default: block_plain<kFew, WeightFormat::bf16>(call, inputs.rows + token * n, token, block);
     }
   }
 }
@@ -586,8 +608,7 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
 void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
   const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
   const LinearWeights& weights = call.weights;
-  // With minima the sums are kept themselves.
-  const int32_t zero = weights.has_minima ? -1 : weights.is_grouped ? weights.zero : zero_of(weights.format);
+  const int32_t zero = weights.is_grouped ? weights.zero : zero_of(weights.format);
   const int64_t sums_each = weights.is_packed ? weights.n_sums / weights.n_groups : 1;
   for (int64_t t = first; t < stop; ++t) {
     const char* x = static_cast<const char*>(call.x) + t * n * size;
@@ -640,9 +661,15 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
         std::memcpy(inputs.numbers + at, numbers, sizeof numbers);
       }
       // What is not finite makes this token's results NaN, and no other's.
-      inputs.scales[t * call.weights.n_groups + g] = is_finite ? most / 127.f : __builtin_nanf("");
-      for (int64_t s = 0; s < sums_each; ++s)
-        inputs.offsets[t * weights.n_sums + g * sums_each + s] = -zero * totals[s];
+      const float scale = is_finite ? most / 127.f : __builtin_nanf("");
+      inputs.scales[t * call.weights.n_groups + g] = scale;
+      for (int64_t s = 0; s < sums_each; ++s) {
+        int32_t& offset = inputs.offsets[t * weights.n_sums + g * sums_each + s];
+        offset = -zero * totals[s];
+        if (!weights.has_minima) continue;
+        const float of_minimum = scale * static_cast<float>(totals[s]);
+        std::memcpy(&offset, &of_minimum, 4);
+      }
     }
   }
 }
@@ -774,8 +801,34 @@ void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, ui
     packed_row(weights, output, [to](int64_t i, Vec x) { store_bf16(to + i, x); });
 }
 
+// Plain weights of an output.
+template <WeightFormat kFormat>
+inline void plain_row(const uint16_t* from, int64_t n, Dtype dtype, void* to) {
+  auto* floats = static_cast<float*>(to);
+  auto* halves = static_cast<uint16_t*>(to);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vec x = load_plain<kFormat>(from + i);
+    dtype == Dtype::f32 ? store(floats + i, x) : store_bf16(halves + i, x);
+  }
+  for (; i < n; ++i) {
+    const float x = plain_at(kFormat, from + i);
+    if (dtype == Dtype::f32)
+      floats[i] = x;
+    else
+      halves[i] = float_to_bf16(x);
+  }
+}
+
 void gather_rows(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to) {
   for (int64_t i = 0; i < n; ++i) {
+    if (weights.is_plain) {
+      const auto* from = static_cast<const uint16_t*>(weights.data) + outputs[i] * weights.n_in;
+      void* row = static_cast<char*>(to) + i * weights.n_in * (dtype == Dtype::f32 ? 4 : 2);
+      weights.format == WeightFormat::f16 ? plain_row<WeightFormat::f16>(from, weights.n_in, dtype, row)
+                                          : plain_row<WeightFormat::bf16>(from, weights.n_in, dtype, row);
+      continue;
+    }
     if (dtype == Dtype::f32) {
       float* row = static_cast<float*>(to) + i * weights.n_in;
       packed_row(weights, outputs[i], [row](int64_t at, Vec x) { store(row + at, x); });
