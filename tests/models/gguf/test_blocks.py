@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from kvcellar.backends.torch.fast import mixtures
 from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredAffine, StoredBlocks
+from kvcellar.backends.torch.fast.experts import KernelExperts
 from kvcellar.backends.torch.fast.layers import KernelEmbedding
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
@@ -79,6 +83,50 @@ def test_a_file_runs_on_its_blocks(name: str, kind: str, tmp_path) -> None:
     assert torch.equal(embedding.weight, plain.network.get_input_embeddings().weight)
     # What a store keeps of one is not taken for the other's.
     assert held.fingerprint() != plain.fingerprint()
+
+
+MIXTURES = ["mixtral", "qwen3moe", "gpt-oss", "lfm2moe"]
+"""Experts of gate and up one behind the other, by turns and turned over with biases, and others."""
+
+
+def run(path: Path, weights: str) -> tuple[torch.Tensor, list[KernelExperts]]:
+    """Return the logits of a few tokens, and the experts that the kernel holds."""
+    model = load_model(path, weights=weights, dtype="float32", is_unchecked=True)
+    with Player(model, "contiguous") as player:
+        rows = [*player.feed(IDS), *player.feed([5])]
+    held = [one for one in model.network.modules() if isinstance(one, KernelExperts)]
+    return torch.from_numpy(np.stack(rows)), held
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_run_on_their_blocks(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    CASES[name].write(path, kind=gguf.GGMLQuantizationType.Q8_0)
+    want, none = run(path, "none")
+    got, held = run(path, "file")
+    assert not none and held
+    for experts in held:
+        assert experts.native is not None
+        for part in (experts.up, experts.down):
+            n_weights = part.n_experts * part.out_features * part.in_features
+            assert part.weight.nbytes == n_weights and part.scales.nbytes == n_weights // 16
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_experts_that_were_not_understood_are_the_files_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    CASES[name].write(path, kind=gguf.GGMLQuantizationType.Q8_0)
+    plain = load_model(path, weights="none", dtype="float32", is_unchecked=True)
+    monkeypatch.setattr(mixtures, "_is_understood", lambda *args: False)
+    held = load_model(path, weights="file", dtype="float32", is_unchecked=True)
+    both = [list(mixtures.mixtures(one.network)) for one in (plain, held)]
+    assert both[0]
+    for want, got in zip(*both, strict=True):
+        for name, weight in want.named_parameters():
+            assert torch.equal(got.get_parameter(name), weight)
 
 
 def test_blocks_are_asked_of_a_gguf_file_alone() -> None:

@@ -90,7 +90,7 @@ def write_model(
         change: makes of a tensor, by its name in GGUF, what the converter stores.
         parts: makes of a layer's parameter, by its name in transformers, what the converter stores
             in its place, by the names of GGUF within the layer; None: it is stored as others are.
-        kind: type of the matrices; None: float32.
+        kind: type of the matrices whose rows are whole blocks; None: float32.
         extra: further tensors.
         split_max_tensors: most tensors of a file; 0: all of them.
     """
@@ -106,7 +106,8 @@ def write_model(
     write_vocabulary(writer)
     for name, values in tensors_of(architecture, network, parts).items():
         stored = np.ascontiguousarray(change(name, values))
-        if kind is not None and stored.ndim > 1:
+        is_whole = kind is not None and stored.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        if kind is not None and stored.ndim > 1 and is_whole:
             writer.add_tensor(name, gguf.quantize(stored, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, stored)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcellar.backends.torch.fast.blocks import Stored, placed_bytes
+from kvcellar.backends.torch.fast.blocks import Kept, placed_bytes
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import reads_weights
 from kvcellar.backends.torch.gguf import blocks_of
@@ -34,7 +34,7 @@ class Counted:
 
     sizes: Mapping[str, int]
     matrices: Mapping[str, Matrix]
-    blocks: Mapping[str, Stored]
+    blocks: Mapping[str, Kept]
 
 
 def count(raw: Mapping[str, Any], facts: ModelFacts, file: Path | None = None) -> Counted:

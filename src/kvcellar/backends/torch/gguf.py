@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.fast.blocks import StoredBlocks
+from kvcellar.backends.torch.fast.blocks import Kept, StoredBlocks, StoredExperts
+from kvcellar.backends.torch.fast.mixtures import matrices_of_experts, mixtures
 from kvcellar.backends.torch.gguf_names import Stored, Turn, stored_as
 from kvcellar.backends.torch.stored import PlainTensor
 from kvcellar.errors import ModelError
@@ -97,15 +98,18 @@ def _plan(file: GgufFile, network: Any, wanted: Iterable[str]) -> dict[str, Stor
     return {name: of(name, network.config) for name in wanted}
 
 
-def blocks_of(file: GgufFile, network: Any) -> dict[str, StoredBlocks]:
-    """Return a network's matrices that the kernel multiplies as the file has them, by name.
+def blocks_of(file: GgufFile, network: Any) -> dict[str, Kept]:
+    """Return a network's parameters that the kernel multiplies as the file has them, by name.
+
+    Of a mixture's experts all are, or none.
 
     Args:
         file: the model; ``makers_of`` took it.
         network: of its config.
     """
     wanted = _wanted(network)
-    plan, found = _plan(file, network, wanted), {}
+    plan = _plan(file, network, wanted)
+    found: dict[str, Kept] = {}
     for name, shape in wanted.items():
         stored = plan[name]
         tensor = file.tensors[stored.sources[0]]
@@ -113,7 +117,47 @@ def blocks_of(file: GgufFile, network: Any) -> dict[str, StoredBlocks]:
         if is_one and len(shape) == 2 and tensor.shape == shape and tensor.type_name in INPUTS:
             read = partial(_stored, file, tensor, stored.turn)
             found[name] = StoredBlocks(tensor.type_name, *shape, read)
+    names = {id(weight): name for name, weight in network.named_parameters()}
+    for module in mixtures(network):
+        parts = [(names[id(one)], tuple(one.shape)) for one, _ in matrices_of_experts(module)]
+        kept = [_experts_of(file, plan[name], shape) for name, shape in parts if name in plan]
+        if len(kept) == len(parts) and None not in kept:
+            found |= {name: one for (name, _), one in zip(parts, kept, strict=True) if one}
     return found
+
+
+def _experts_of(file: GgufFile, stored: Stored, shape: tuple[int, ...]) -> StoredExperts | None:
+    """Return matrices of experts as the file has them; None: the kernel has no such form.
+
+    Args:
+        file: the model.
+        stored: how the parameter is, its outputs one source's behind the other's.
+        shape: of the parameter.
+    """
+    tensors = [file.tensors[source] for source in stored.sources]
+    n_experts, *axes = shape
+    n_out, n_in = reversed(axes) if stored.is_crossed else axes
+    (kind, *others), is_plain = {one.type_name for one in tensors}, stored.views is None
+    are_whole = all(one.shape[::2] == (n_experts, n_in) for one in tensors if len(one.shape) == 3)
+    n_there = sum(one.shape[-2] for one in tensors)
+    is_there = all(len(one.shape) == 3 for one in tensors) and are_whole and n_there == n_out
+    has_form = kind in INPUTS and not others and (is_plain or stored.is_crossed)
+    if not (is_there and has_form and stored.turn is None):
+        return None
+
+    def of(expert: int) -> StoredBlocks:
+        return StoredBlocks(kind, n_out, n_in, partial(_expert, file, tensors, expert))
+
+    return StoredExperts(n_experts, of, shape, stored.is_crossed and len(tensors) == 2)
+
+
+def _expert(file: GgufFile, tensors: Iterable[GgufTensor], expert: int) -> Tensor:
+    """Read an expert's rows of tensors, one behind the other, as they are stored."""
+    rows = []
+    for tensor in tensors:
+        whole, n = file.stored(tensor), tensor.shape[-2]
+        rows.append(np.array(whole[expert * n : (expert + 1) * n]))
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def _stored(file: GgufFile, tensor: GgufTensor, turn: Turn | None) -> Tensor:

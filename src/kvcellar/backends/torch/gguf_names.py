@@ -65,12 +65,14 @@ class Stored:
         is_of_rows: true if ``turn`` changes the order of rows alone.
         views: makes of a parameter, for each source, the views that its rows fill one after the
             other; None: they fill it one behind the other.
+        is_crossed: true if ``views`` are experts' whose outputs come last.
     """
 
     sources: tuple[str, ...]
     turn: Turn | None = None
     is_of_rows: bool = True
     views: Views | None = None
+    is_crossed: bool = False
 
 
 def stored_as(
@@ -94,7 +96,8 @@ def stored_as(
     if end == "A_log":
         return Stored(sources, lambda some: some.neg().log(), is_of_rows=False)
     if family.is_crossed and end.startswith("experts."):
-        return Stored(sources, views=partial(_crossed, n_sources=len(sources)))
+        views = partial(_crossed, n_sources=len(sources))
+        return Stored(sources, views=views, is_crossed=True)
     if len(sources) == 2 and end.startswith("self_attn.kv_b"):
         return Stored(sources, views=partial(_latent, config=config))
     if len(sources) == 2 and end.startswith("linear_attn"):

@@ -17,7 +17,7 @@ import transformers
 from kvcellar import __version__
 from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.counting import Counted, count
-from kvcellar.backends.torch.fast.blocks import Stored
+from kvcellar.backends.torch.fast.blocks import Kept
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
@@ -148,7 +148,7 @@ class _Found:
     device: torch.device
     weights: str | None
     facts: ModelFacts
-    blocks: Mapping[str, Stored]
+    blocks: Mapping[str, Kept]
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
@@ -264,7 +264,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         dtype=found.dtype,
         device=found.device,
         keeps_mxfp4=found.weights is not None,
-        kept={name: (one.n_out, one.n_in) for name, one in found.blocks.items()},
+        kept={name: one.shape for name, one in found.blocks.items()},
     )
     n_parameters = n_numbers(network)
     bind_network(network, found.facts)
@@ -350,7 +350,7 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
 
 def _blocks(
     folder: Path, raw: Mapping[str, Any], facts: ModelFacts, options: LoadOptions, asked: str | None
-) -> Mapping[str, Stored]:
+) -> Mapping[str, Kept]:
     """Return the matrices that are to stay as a file has them, by name; empty: none are."""
     is_cpu = options.device is None or torch.device(options.device).type == "cpu"
     if not (folder.is_file() and is_cpu and wants_blocks(asked, options.dtype)):

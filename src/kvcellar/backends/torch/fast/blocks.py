@@ -37,6 +37,11 @@ class StoredBlocks:
     n_in: int
     read: Callable[[], Tensor]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and numbers of each."""
+        return self.n_out, self.n_in
+
 
 @dataclass(frozen=True, slots=True)
 class StoredAffine:
@@ -57,9 +62,35 @@ class StoredAffine:
     n_in: int
     read: Callable[[], tuple[Tensor, Tensor, Tensor]]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and numbers of each."""
+        return self.n_out, self.n_in
+
 
 Stored: TypeAlias = StoredBlocks | StoredAffine
 """A matrix that is multiplied as a file has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """Matrices of all experts of a mixture, of one form.
+
+    Attributes:
+        n_experts: how many.
+        of: returns an expert's matrix; where gate and up are one, gate's outputs come first.
+        shape: of the parameter, whose last two axes may be the other way round.
+        is_by_turns: true if the parameter's outputs are gate's and up's by turns.
+    """
+
+    n_experts: int
+    of: Callable[[int], Stored]
+    shape: tuple[int, ...]
+    is_by_turns: bool = False
+
+
+Kept: TypeAlias = Stored | StoredExperts
+"""A parameter that is multiplied as a file has it."""
 
 
 class BlockLinear(nn.Module):
@@ -118,23 +149,34 @@ class BlockLinear(nn.Module):
         return found
 
 
-def placed_bytes(stored: Stored) -> tuple[int, int]:
-    """Return how many bytes a matrix takes as numbers, and beside them."""
+def placed_bytes(stored: Kept) -> tuple[int, int]:
+    """Return how many bytes a parameter takes as numbers, and beside them."""
+    if isinstance(stored, StoredExperts):
+        data, beside = placed_bytes(stored.of(0))
+        return stored.n_experts * data, stored.n_experts * beside
     shape = stored.n_in, stored.n_out
     if isinstance(stored, StoredAffine):
         return blocks.affine_sizes(stored.bits, stored.group, *shape)
     return blocks.block_sizes(blocks.block_type(stored.type_name), *shape)[1:]
 
 
-def place(stored: Stored, data: int, beside: int) -> None:
-    """Put a matrix at these addresses, of as many bytes as :func:`placed_bytes` says."""
+def place(stored: Stored, data: int, beside: int, order: Tensor | None = None) -> None:
+    """Put a matrix at these addresses, of as many bytes as :func:`placed_bytes` says.
+
+    Args:
+        stored: the matrix.
+        data: address of its numbers.
+        beside: address of what stands beside them.
+        order: of its outputs; None: as they are stored.
+    """
     shape = stored.n_in, stored.n_out
     if isinstance(stored, StoredAffine):
-        parts = stored.read()
+        parts = [part if order is None else part[order] for part in stored.read()]
         at = [part.data_ptr() for part in parts]
         blocks.place_affine(stored.bits, stored.group, at[0], at[1], at[2], *shape, data, beside)
         return
     kind, rows = blocks.block_type(stored.type_name), stored.read()
+    rows = rows if order is None else rows[order]
     assert rows.nbytes == blocks.block_sizes(kind, *shape)[0], "a file's rows are whole blocks"
     blocks.place_blocks(kind, rows.data_ptr(), *shape, data, beside)
 

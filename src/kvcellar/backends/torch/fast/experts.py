@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.blocks import StoredExperts, place, placed_bytes, weights_at
 from kvcellar.backends.torch.fast.linears import FEW_BF16, torch_multiplies_bf16
 from kvcellar.backends.torch.kernel import dtype_of
 from kvcellar.backends.torch.memory import Arena
@@ -25,6 +26,12 @@ from kvcellar.models.weights import BLOCK, GROUP, SHARED, coded_bytes
 
 MXFP4 = 4.25
 """Bits of a weight that is held as a checkpoint in MXFP4 has it, with its share of an exponent."""
+
+STORED = 0.0
+"""Bits of a weight that is held as a file has it, whatever these are."""
+
+_NAMES = {16: "bf16", 12: "coded", 8: "int8", 4: "int4", MXFP4: "mxfp4"}
+"""Names of the kernel's formats, by the bits of a weight."""
 
 PAIRS = 4096
 """Tokens times experts of each that are computed together: their rows lie in memory meanwhile."""
@@ -71,6 +78,49 @@ class ShippedWeights:
         return (groups * steps[..., None]).flatten(1)
 
 
+class StoredRows:
+    """Weights that a file has in blocks or groups, of all experts, in the order that is wanted."""
+
+    def __init__(self, stored: StoredExperts, order: Tensor | None) -> None:
+        """Look at weights that are read when they are asked for.
+
+        Args:
+            stored: them.
+            order: in which outputs of the parameter are wanted; None: as it has them.
+        """
+        self.stored = stored
+        self._one = one = stored.of(0)
+        self.shape = stored.n_experts, one.n_out, one.n_in
+        at = torch.arange(one.n_out)
+        at = at.view(2, -1).T.flatten() if stored.is_by_turns else at
+        at = at if order is None else at[order]
+        self._order = None if torch.equal(at, torch.arange(one.n_out)) else at
+
+    def place(self, arena: Arena) -> tuple[Tensor, Tensor, linear.LinearWeights]:
+        """Put all experts one behind the other; return numbers, what is beside them, the first."""
+        sizes = placed_bytes(self._one)
+        data, beside = (arena.take(len(self) * n).view(len(self), n) for n in sizes)
+        for expert in range(len(self)):
+            to = data[expert].data_ptr(), beside[expert].data_ptr()
+            place(self.stored.of(expert), *to, self._order)
+        return data, beside, weights_at(self._one, data.data_ptr(), beside.data_ptr())
+
+    def __len__(self) -> int:
+        """Return how many experts there are."""
+        return self.shape[0]
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """Return the numbers of one expert, float32 ``[n_out, n_in]``."""
+        one, (_, n_out, n_in) = self.stored.of(expert), self.shape
+        parts = [torch.empty(n, dtype=torch.uint8) for n in placed_bytes(one)]
+        to = parts[0].data_ptr(), parts[1].data_ptr()
+        place(one, *to, self._order)
+        outputs, found = torch.arange(n_out), torch.empty(n_out, n_in)
+        at = outputs.data_ptr(), n_out, dtype_of(found.dtype), found.data_ptr()
+        weights_at(one, *to).gather(*at)
+        return found
+
+
 class ExpertWeights(nn.Module):
     """A linear layer of all experts, with weights that the kernel reads."""
 
@@ -79,7 +129,7 @@ class ExpertWeights(nn.Module):
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | ShippedWeights,
+        weights: Sequence[Tensor] | ShippedWeights | StoredRows,
         bias: Tensor | None,
         bits: float,
         arena: Arena,
@@ -87,36 +137,34 @@ class ExpertWeights(nn.Module):
         """Write weights anew.
 
         Args:
-            weights: ``[n_out, n_in]`` of each expert, one at a time; or as they were shipped.
+            weights: ``[n_out, n_in]`` of each expert, one at a time; or as they were shipped; or as
+                a file has them.
             bias: ``[n_experts, n_out]``, in the type of the rows; or none.
-            bits: of a weight: 16, 12, 8, 4 or ``MXFP4``; in bfloat16 for 16 and 12.
+            bits: of a weight: 16, 12, 8, 4, ``MXFP4`` or ``STORED``; in bfloat16 for 16 and 12.
             arena: where they shall lie.
         """
         super().__init__()
-        if isinstance(weights, ShippedWeights):
+        if isinstance(weights, (ShippedWeights, StoredRows)):
             self.n_experts, self.out_features, self.in_features = weights.shape
         else:
             self.n_experts = len(weights)
             self.out_features, self.in_features = weights[0].shape
         self.bits = bits
-        held, beside = _written(weights, bits, arena)
+        beside: Tensor | None
+        if isinstance(weights, StoredRows):
+            held, beside, first = weights.place(arena)
+        else:
+            held, beside = _written(weights, bits, arena)
+            at = held.data_ptr(), 0 if beside is None else beside.data_ptr()
+            form = linear.WeightFormat[_NAMES[bits]]
+            first = linear.LinearWeights(form, self.in_features, self.out_features, *at)
         self.register_buffer("weight", held)
         if beside is not None:
             self.register_buffer("escapes" if bits == 12 else "scales", beside)
         bias = None if bias is None else arena.copy(bias.contiguous())
         self.register_buffer("bias", bias)
-        names = {16: "bf16", 12: "coded", 8: "int8", 4: "int4", MXFP4: "mxfp4"}
-        self.native = native.ExpertLayer(
-            linear.LinearWeights(
-                linear.WeightFormat[names[bits]],
-                self.in_features,
-                self.out_features,
-                held.data_ptr(),
-                0 if beside is None else beside.data_ptr(),
-            ),
-            self.n_experts,
-            0 if bias is None else bias.data_ptr(),
-        )
+        at_bias = 0 if bias is None else bias.data_ptr()
+        self.native = native.ExpertLayer(first, self.n_experts, at_bias)
 
     def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Multiply each row by the experts that it chose.

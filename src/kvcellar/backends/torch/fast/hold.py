@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from kvcellar.backends.torch.fast.blocks import BlockLinear, Stored
+from kvcellar.backends.torch.fast.blocks import BlockLinear, Kept, Stored, StoredExperts
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.fast.finding import Finder, outermost
 from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
@@ -75,7 +75,7 @@ def hold_weights(
     weights: str,
     leave: Container[nn.Module] = (),
     known: Path | None = None,
-    blocks: Mapping[str, Stored] | None = None,
+    blocks: Mapping[str, Kept] | None = None,
 ) -> Held:
     """Put what the kernel computes in the place of a model's own modules. Others stay.
 
@@ -206,7 +206,7 @@ class _Holder:
         model: Any,
         weights: str,
         leave: Container[nn.Module],
-        blocks: Mapping[str, Stored],
+        blocks: Mapping[str, Kept],
     ) -> None:
         """Choose for a model on the CPU; it stays as it is."""
         self.n_held = 0
@@ -214,9 +214,14 @@ class _Holder:
         self._head, self._embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self._arena = Arena()
         self._is_packed = is_packed(weights)
-        self._blocks = {
-            id(one): blocks[name] for name, one in model.named_parameters() if name in blocks
-        }
+        self._blocks: dict[int, Stored] = {}
+        self._experts: dict[int, StoredExperts] = {}
+        for name, one in model.named_parameters():
+            kept = blocks.get(name)
+            if isinstance(kept, StoredExperts):
+                self._experts[id(one)] = kept
+            elif kept is not None:
+                self._blocks[id(one)] = kept
         by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
         is_written = self._is_packed or codes_weights()
         is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
@@ -322,11 +327,10 @@ class _Holder:
             self.put(name, KernelEmbedding(held, dtype, rows.scale))
 
     def hold_experts(self) -> None:
-        """Have the kernel hold the experts of mixtures; of a file's blocks they stay plain."""
-        if self._weights == FILE:
-            return
+        """Have the kernel hold the experts of mixtures."""
         to = self._weights, self._arena
-        self.n_held += hold_experts(self._model, *to) + hold_sorted_experts(self._model, *to)
+        self.n_held += hold_experts(self._model, *to, self._experts)
+        self.n_held += hold_sorted_experts(self._model, *to)
 
     def move_rest(self) -> None:
         """Move what else the model has; it would keep the files mapped, with all that was read."""

@@ -8,24 +8,27 @@ all of it was understood shows in what the module makes of a few tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.blocks import StoredExperts
 from kvcellar.backends.torch.fast.experts import (
     MXFP4,
+    STORED,
     ExpertWeights,
     KernelExperts,
     Rows,
     ShippedWeights,
+    StoredRows,
 )
 from kvcellar.backends.torch.fast.linears import codes_well
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.kernel import experts as native
-from kvcellar.models.weights import GROUP, Matrix, bits_of, can_pack, is_packed
+from kvcellar.models.weights import FILE, GROUP, Matrix, bits_of, can_pack, is_packed
 
 NAME = "kvcellar"
 """Name under which transformers knows the kernel's experts."""
@@ -72,21 +75,26 @@ def matrices_of_experts(module: Any) -> Iterator[tuple[nn.Parameter, Matrix]]:
             yield weight, Matrix(n_out, n_in, False, False, n_experts)
 
 
-def hold_experts(model: Any, weights: str, arena: Arena) -> int:
+def hold_experts(
+    model: Any, weights: str, arena: Arena, stored: Mapping[int, StoredExperts] | None = None
+) -> int:
     """Have the kernel hold and run the experts of a model's mixtures; others stay as they are.
 
     Args:
         model: of transformers, on a CPU, in evaluation mode.
         weights: a name of ``WEIGHTS``; experts that a checkpoint ships in MXFP4 keep that.
         arena: where weights shall lie.
+        stored: parameters that stay as a file has them, by their ids. Those of a mixture that was
+            not understood become plain numbers.
 
     Returns:
         How many numbers the kernel holds.
     """
-    n_held = 0
+    n_held, stored = 0, stored or {}
     for module in list(mixtures(model)):
-        held = _kernel_experts(module, weights, arena)
+        held = _kernel_experts(module, weights, arena, stored)
         if held is None:
+            _make_plain(module, stored)
             continue
         for name in list(module._parameters):
             delattr(module, name)
@@ -96,6 +104,18 @@ def hold_experts(model: Any, weights: str, arena: Arena) -> int:
         config._experts_implementation = NAME
         n_held += held.n_weights
     return n_held
+
+
+def _make_plain(module: Any, stored: Mapping[int, StoredExperts]) -> None:
+    """Give a module numbers in the place of those that stayed as a file has them."""
+    for name, weight in list(module.named_parameters(recurse=False)):
+        if id(weight) in stored:
+            rows = StoredRows(stored[id(weight)], None)
+            whole = torch.empty(rows.shape, dtype=weight.dtype)
+            for expert in range(len(rows)):
+                whole[expert] = rows[expert]
+            whole = whole.transpose(1, 2).contiguous() if module.is_transposed else whole
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=False))
 
 
 def reads_shipped(kind: type[Any]) -> type[Any]:
@@ -168,19 +188,30 @@ class ExpertRows(Sequence[Tensor]):
         return weight if self._order is None else weight[self._order]
 
 
-def _weights_of(module: Any, name: str, order: Tensor | None) -> ExpertRows | ShippedWeights:
+def _weights_of(
+    module: Any, name: str, order: Tensor | None, stored: Mapping[int, StoredExperts]
+) -> Weights:
     """Return one of a module's two products, its outputs in an order where one is given."""
     held = module._parameters
+    if id(held.get(name)) in stored:
+        return StoredRows(stored[id(held[name])], order)
     if f"{name}_blocks" in held:
         return ShippedWeights(held[f"{name}_blocks"], held[f"{name}_scales"], order)
     return ExpertRows(held[name].detach(), bool(module.is_transposed), order)
 
 
-def bits_of_experts(weights: ExpertRows | ShippedWeights, name: str) -> float | None:
+Weights: TypeAlias = ExpertRows | ShippedWeights | StoredRows
+
+
+def bits_of_experts(weights: Weights, name: str) -> float | None:
     """Return how many bits a weight gets by a name of ``WEIGHTS``; None: the kernel has no such."""
+    if isinstance(weights, StoredRows):
+        return STORED
     if isinstance(weights, ShippedWeights):
         return MXFP4
     one: Tensor = weights[0]
+    if name == FILE:
+        return None
     if is_packed(name):
         return bits_of(name, is_most_exact=False) if can_pack(one.shape[1]) else None
     if one.dtype != torch.bfloat16:
@@ -257,7 +288,9 @@ def _by_turns(x: Tensor) -> Tensor:
     return torch.stack(x.chunk(2, -1), -1).flatten(-2)
 
 
-def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | None:
+def _kernel_experts(
+    module: Any, name: str, arena: Arena, stored: Mapping[int, StoredExperts]
+) -> KernelExperts | None:
     """Make what the kernel runs in a module's place; None where it is not what was understood."""
     gate, between = None, _between(module)
     is_interleaved = module.has_gate and not module.is_concatenated
@@ -265,16 +298,16 @@ def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | Non
     if module.has_gate:
         gate, between = find_gate(between, is_interleaved)
         if gate is not None and is_interleaved:
-            n_up = _weights_of(module, "gate_up_proj", None)[0].shape[0]
+            n_up = _weights_of(module, "gate_up_proj", None, stored)[0].shape[0]
             order = torch.cat([torch.arange(0, n_up, 2), torch.arange(1, n_up, 2)])
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    parts = _weights_of(module, up, order), _weights_of(module, "down_proj", None)
+    parts = [_weights_of(module, *one, stored) for one in ((up, order), ("down_proj", None))]
     biases = [module._parameters.get(f"{part}_bias") for part in (up, "down_proj")]
     if order is not None and biases[0] is not None:
         biases[0] = biases[0][:, order]
     bits = [bits_of_experts(part, name) for part in parts]
     after: Rows | None = module.post_expert_norm if module.has_post_expert_norm else None
-    if None in bits or not _is_understood(module, parts, biases, between, after):
+    if None in bits or not _is_understood(module, parts, biases, between, after, stored):
         return None
     held = [
         ExpertWeights(part, None if bias is None else bias.detach(), n, arena)
@@ -286,10 +319,11 @@ def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | Non
 
 def _is_understood(
     module: Any,
-    parts: Sequence[ExpertRows | ShippedWeights],
+    parts: Sequence[Weights],
     biases: Sequence[Tensor | None],
     between: Rows,
     after: Rows | None,
+    stored: Mapping[int, StoredExperts],
 ) -> bool:
     """Return true if a module makes of a few tokens what its parts, as they were found, do."""
     n_experts = int(module.num_experts)
@@ -302,7 +336,7 @@ def _is_understood(
     chosen = torch.tensor([[some[(i + j) % len(some)] for j in slots] for i in range(3)])
     shares = torch.rand(chosen.shape, generator=generator).to(dtype)
     with torch.inference_mode():
-        want = _eager(module, x, chosen, shares).float()
+        want = _eager(module, x, chosen, shares, stored).float()
         found = torch.zeros_like(want)
         for token, slot in torch.cartesian_prod(torch.arange(3), torch.arange(chosen.shape[1])):
             expert = int(chosen[token, slot])
@@ -313,9 +347,7 @@ def _is_understood(
     return float((found - want).norm()) <= APART * float(want.norm())
 
 
-def _linear(
-    x: Tensor, weights: ExpertRows | ShippedWeights, biases: Tensor | None, expert: int
-) -> Tensor:
+def _linear(x: Tensor, weights: Weights, biases: Tensor | None, expert: int) -> Tensor:
     bias = None if biases is None else biases[expert].to(x.dtype)
     return F.linear(x, weights[expert].to(x.dtype), bias)
 
@@ -325,24 +357,28 @@ def _eager(
     x: Tensor,
     chosen: Tensor,
     shares: Tensor,
+    stored: Mapping[int, StoredExperts],
 ) -> Tensor:
-    """Run a module's own forward; shipped weights are numbers for it meanwhile."""
+    """Run a module's own forward; shipped and stored weights are numbers for it meanwhile."""
     own: Callable[..., Tensor] = type(module).forward.__wrapped__
-    shipped = [
-        name for name in ("gate_up_proj", "down_proj") if f"{name}_blocks" in module._parameters
+    held = module._parameters
+    names = [
+        name
+        for name in ("gate_up_proj", "up_proj", "down_proj")
+        if f"{name}_blocks" in held or id(held.get(name)) in stored
     ]
-    for name in shipped:
-        weights = _weights_of(module, name, None)
+    for name in names:
+        weights = _weights_of(module, name, None, stored)
         vars(module)[name] = _Numbers(weights, bool(module.is_transposed), x.dtype)
     try:
         return own(module, x, chosen, shares)
     finally:
-        for name in shipped:
+        for name in names:
             del vars(module)[name]
 
 
 class _Numbers:
-    """Shipped weights as a module would index its parameters."""
+    """Shipped or stored weights as a module would index its parameters."""
 
     def __init__(self, weights: Any, is_transposed: bool, dtype: torch.dtype) -> None:
         """Look at weights of all experts."""
