@@ -17,7 +17,13 @@ from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whol
 from kvcellar.backends.torch.fast.finding import Finder, outermost
 from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
 from kvcellar.backends.torch.fast.kept import keep_parts, key_of, read_parts
-from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, join, join_biases
+from kvcellar.backends.torch.fast.layers import (
+    Beside,
+    KernelEmbedding,
+    KernelLayer,
+    join,
+    join_biases,
+)
 from kvcellar.backends.torch.fast.linears import (
     EXPANDED,
     Expanded,
@@ -277,7 +283,14 @@ class _Holder:
         """
         linears = [one for one in map(linear_of, modules) if one is not None]
         if not all(map(self._can_hold, linears)):
-            return join(linears)
+            if not any(id(one.weight) in self._blocks for one in linears):
+                return join(linears)
+            return Beside(
+                [
+                    self._make([one], is_head=False) if self._can_hold(one) else one
+                    for one in linears
+                ]
+            )
         if all(self._times[id(one.weight)] <= 1 for one in linears):
             return self._make(linears, is_head=modules[0] is self._head)
         key = tuple(id(parameter) for one in linears for parameter in one.parameters())

@@ -320,6 +320,19 @@ def take_attributes(module: nn.Module, own: nn.Module) -> None:
             setattr(module, name, value)
 
 
+class Beside(nn.Module):
+    """Linear layers of one input whose outputs stand one behind the other."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """Take the layers; some may be torch's and others the kernel's."""
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what each makes of ``x``, ``[..., n_in]``, in one tensor."""
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
 def join(layers: Sequence[nn.Linear]) -> nn.Linear:
     """Make one layer whose outputs are those of several, one behind the other; of one, itself."""
     first = layers[0]
