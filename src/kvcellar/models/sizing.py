@@ -205,7 +205,8 @@ def _spec_of(
         stored = check_weights(checkpoint)
     has_numbers = format is None and is_written_by_mlx == is_for_mlx
     files = checkpoint if files_bytes is not None and has_numbers else None
-    sizes, matrices = _parameters(raw, files, group_size)
+    blocks = checkpoint if has_kernel and checkpoint is not None and checkpoint.is_file() else None
+    sizes, matrices = _parameters(raw, files, group_size, blocks)
     if has_kernel and wants_blocks(asked, dtype) and (asked or are_blocks(sizes, matrices)):
         asked, dtype = FILE, BETWEEN_BLOCKS if dtype in (None, "auto") else dtype
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
@@ -324,15 +325,16 @@ def _dtypes(
 
 
 def _parameters(
-    raw: Mapping[str, Any], files: Path | None, group_size: int
+    raw: Mapping[str, Any], files: Path | None, group_size: int, blocks: Path | None
 ) -> tuple[Mapping[str, int], Mapping[str, Matrix]]:
     """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
 
     Args:
         raw: the model's ``config.json``.
         files: the folder of a checkpoint that has as many, asked where there is no torch; it says
-            nothing of layers. Or a GGUF file, whose blocks count as they are held.
+            nothing of layers.
         group_size: of its tensors that are quantised.
+        blocks: a GGUF file, whose blocks are counted as they would be held; None: it is another.
 
     Raises:
         ModelError: the config's fields do not make a model.
@@ -348,5 +350,5 @@ def _parameters(
             f"{error}; a model's parameters are counted with it; or say weight_bytes in a spec file"
         ) from error
     found: tuple[Mapping[str, int], Mapping[str, Matrix]]
-    found = counter.count_parameters(raw, files if files is not None and files.is_file() else None)
+    found = counter.count_parameters(raw, blocks)
     return found

@@ -162,7 +162,7 @@ def _expert(file: GgufFile, tensors: Iterable[GgufTensor], expert: int) -> Tenso
 
 def _stored(file: GgufFile, tensor: GgufTensor, turn: Turn | None) -> Tensor:
     """Read a matrix's rows as they are stored, in the order of transformers."""
-    rows = torch.from_numpy(np.array(file.stored(tensor)))
+    rows = torch.from_numpy(file.stored(tensor))
     return rows if turn is None else turn(rows).contiguous()
 
 

@@ -192,11 +192,13 @@ class GgufFile:
     def stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         """Map the bytes of a tensor, ``[numbers of rows, bytes of a row]``, as they are stored.
 
+        What is written there stays there: it never reaches the file.
+
         Raises:
             ModelError: the file is not what it was when its header was read.
         """
         try:
-            flat = np.memmap(tensor.path, np.uint8, "r", tensor.start, (tensor.n_bytes,))
+            flat = np.memmap(tensor.path, np.uint8, "c", tensor.start, (tensor.n_bytes,))
         except (OSError, ValueError) as error:
             raise wrong(tensor.path, f"cannot be mapped ({error})") from error
         return flat.reshape(math.prod(tensor.shape[:-1]), -1)

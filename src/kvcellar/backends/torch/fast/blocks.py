@@ -8,8 +8,11 @@ by at most half a step of its inputs, which is a 254th of the largest of 32, tim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from threading import Lock
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,11 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.fast.linears import FEW_PACKED
 from kvcellar.backends.torch.kernel import dtype_of
 from kvcellar.backends.torch.memory import Arena
-from kvcellar.kernel import blocks, layers
+from kvcellar.kernel import blocks, layers, levels
 from kvcellar.kernel import linear as native
+
+_ALONE = nullcontext()
+"""For whoever reads with nobody beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,9 @@ class StoredAffine:
 Stored: TypeAlias = StoredBlocks | StoredAffine
 """A matrix that is multiplied as a file has it."""
 
+Put: TypeAlias = Callable[..., None]
+"""Function that puts a matrix at two addresses, now or later: ``place``, or a placer's ``add``."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
@@ -97,7 +106,11 @@ class BlockLinear(nn.Module):
     """``nn.Linear`` for evaluation on a CPU, of matrices in groups, one behind the other."""
 
     def __init__(
-        self, stored: Sequence[Stored], bias: Tensor | None, arena: Arena | None = None
+        self,
+        stored: Sequence[Stored],
+        bias: Tensor | None,
+        arena: Arena | None = None,
+        placer: Placer | None = None,
     ) -> None:
         """Put the weights where products take them.
 
@@ -105,21 +118,23 @@ class BlockLinear(nn.Module):
             stored: matrices of the same inputs; their outputs come one behind the other.
             bias: of all outputs, or None.
             arena: where they shall lie; None: one of their own.
+            placer: puts them there later; None: they are there at once.
         """
         super().__init__()
         arena = Arena() if arena is None else arena
         self.in_features = stored[0].n_in
         self.out_features = sum(one.n_out for one in stored)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self._weights = [self._place(i, one, arena) for i, one in enumerate(stored)]
+        put = place if placer is None else placer.add
+        self._weights = [self._place(i, one, arena, put) for i, one in enumerate(stored)]
         self._layer = layers.LinearLayer(self._weights[0], 0, self._weights[1:])
 
-    def _place(self, i: int, stored: Stored, arena: Arena) -> native.LinearWeights:
+    def _place(self, i: int, stored: Stored, arena: Arena, put: Put) -> native.LinearWeights:
         data, beside = (arena.take(n) for n in placed_bytes(stored))
         self.register_buffer(f"blocks_{i}", data, persistent=False)
         self.register_buffer(f"beside_{i}", beside, persistent=False)
         to = data.data_ptr(), beside.data_ptr()
-        place(stored, *to)
+        put(stored, *to)
         return weights_at(stored, *to)
 
     @property
@@ -160,22 +175,52 @@ def placed_bytes(stored: Kept) -> tuple[int, int]:
     return blocks.block_sizes(blocks.block_type(stored.type_name), *shape)[1:]
 
 
-def place(stored: Stored, data: int, beside: int, order: Tensor | None = None) -> None:
+class Placer:
+    """Matrices that are to be placed, all at a time: on as many threads as the kernel may use."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._jobs: list[tuple[Stored, int, int, Tensor | None]] = []
+        self._reading = Lock()
+
+    def add(self, stored: Stored, data: int, beside: int, order: Tensor | None = None) -> None:
+        """Have a matrix placed by ``run``; the caller keeps these addresses until then."""
+        self._jobs.append((stored, data, beside, order))
+
+    def run(self) -> None:
+        """Place all of them, the largest first; each is read when its turn comes, and let go of."""
+        jobs, self._jobs = sorted(self._jobs, key=lambda job: -job[0].n_out * job[0].n_in), []
+        with ThreadPoolExecutor(max(1, levels.num_threads())) as pool:
+            for done in [pool.submit(place, *job, self._reading) for job in jobs]:
+                done.result()
+
+
+def place(
+    stored: Stored,
+    data: int,
+    beside: int,
+    order: Tensor | None = None,
+    reading: AbstractContextManager[Any] = _ALONE,
+) -> None:
     """Put a matrix at these addresses, of as many bytes as :func:`placed_bytes` says.
 
     Args:
-        stored: the matrix.
+        stored: the matrix; it is read here, and let go of.
         data: address of its numbers.
         beside: address of what stands beside them.
         order: of its outputs; None: as they are stored.
+        reading: held while it is read: files are not for several threads at a time.
     """
     shape = stored.n_in, stored.n_out
     if isinstance(stored, StoredAffine):
-        parts = [part if order is None else part[order] for part in stored.read()]
+        with reading:
+            parts = [part if order is None else part[order] for part in stored.read()]
         at = [part.data_ptr() for part in parts]
         blocks.place_affine(stored.bits, stored.group, at[0], at[1], at[2], *shape, data, beside)
         return
-    kind, rows = blocks.block_type(stored.type_name), stored.read()
+    kind = blocks.block_type(stored.type_name)
+    with reading:
+        rows = stored.read()
     rows = rows if order is None else rows[order]
     assert rows.nbytes == blocks.block_sizes(kind, *shape)[0], "a file's rows are whole blocks"
     blocks.place_blocks(kind, rows.data_ptr(), *shape, data, beside)

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from kvcellar.backends.torch.fast.blocks import BlockLinear, Kept, Stored, StoredExperts
+from kvcellar.backends.torch.fast.blocks import BlockLinear, Kept, Placer, Stored, StoredExperts
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.fast.finding import Finder, outermost
 from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
@@ -218,15 +218,16 @@ class _Holder:
         self.n_held = 0
         self._model, self._weights = model, weights
         self._head, self._embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        self._arena = Arena()
+        self._arena, self._placer = Arena(), Placer()
         self._is_packed = is_packed(weights)
+        # Parameters that were not read take nothing; while they are there, nothing has their ids.
+        self._unread = [(one, blocks[key]) for key, one in model.named_parameters() if key in blocks]
         self._blocks: dict[int, Stored] = {}
         self._experts: dict[int, StoredExperts] = {}
-        for name, one in model.named_parameters():
-            kept = blocks.get(name)
+        for one, kept in self._unread:
             if isinstance(kept, StoredExperts):
                 self._experts[id(one)] = kept
-            elif kept is not None:
+            else:
                 self._blocks[id(one)] = kept
         by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
         is_written = self._is_packed or codes_weights()
@@ -303,7 +304,7 @@ class _Holder:
         self.n_held += sum(one.in_features * one.out_features for one in linears)
         if self._weights == FILE:
             stored = [self._blocks[id(one.weight)] for one in linears]
-            return BlockLinear(stored, join_biases(linears), self._arena)
+            return BlockLinear(stored, join_biases(linears), self._arena, self._placer)
         layer = join(linears)
         bits = self._bits(layer, is_head=is_head)
         is_moved = bits == 16 and layer.weight is self._embedding.weight
@@ -347,6 +348,10 @@ class _Holder:
 
     def move_rest(self) -> None:
         """Move what else the model has; it would keep the files mapped, with all that was read."""
+        unread = {id(one) for one, _ in self._unread}
+        left = [name for name, one in self._model.named_parameters() if id(one) in unread]
+        assert not left, f"no kernel holds {left[:3]}, whose numbers were not read"
+        self._placer.run()
         modules = list(self._model.modules())
         there = [module.weight for module in modules if isinstance(module, KernelLinear)]
         if self._keeps_embedding:
