@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from kvcellar.bookkeeping.growth import STEP_TOKENS, grown_size
 from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN
@@ -45,6 +45,9 @@ class ModelCacheSpec:
         hidden_size: numbers per token between layers.
         inner_size: numbers per token inside of a layer's MLP, all its active experts together.
         vocab_size: logits per token.
+        quantisation: of a GGUF file, by the name that people know it by; empty: it is none.
+        stored_types: bytes of such a file's tensors by their type.
+        is_in_blocks: true if such a file's blocks are held as they are.
     """
 
     name: str
@@ -60,6 +63,14 @@ class ModelCacheSpec:
     hidden_size: int
     inner_size: int
     vocab_size: int
+    quantisation: str = ""
+    stored_types: Mapping[str, int] = field(default_factory=dict)
+    is_in_blocks: bool = False
+
+    @property
+    def held_in(self) -> str:
+        """Name of how the weights are held, for people."""
+        return self.quantisation if self.is_in_blocks else self.dtype
 
     def group_bytes(self, kv: KvDtype) -> tuple[int, ...]:
         """Return the bytes of one token in each layer group, scales included."""

@@ -164,7 +164,7 @@ def open_host(
             size_bytes=options.memory_bytes or loaded.size_bytes + cache_bytes,
             max_positions=loaded.max_positions,
             sampling=loaded.sampling,
-            weights=loaded.weights or loaded.dtype,
+            weights=loaded.held_as,
             capacity=_granted(chosen, engine.cache.capacity, options.memory_bytes),
             template=check_template(loaded.tokenizer) if has_template else None,
             _on_close=stack.pop_all(),

@@ -81,7 +81,7 @@ def chat_command(
 def _greet(bound: Bound, kind: str, backend: str, params: SamplingParams) -> None:
     """Say with what and how one talks."""
     print_note(
-        f"{bound.model.name}, {bound.model.weights or bound.model.dtype} on {backend}; {kind} "
+        f"{bound.model.name}, {bound.model.held_as} on {backend}; {kind} "
         f"cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
         f"{bound.cache.config.kv_dtype}; temperature {params.temperature:g}, top_p "
         f"{params.top_p:g}; /help"

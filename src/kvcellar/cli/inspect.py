@@ -202,7 +202,7 @@ class View:
                 f"of {format_size(self.cache_bytes)} for agents; give --snapshots less"
             )
         said = too_small(
-            self.limit_bytes, spec.weight_bytes, PROCESS_BYTES + self.scratch_bytes, spec.dtype
+            self.limit_bytes, spec.weight_bytes, PROCESS_BYTES + self.scratch_bytes, spec.held_in
         )
         if spec.stored_bytes != spec.weight_bytes:
             said += f" (its files hold {format_size(spec.stored_bytes)}; {spec.counted})"
@@ -261,6 +261,8 @@ class View:
                 "stored_bytes": spec.stored_bytes,
                 "loaded_bytes": spec.weight_bytes,
                 "dtype": spec.dtype,
+                "quantisation": spec.quantisation,
+                "stored_types": dict(spec.stored_types),
                 "counted": spec.counted,
             },
             "process_bytes": PROCESS_BYTES,
@@ -328,9 +330,11 @@ def _show(view: View, names: tuple[str, ...]) -> None:
             f"conversation is; an agent has {AGENT_SLOTS}",
         )
     facts.add_row("memory", format_size(view.limit_bytes), "what the process may hold")
-    facts.add_row("- weights", format_size(spec.weight_bytes), f"{spec.dtype}; {spec.counted}")
+    facts.add_row("- weights", format_size(spec.weight_bytes), f"{spec.held_in}; {spec.counted}")
     if spec.stored_bytes != spec.weight_bytes:
-        facts.add_row("", "", f"{format_size(spec.stored_bytes)} in files")
+        types = [f"{format_size(n)} {name}" for name, n in spec.stored_types.items()]
+        said = f", {spec.quantisation}: {', '.join(types)}" if types else ""
+        facts.add_row("", "", f"{format_size(spec.stored_bytes)} in files{said}")
     facts.add_row("- process", format_size(PROCESS_BYTES), "Python and torch: an estimate")
     facts.add_row(
         "- forwards",

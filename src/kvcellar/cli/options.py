@@ -105,8 +105,8 @@ Weights = Annotated[
         "FORMAT",
         "How linear layers hold their weights. With torch, on a CPU: bf16, int8 or int4, read "
         "by the kernel of this package, file: the blocks of a GGUF file as they are, or none: as "
-        "torch does; with executorch: 8da8w or 8da4w, exported once and kept. Default: bf16 "
-        "where the weights are bfloat16 and the kernel is built, since nothing is lost.",
+        "torch does; with executorch: 8da8w or 8da4w, exported once and kept. Default: file "
+        "for GGUF files, bf16 where the weights are bfloat16, since nothing is lost.",
         "--weights",
         "--quantize",
     ),

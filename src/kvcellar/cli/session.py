@@ -125,7 +125,7 @@ def _reserve(options: LoadOptions, limit_bytes: int, capacity: int) -> int:
     spec = size_model(options)
     held_bytes = resident_bytes()
     if spec.weight_bytes + held_bytes >= limit_bytes:
-        held_in = options.weights or spec.dtype
+        held_in = spec.held_in if spec.is_in_blocks else options.weights or spec.dtype
         raise ConfigError(too_small(limit_bytes, spec.weight_bytes, held_bytes, held_in))
     return spec.scratch_bytes(min(capacity, spec.max_positions))
 

@@ -12,9 +12,11 @@ from typing import Any
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
+from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
+from kvcellar.models.places import is_gguf
 from kvcellar.models.runner import Runner
-from kvcellar.models.weights import PACKINGS, own_kv_dtype
+from kvcellar.models.weights import FILE, PACKINGS, own_kv_dtype
 from kvcellar.registry import CacheSession
 from kvcellar.types import ModelCacheParams
 
@@ -110,6 +112,15 @@ class LoadedModel(ABC):
                 f"the cache of session {session.cache_key} was made for {params}; "
                 f"{self.name!r} has {self.params}; make the session with the model's params"
             )
+
+    @property
+    def held_as(self) -> str:
+        """Way in which the weights are held, for people."""
+        name = self.weights or self.dtype
+        if not is_gguf(self.path):
+            return name
+        of_file = quantisation_of(self.path)
+        return f"{of_file} as in the file" if name == FILE else f"{name} made of {of_file}"
 
     @property
     def kv_dtype(self) -> str:

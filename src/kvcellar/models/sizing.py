@@ -31,6 +31,8 @@ from kvcellar.models.formats import (
     is_quantised_for_mlx,
     without_format,
 )
+from kvcellar.models.gguf.described import quantisation_of, type_bytes
+from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub, in_folder
 from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
@@ -236,6 +238,9 @@ def _spec_of(
         hidden_size=facts.hidden_size,
         inner_size=facts.inner_size,
         vocab_size=facts.vocab_size,
+        quantisation=quantisation_of(path) if is_gguf(path) else "",
+        stored_types=type_bytes(read_gguf(path)) if is_gguf(path) else {},
+        is_in_blocks=weights == FILE,
     )
 
 

@@ -80,6 +80,9 @@ def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCache
         hidden_size=hidden,
         inner_size=file.number("inner_size", base.inner_size if base else 4 * hidden),
         vocab_size=file.number("vocab_size", base.vocab_size if base else 262_144),
+        quantisation=base.quantisation if base else "",
+        stored_types=base.stored_types if base else {},
+        is_in_blocks=base is not None and base.is_in_blocks,
     )
 
 

@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.fast.blocks import StoredExperts, place, placed_bytes, weights_at
+from kvcellar.backends.torch.fast.blocks import (
+    Placer,
+    StoredExperts,
+    place,
+    placed_bytes,
+    weights_at,
+)
 from kvcellar.backends.torch.fast.linears import FEW_BF16, torch_multiplies_bf16
 from kvcellar.backends.torch.kernel import dtype_of
 from kvcellar.backends.torch.memory import Arena
@@ -100,9 +106,11 @@ class StoredRows:
         """Put all experts one behind the other; return numbers, what is beside them, the first."""
         sizes = placed_bytes(self._one)
         data, beside = (arena.take(len(self) * n).view(len(self), n) for n in sizes)
+        placer = Placer()
         for expert in range(len(self)):
             to = data[expert].data_ptr(), beside[expert].data_ptr()
-            place(self.stored.of(expert), *to, self._order)
+            placer.add(self.stored.of(expert), *to, self._order)
+        placer.run()
         return data, beside, weights_at(self._one, data.data_ptr(), beside.data_ptr())
 
     def __len__(self) -> int:

@@ -221,7 +221,9 @@ class _Holder:
         self._arena, self._placer = Arena(), Placer()
         self._is_packed = is_packed(weights)
         # Parameters that were not read take nothing; while they are there, nothing has their ids.
-        self._unread = [(one, blocks[key]) for key, one in model.named_parameters() if key in blocks]
+        self._unread = [
+            (one, blocks[key]) for key, one in model.named_parameters() if key in blocks
+        ]
         self._blocks: dict[int, Stored] = {}
         self._experts: dict[int, StoredExperts] = {}
         for one, kept in self._unread:
@@ -348,8 +350,8 @@ class _Holder:
 
     def move_rest(self) -> None:
         """Move what else the model has; it would keep the files mapped, with all that was read."""
-        unread = {id(one) for one, _ in self._unread}
-        left = [name for name, one in self._model.named_parameters() if id(one) in unread]
+        names = self._model.named_parameters()
+        left = [name for name, one in names if one.numel() > 1 and not any(one.stride())]
         assert not left, f"no kernel holds {left[:3]}, whose numbers were not read"
         self._placer.run()
         modules = list(self._model.modules())
