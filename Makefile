@@ -26,7 +26,7 @@ serve: $(VENV)/.server ## Set up, then serve a model (MODEL=, ARGS=): OpenAI, An
 	@$(WITH_MODEL) serve "$$model" $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
-	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory -j4 check
 	@$(BIN)/python -m tests.real_models
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
 
@@ -106,18 +106,15 @@ $(VENV)/.torch: pyproject.toml | $(BIN)/python
 # The CPU attention kernel is built here, if there is a compiler; again when its sources change.
 KERNEL := $(wildcard src/kvcellar/kernel/native/*.* src/kvcellar/kernel/native/*/*)
 
-$(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
-	@echo "installing kvcellar ..."
-	@$(PIP) -e '.[torch]'
+# One installation each, since each builds the kernel, and it is good for all that needs less.
+$(VENV)/.runtime: EXTRAS := torch
+$(VENV)/.server: EXTRAS := torch,server
+$(VENV)/.server: LESS := $(VENV)/.runtime
+$(VENV)/.dev: EXTRAS := torch,mlx,executorch,server,dev
+$(VENV)/.dev: LESS := $(VENV)/.runtime $(VENV)/.server
+
+$(VENV)/.runtime $(VENV)/.server $(VENV)/.dev: $(VENV)/.torch setup.py $(KERNEL)
+	@echo "installing kvcellar[$(EXTRAS)] ..."
+	@$(PIP) -e '.[$(EXTRAS)]'
 	@$(BIN)/python -c 'from kvcellar.kernel import levels as k; k.is_available() or print("warning: " + k.why_not())' >&2
-	@touch $@
-
-$(VENV)/.server: $(VENV)/.runtime
-	@echo "installing the server ..."
-	@$(PIP) -e '.[torch,server]'
-	@touch $@
-
-$(VENV)/.dev: $(VENV)/.runtime
-	@echo "installing what the tests need ..."
-	@$(PIP) -e '.[torch,mlx,executorch,server,dev]'
-	@touch $@
+	@touch $(LESS) $@
