@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ from kvcellar.home import default_home
 settings.register_profile(
     "local",
     deadline=None,
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=50,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -49,6 +50,12 @@ def pytest_configure() -> None:
         state = os.statvfs(MEMORY)
         if state.f_bavail * state.f_frsize > ROOM_BYTES and not state.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from what was imported and collected: a walk over it takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.agents.crashing import CONFIG, MODELS, NAMES, loader, new_tokens
 from tests.agents.fakes import BLOCK_TOKENS, manager, oracle, run, tokens_of, turn
+from tests.processes import started
 from tests.store.fakes import QUICK
 
-N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "50"))
-ROOT = Path(__file__).parents[2]
+N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "20"))
 
 
 def states_of(name: str, n: int, model: str = "windows") -> list[tuple[int, ...]]:
@@ -33,31 +28,14 @@ def states_of(name: str, n: int, model: str = "windows") -> list[tuple[int, ...]
     return states
 
 
-@contextmanager
-def server(model: str = "windows") -> Iterator[Any]:
-    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.agents.crashing", model],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=env,
-    )
-    try:
-        yield process
-    finally:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.close()
-        process.wait(60)
-        process.stdout.close()
-
-
 @pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.slow
 def test_agents_that_were_killed_go_on_as_if_they_had_not_been(model: str) -> None:
     rng = np.random.default_rng(11)
-    with server(model) as process, tempfile.TemporaryDirectory(dir=QUICK) as name:
+    with (
+        started("tests.agents.crashing", model) as process,
+        tempfile.TemporaryDirectory(dir=QUICK) as name,
+    ):
         folder = Path(name)
         done = dict.fromkeys(NAMES, 0)
         begun = dict.fromkeys(NAMES, 0)

@@ -20,18 +20,22 @@ from kvcellar.store import Store, StoreConfig
 from kvcellar.store.journal import Journal
 from tests.agents.crashing import CONFIG, NAMES, new_tokens
 from tests.agents.fakes import GREEDY, manager, run, tokens_of, turn
-from tests.agents.test_crash import server, states_of
+from tests.agents.test_crash import states_of
+from tests.processes import started
 from tests.store.fakes import QUICK
 
-N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "40"))
+N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "16"))
 
 
 @pytest.mark.slow
 def test_every_acknowledged_turn_is_there_after_a_kill() -> None:
-    """At forty random moments, with a disk that is too slow for the saves."""
+    """At random moments, with a disk that is too slow for the saves."""
     rng = np.random.default_rng(5)
     n_behind = 0
-    with server() as process, tempfile.TemporaryDirectory(dir=QUICK) as name:
+    with (
+        started("tests.agents.crashing", "windows") as process,
+        tempfile.TemporaryDirectory(dir=QUICK) as name,
+    ):
         folder = Path(name)
         done = dict.fromkeys(NAMES, 0)
         begun = dict.fromkeys(NAMES, 0)

@@ -259,9 +259,9 @@ def test_a_stop_text_is_found_across_the_bytes_of_its_characters(text: str, stop
 def test_a_character_is_looked_at_once_however_many_stop_texts_there_are() -> None:
     stops = ["a" * n + "b" for n in range(1, 200)] + [f"never {i}" for i in range(20_000)]
     text = "a" * 20_000
-    started = time.monotonic()
+    started = time.process_time()
     matcher = StopMatcher(stops)
     shown = "".join(matcher.push(char) for char in text)
     assert text.startswith(shown) and len(shown) == len(text) - 199 and matcher.matched is None
     assert matcher.push("b") == "" and matcher.matched == "a" * 199 + "b"
-    assert time.monotonic() - started < 20, "a search for each of them takes minutes"
+    assert time.process_time() - started < 20, "a search for each of them takes minutes"

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
 
 from kvcellar.agents import ModelHost, open_host
 from kvcellar.engine import EngineStats
+from kvcellar.server import models
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.connections import Connections
 from kvcellar.server.models import ServedModels
@@ -21,6 +23,10 @@ from kvcellar.server.service import Service
 from kvcellar.store import Store, StoreConfig
 
 T = TypeVar("T")
+
+# Where a model comes or goes nothing is collected, and what the tests have frozen stays so: of all
+# that a process of tests has loaded a collection takes a second.
+models.gc = SimpleNamespace(collect=int, freeze=int, unfreeze=int)
 
 PATIENCE_S = 60.0
 """For whatever has to happen at some time; a test never depends on how soon."""

@@ -59,14 +59,12 @@ def test_an_engine_that_stops_ends_its_streams_with_an_error_and_refuses_what_co
         assert "error" in said and "has stopped after RuntimeError" in said
         assert "/home/somebody" not in said
 
-        began = time.monotonic()
         for other in BODIES:
             for is_stream in (False, True):
                 refused = live.http.post(other, json=body_of(other, stream=is_stream))
                 assert refused.status_code == 503, refused.text
                 assert "has stopped after RuntimeError" in refused.text
                 assert "/home/somebody" not in refused.text
-        assert time.monotonic() - began < 30
 
         health = live.http.get("/health")
         assert health.status_code == 503

@@ -1,6 +1,6 @@
 """Killed at any moment, a store has every history at its last published state or the one before.
 
-``KVCELLAR_KILLS`` sets how many processes are killed; 150 by default.
+``KVCELLAR_KILLS`` sets how many processes are killed; 75 by default.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,27 +18,17 @@ import pytest
 
 from kvcellar.store import Store, StoreConfig
 from kvcellar.store.catalogue import Catalogue
+from tests.processes import started
 from tests.store.crashing import KEY, NAMES, tokens_after
 from tests.store.fakes import History, load_all, save, tokens_of
 
-N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "150"))
-ROOT = Path(__file__).parents[2]
+N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "75"))
 
 
 @pytest.fixture
 def server() -> Iterator[subprocess.Popen[str]]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.store.crashing"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=ROOT,
-        text=True,
-    )
-    with process:
+    with started("tests.store.crashing") as process:
         yield process
-        process.stdin.close()  # type: ignore[union-attr]
 
 
 def lines_until(stream: IO[str], last: str) -> Iterator[list[str]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import subprocess
-import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,11 @@ import pytest
 from kvcellar.errors import StoreError
 from kvcellar.store import Store, StoreConfig
 from kvcellar.store.folder import Folder
+from tests.processes import started
 from tests.store.fakes import History, load_all, make_key, save, tokens_of
 
-ROOT = Path(__file__).parents[2]
+N_SAVES = 40
+"""Of each process."""
 
 
 @pytest.mark.parametrize("cold_bytes", [1 << 30, 40_000])
@@ -25,29 +25,17 @@ def test_processes_that_save_and_collect_in_one_store_lose_nothing(
     quick_path: Path, cold_bytes: int
 ) -> None:
     folder = quick_path / "store"
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.store.saving_process",
-                str(folder),
-                str(seed),
-                "60",
-                str(cold_bytes),
-            ],
-            env={**os.environ, "PYTHONPATH": paths},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in range(3)
-    ]
-    outs = [process.communicate(timeout=600)[0] for process in processes]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                started("tests.store.saving_process", folder, seed, N_SAVES, cold_bytes)
+            )
+            for seed in range(3)
+        ]
+        outs = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     counts = [[int(word) for word in out.split()] for out in outs]
-    assert sum(published for published, _ in counts) > 120
+    assert sum(published for published, _ in counts) > 2 * N_SAVES
     with Store(folder, StoreConfig(warm_bytes=0, cold_bytes=cold_bytes)) as store:
         assert store.verify().is_good
         assert store.stats().cold.size_bytes <= cold_bytes

@@ -163,14 +163,14 @@ def test_a_damaged_file_is_refused_or_loaded_and_nothing_else(whole, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for at in range(N_MUTATIONS):
         path.write_bytes(mutated(whole, rng))
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             load_model(path, is_unchecked=True, dtype="float32", weights="none")
             loaded += 1
         except ModelError as error:
             assert len(str(error)) < 2000, at
             refused += 1
-        assert time.perf_counter() - start < MOST_SECONDS, at
+        assert time.process_time() - start < MOST_SECONDS, at
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * 1024 < MOST_BYTES
     assert refused > loaded > 0
