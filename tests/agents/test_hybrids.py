@@ -41,8 +41,7 @@ FAMILIES = (
 
 
 @pytest.fixture(autouse=True)
-def quiet_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+def quiet_machine():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

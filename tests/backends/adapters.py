@@ -35,6 +35,14 @@ SPLITTABLE = (
 )
 """Cases in which every way to cut a read is met."""
 
+SHARED_OR_CHUNKED = (
+    "chunk-of-one-sinks-softcap",
+    "int8-chunk-and-window",
+    "shared-full-and-window",
+    "bf16-shared-chunk-softcap",
+    "latent-beside-heads",
+)
+"""Cases of what the cases above have none of."""
 
 FEW = (
     "mixed-three-groups",
@@ -46,7 +54,12 @@ FEW = (
 """Cases for what differs in the choice of a path alone."""
 
 
-WALKED = CASES if "KVCELLAR_ALL_CASES" in os.environ else cases_named(*FEW)
+def unless_all(*names: str) -> tuple[Case, ...]:
+    """Return the cases of these names, or all where ``KVCELLAR_ALL_CASES`` is set."""
+    return CASES if "KVCELLAR_ALL_CASES" in os.environ else cases_named(*names)
+
+
+WALKED = unless_all(*FEW)
 """Cases of the random walks of backends whose bookkeeping the others have walked through."""
 
 
@@ -57,7 +70,9 @@ def walked(cases: Sequence[Case]) -> list[Case]:
 
 class TorchAdapter(BackendAdapter):
     def __init__(self, cases: Sequence[Case] = CASES, state_cases: Sequence[Case] = ()) -> None:
-        super().__init__("torch", cases=cases, walked=walked(cases), state_cases=state_cases)
+        there = unless_all(*SPLITTABLE)
+        ours = [case for case in walked(cases) if case in there]
+        super().__init__("torch", cases=cases, walked=ours, state_cases=state_cases)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -221,7 +236,7 @@ class MlxInSmallPieces(MlxAdapter):
 class ExecutorchAdapter(BackendAdapter):
     """The op's kernel, called through the runtime's registry as a program calls it."""
 
-    def __init__(self, cases: Sequence[Case] = CASES) -> None:
+    def __init__(self, cases: Sequence[Case] = unless_all(*SPLITTABLE, *SHARED_OR_CHUNKED)) -> None:
         super().__init__("executorch", cases=cases, walked=[c for c in cases if c in WALKED])
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
@@ -269,9 +284,18 @@ class ExecutorchThroughPython(ExecutorchAdapter):
             yield
 
 
-def quantised(kv_dtype: str) -> tuple[Case, ...]:
-    """Every model of float storage in another storage type."""
-    floats = [case for case in CASES if case.kv_dtype in FLOAT_KV_DTYPES]
+class TorchQuantised(TorchAdapter):
+    """Models of float storage in another storage type."""
+
+    def __init__(self, kv_dtype: str) -> None:
+        super().__init__(in_storage(kv_dtype, unless_all(*SPLITTABLE, *SHARED_OR_CHUNKED)))
+        self.walked = walked(in_storage(kv_dtype, WALKED))
+
+
+def in_storage(kv_dtype: str, cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Return the cases of float storage in another storage type."""
     return tuple(
-        replace(case, name=f"{case.name}-{kv_dtype}", kv_dtype=kv_dtype) for case in floats
+        replace(case, name=f"{case.name}-{kv_dtype}", kv_dtype=kv_dtype)
+        for case in cases
+        if case.kv_dtype in FLOAT_KV_DTYPES
     )

@@ -9,9 +9,9 @@ from tests.backends.adapters import (
     TorchAdapter,
     TorchHalfByKernel,
     TorchInSmallPieces,
+    TorchQuantised,
     TorchWithoutKernel,
     needs_mlx,
-    quantised,
     walked,
 )
 
@@ -25,11 +25,11 @@ class TestTorch(ConformanceSuite):
 
 
 class TestTorchInt8(ConformanceSuite):
-    adapter = TorchAdapter(quantised("int8"))
+    adapter = TorchQuantised("int8")
 
 
 class TestTorchInt4(ConformanceSuite):
-    adapter = TorchAdapter(quantised("int4"))
+    adapter = TorchQuantised("int4")
 
 
 class TestTorchHalfByKernel(ConformanceSuite):

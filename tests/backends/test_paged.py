@@ -192,13 +192,13 @@ class PagedConformance(ConformanceSuite):
                 d.clear()
 
     def test_no_sequence_of_verbs_parts_a_paged_session_from_the_oracle(
-        self, case: Case, kind: str
+        self, walked: Case, kind: str
     ) -> None:
         profile = settings.default
         assert profile is not None
         n = max(5, profile.max_examples // 6)
         run_state_machine_as_test(
-            lambda: PagedWalk(self.adapter, case, kind),
+            lambda: PagedWalk(self.adapter, walked, kind),
             settings=settings(max_examples=n, stateful_step_count=40),
         )
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from kvcellar.budget import parse_size
+from kvcellar.models import load_model
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
@@ -52,17 +53,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
             randomize(model)
             folders[name] = tmp_path_factory.mktemp(name)
             save(model, folders[name])
-            run("kvcellar", "models", "check", folders[name])  # no process measured has to
+            load_model(folders[name])  # which checks it: no process that is measured has to
         return folders[name]
 
     return make
 
 
-def run(module: str, *args: Any) -> str:
-    """Run a module; return what it prints."""
+def loaded(*args: Any) -> dict[str, Any]:
+    """What ``tests.engine.loaded`` prints."""
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, args)],
+        [sys.executable, "-m", "tests.engine.loaded", *map(str, args)],
         cwd=ROOT,
         env={**env, "KVCELLAR_HOME": os.environ["KVCELLAR_HOME"]},
         capture_output=True,
@@ -70,12 +71,7 @@ def run(module: str, *args: Any) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def loaded(*args: Any) -> dict[str, Any]:
-    """What ``tests.engine.loaded`` prints."""
-    value: dict[str, Any] = json.loads(run("tests.engine.loaded", *args).splitlines()[-1])
+    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return value
 
 

@@ -280,7 +280,7 @@ def test_counted_billed_and_read_are_the_same_warm_and_cold(name, folder, tmp_pa
         )
 
     @settings(
-        max_examples=3,
+        max_examples=2,
         deadline=None,
         derandomize=True,
         database=None,

@@ -19,7 +19,7 @@ def test_a_program_is_byte_for_byte_what_executorch_makes_of_it_unaided(
         monkeypatch.setattr(lowering, "work_done_once", context)
         with quietly():
             export_program(
-                checkpoint("llama"),
+                checkpoint("mistral"),
                 tmp_path / f"{name}.pte",
                 quantize="8da4w",
                 max_tokens_per_step=MAX_TOKENS,

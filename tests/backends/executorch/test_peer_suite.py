@@ -1,4 +1,4 @@
-"""ExecuTorch's own tests of the op and its caches, beside ours, whoever was imported first."""
+"""ExecuTorch's own tests of the op and its caches, beside ours, in one process."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 THEIRS = "executorch.extension.llm.cache"
 
 
-@pytest.mark.parametrize(
-    "first", ["kvcellar.op", f"{THEIRS}.update_and_attend"], ids=["ours first", "theirs first"]
-)
-def test_executorchs_own_tests_of_the_op_pass_beside_ours_in_either_import_order(first):
+def test_executorchs_own_tests_of_the_op_pass_beside_ours():
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-        *("-o", "filterwarnings=", "-p", first),
+        *("-o", "filterwarnings=", "-p", f"{THEIRS}.update_and_attend"),
         *("--pyargs", f"{THEIRS}.test_update_and_attend"),
         *(str(ROOT / "tests" / "test_op.py"), "-k", "not either_import_order"),
     ]
