@@ -20,7 +20,7 @@ from kvcellar.models.check import known_verdict
 from kvcellar.models.checkpoint import read_config
 from kvcellar.models.hub import DEMO_FOLDER, pull
 from kvcellar.models.options import DEMO, LoadOptions
-from kvcellar.models.places import FoundModel, found_models, models_in, remove
+from kvcellar.models.places import FoundModel, described, found_models, models_in, remove
 from kvcellar.spec import PROCESS_BYTES
 
 CONTEXT = 4096
@@ -87,6 +87,7 @@ class Row:
             "path": str(self.model.path),
             "format": self.model.format,
             "family": self.model.family,
+            "stored": self.model.stored,
             "size_bytes": self.model.size_bytes,
             "lacks": list(self.model.lacks),
             "memory_bytes": self.memory_bytes,
@@ -108,7 +109,7 @@ def list_command(as_json: AsJson = False) -> None:
         rows = []
         for at, model in enumerate(found):
             report(at / len(found), f"sizing {model.name}")
-            rows.append(_row(model))
+            rows.append(_row(described(model)))
     if as_json:
         write(json.dumps([row.as_object() for row in rows], ensure_ascii=False) + "\n")
         return
@@ -125,7 +126,9 @@ def _row(model: FoundModel) -> Row:
     from kvcellar.models.sizing import size_model
 
     if model.lacks:
-        reason = f"{len(model.lacks)} of its files are missing; get them with: models pull"
+        whose = {"ollama": "ollama pull", "lm studio": "LM Studio"}
+        way = whose.get(model.place, "kvcellar models pull")
+        reason = f"{len(model.lacks)} of its files are missing; get them with: {way}"
         return Row(model, None, None, reason)
     backend = "mlx" if model.format == "mlx" else "torch"
     try:
@@ -150,6 +153,12 @@ def _is_exact(model: FoundModel) -> bool | None:
     return None if verdict is None else verdict.is_exact
 
 
+def _format(model: FoundModel) -> str:
+    """Return a model's format and how its weights are stored, for people."""
+    name = {"gguf": "GGUF", "mlx": "MLX"}.get(model.format, model.format)
+    return name if model.stored is None else f"{name} {model.stored}"
+
+
 def _show(rows: list[Row]) -> None:
     """Print a table, a line for each model; those that would not load say why below."""
     lines = [("MODEL", "FAMILY", "FORMAT", "ON DISK", "IN MEMORY", "CHECKED", "WHERE")]
@@ -157,7 +166,7 @@ def _show(rows: list[Row]) -> None:
         (
             row.model.name,
             row.model.family or "-",
-            row.model.format,
+            _format(row.model),
             format_size(row.model.size_bytes),
             "-" if row.memory_bytes is None else format_size(row.memory_bytes),
             {None: "-", True: "exact", False: "not exact"}[row.is_exact],

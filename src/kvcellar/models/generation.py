@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
@@ -48,6 +49,19 @@ def sampling_defaults(folder: Path) -> Mapping[str, float]:
         raw = {name: said[key] for name, key in _OF_GGUF.items() if key in said}
     else:
         raw = read_json(path)
+    return checked_settings(raw, path)
+
+
+def checked_settings(raw: Mapping[str, Any], path: Path) -> Mapping[str, float]:
+    """Return settings of sampling, by the names of ours, as a file says them.
+
+    Args:
+        raw: what it says; what is no setting is left out.
+        path: of the file, for errors.
+
+    Raises:
+        ModelError: a setting that cannot be one.
+    """
     found: dict[str, float] = {}
     for name, (least, most, wanted) in _RANGES.items():
         value = raw.get(name)

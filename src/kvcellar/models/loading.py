@@ -5,17 +5,24 @@ A loaded model holds no session state. Any number of sessions can be bound to it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvcellar.errors import BackendError
+from kvcellar.models import ollama
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import LoadOptions, ProgressFn
 from kvcellar.registry import backend_names, load_backend, needed_packages
 from kvcellar.spec import ModelCacheSpec
+
+
+class ForeignSettingsWarning(UserWarning):
+    """Another program keeps settings beside a model that are not taken over."""
+
 
 FactsOf = Callable[[Mapping[str, Any]], ModelFacts]
 """Function from a ``config.json`` to the facts of the model."""
@@ -84,14 +91,36 @@ def load_model(
 
     Warns:
         WeightsQualityWarning: the weights' format harms the model, or models of its size.
+        ForeignSettingsWarning: Ollama has settings beside the model that are not taken over.
     """
     options = LoadOptions.of(model, **settings)
-    loaded = loader_of(options.backend).load_model(options, _rising(progress))
+    loaded = _as_ollama_says(loader_of(options.backend).load_model(options, _rising(progress)))
     template = options.chat_template
     if template is None or template == loaded.tokenizer.chat_template:
         return loaded
     loaded.tokenizer.chat_template = template
     return replace(loaded, chat_template=template)
+
+
+def _as_ollama_says(loaded: LoadedModel) -> LoadedModel:
+    """Return a model with the sampling that Ollama's manifest names, where it is one of Ollama's.
+
+    Warns:
+        ForeignSettingsWarning: the manifest says more, which is not taken over.
+    """
+    if not loaded.name.startswith(ollama.PREFIX) or Path(loaded.name).exists():
+        return loaded
+    said = ollama.named(loaded.name)
+    ends = frozenset(map(str, loaded.tokenizer.convert_ids_to_tokens(sorted(loaded.eos_token_ids))))
+    left = said.left_out(ends, has_template=bool(loaded.tokenizer.chat_template))
+    if left:
+        warnings.warn(
+            f"{loaded.name}: of what Ollama has beside the model, these are not taken over: "
+            f"{'; '.join(left)}",
+            ForeignSettingsWarning,
+            stacklevel=3,
+        )
+    return replace(loaded, sampling={**loaded.sampling, **said.sampling()})
 
 
 def _rising(progress: ProgressFn | None) -> ProgressFn:

@@ -9,25 +9,50 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.home import default_models
+from kvcellar.models import ollama
+from kvcellar.models.gguf.reader import GgufFile, read_gguf
 from kvcellar.models.packaged import PACKAGED, remove_packaged
 
 HUGGING_FACE, LM_STUDIO, OLLAMA, OWN = "hugging face", "lm studio", "ollama", "kvcellar"
 
-OLLAMA_PREFIX, LM_STUDIO_PREFIX = "ollama:", "lmstudio:"
+OLLAMA_PREFIX, LM_STUDIO_PREFIX = ollama.PREFIX, "lmstudio:"
 """Beginnings of names of models that lie in another program's folder."""
 
-_OLLAMA_MODEL = "application/vnd.ollama.image.model"
-_OLLAMA_LIBRARY = ("registry.ollama.ai", "library")
+_FILE_TYPES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    25: "IQ4_NL",
+    30: "IQ4_XS",
+    32: "BF16",
+    38: "MXFP4",
+}
+"""Kinds of files, whose matrices may be of several types, by the format's numbers."""
+
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANT = re.compile(r"(?i)(?:^|[-._])((?:IQ|Q|TQ)\d\w*|MXFP4\w*|BF16|F16|F32)$")
 
@@ -42,6 +67,7 @@ class FoundModel:
         path: the folder of a checkpoint, or a GGUF file (of several, the first).
         format: ``safetensors``, ``mlx`` or ``gguf``.
         family: the config's ``model_type``; None where there is no config.
+        stored: how its weights are stored, where the config says it: ``4-bit``, ``fp8``.
         size_bytes: of its files.
         lacks: files that a download which was broken off has not brought; empty where it is whole.
     """
@@ -53,6 +79,7 @@ class FoundModel:
     family: str | None
     size_bytes: int
     lacks: tuple[str, ...] = ()
+    stored: str | None = None
 
 
 def found_models() -> list[FoundModel]:
@@ -71,18 +98,20 @@ def find_in_place(name: str) -> Path | None:
     Raises:
         ModelError: that program has no such model here; the message names those that it has.
     """
-    for prefix, models, program in (
-        (OLLAMA_PREFIX, _of_ollama, "Ollama"),
-        (LM_STUDIO_PREFIX, _of_lm_studio, "LM Studio"),
-    ):
-        if name.startswith(prefix):
-            there = {one.name: one for one in models()}
-            wanted = name if prefix != OLLAMA_PREFIX or name.count(":") > 1 else f"{name}:latest"
-            match = [there[wanted]] if wanted in there else _quants_of(name, there.values())
-            if len(match) == 1:
-                return match[0].path
-            raise ModelError(_not_there(name, program, match or list(there.values())))
-    return None
+    if name.startswith(OLLAMA_PREFIX):
+        return ollama.named(name).file()
+    if not name.startswith(LM_STUDIO_PREFIX):
+        return None
+    there = {one.name: one for one in _of_lm_studio()}
+    match = [there[name]] if name in there else _quants_of(name, there.values())
+    if len(match) != 1:
+        raise ModelError(_not_there(name, "LM Studio", match or list(there.values())))
+    if match[0].lacks:
+        raise ModelError(
+            f"{name} is half here: {match[0].path.parent} lacks {', '.join(match[0].lacks[:3])}; "
+            f"download it again in LM Studio"
+        )
+    return match[0].path
 
 
 def _quants_of(name: str, models: Iterable[FoundModel]) -> list[FoundModel]:
@@ -132,20 +161,14 @@ def _lm_studio_folders() -> Iterator[Path]:
 
 
 def _of_ollama() -> Iterator[FoundModel]:
-    """Yield the models of Ollama: its manifests name the blob that is the GGUF file."""
-    said = os.environ.get("OLLAMA_MODELS")
-    folder = Path(said).expanduser() if said else Path.home() / ".ollama" / "models"
-    manifests = folder / "manifests"
-    for manifest in sorted(path for path in manifests.rglob("*") if path.is_file()):
-        *place, model, tag = manifest.relative_to(manifests).parts
-        for layer in _json(manifest).get("layers") or []:
-            if not isinstance(layer, dict) or layer.get("mediaType") != _OLLAMA_MODEL:
-                continue
-            blob = folder / "blobs" / str(layer.get("digest")).replace(":", "-")
-            if blob.is_file():
-                prefix = "" if tuple(place) == _OLLAMA_LIBRARY else "/".join([*place, ""])
-                name = f"{OLLAMA_PREFIX}{prefix}{model}:{tag}"
-                yield FoundModel(name, OLLAMA, blob, "gguf", None, blob.stat().st_size)
+    """Yield the models of Ollama that are GGUF files, those whose file is missing too."""
+    for one in ollama.ollama_models():
+        blob = one.layers.get("model")
+        if blob is not None:
+            is_there = blob.is_file()
+            size_bytes = blob.stat().st_size if is_there else 0
+            lacks = () if is_there else (blob.name,)
+            yield FoundModel(one.name, OLLAMA, blob, "gguf", None, size_bytes, lacks)
 
 
 def _of_own() -> Iterator[FoundModel]:
@@ -180,7 +203,8 @@ def models_in(folder: Path, name: str, place: str) -> Iterator[FoundModel]:
         family = config.get("model_type") or (text or {}).get("model_type")
         kind = "mlx" if "quantization" in config else "safetensors"
         size_bytes = sum(path.stat().st_size for path in weights)
-        yield FoundModel(name, place, folder, kind, family, size_bytes, _lacking(folder))
+        lacks, stored = _lacking(folder), _stored_by(config)
+        yield FoundModel(name, place, folder, kind, family, size_bytes, lacks, stored)
     ggufs = sorted({*folder.glob("*.gguf"), *folder.glob("*/*.gguf")})
     for first in ggufs:
         shard = _SHARD.search(first.stem)
@@ -192,6 +216,41 @@ def models_in(folder: Path, name: str, place: str) -> Iterator[FoundModel]:
         lacks = tuple(part.name for part in parts if part not in there)
         shown = str(first) if place == OWN else f"{name}:{quant_of(first)}"
         yield FoundModel(shown, place, first, "gguf", None, size_bytes, lacks)
+
+
+def _stored_by(config: Mapping[str, Any]) -> str | None:
+    """Return how a config says that weights are stored; None: as plain numbers."""
+    for key in ("quantization", "quantization_config"):
+        said = config.get(key)
+        if isinstance(said, dict):
+            bits, method = said.get("bits"), said.get("quant_method")
+            words = [str(method)] if method else []
+            return " ".join([*words, f"{bits}-bit"] if isinstance(bits, int) else words) or None
+    return None
+
+
+def described(model: FoundModel) -> FoundModel:
+    """Return a model with the family and the kind of blocks that its GGUF file says; for a list.
+
+    A file that cannot be read is left as it is: whoever loads it is told.
+    """
+    if model.format != "gguf" or model.lacks:
+        return model
+    with contextlib.suppress(ModelError):
+        file = read_gguf(model.path)
+        return replace(model, family=file.architecture or None, stored=stored_as(file))
+    return model
+
+
+def stored_as(file: GgufFile) -> str:
+    """Return how a GGUF file's matrices are stored: by its own word, or by most of them."""
+    said = file.whole("general.file_type")
+    if said in _FILE_TYPES:
+        return _FILE_TYPES[said]
+    numbers: Counter[str] = Counter()
+    for one in file.tensors.values():
+        numbers[one.type_name] += math.prod(one.shape)
+    return numbers.most_common(1)[0][0] if numbers else "empty"
 
 
 def quant_of(file: Path) -> str:
