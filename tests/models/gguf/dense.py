@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import transformers
 
@@ -66,7 +68,59 @@ def _gate_up(name: str, values: np.ndarray):
     return whole and {whole: values}
 
 
+def _gemma3n(n_shared: int, sparse: list[float]):
+    return transformers.Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+        sliding_window=8,
+        final_logit_softcapping=30.0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size_per_layer_input=SIZES["vocab_size"],
+        hidden_size_per_layer_input=256,
+        num_kv_shared_layers=n_shared,
+        laurel_rank=64,
+        activation_sparsity_pattern=sparse,
+    )
+
+
+_GEMMA3N = {
+    "feed_forward_length": 96,
+    "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": [True, False, True, False],
+    "rope.freq_base": 1_000_000.0,
+    "rope.freq_base_swa": 10_000.0,
+    "embedding_length_per_layer_input": 256,
+    "altup.num_inputs": 4,
+    "altup.active_idx": 0,
+    "final_logit_softcapping": 30.0,
+}
+
+_SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
+
 DENSE = {
+    "qwen2vl": Case("qwen2vl", lambda: transformers.Qwen2Config(**HEADLESS), _SECTIONS),
+    "qwen3vl": Case(
+        "qwen3vl",
+        lambda: transformers.Qwen3Config(**SIZES),
+        {**_SECTIONS, "n_deepstack_layers": 1},
+    ),
+    "gemma3n": Case(
+        "gemma3n",
+        lambda: _gemma3n(0, [0.95] * 4),
+        {
+            **_GEMMA3N,
+            "attention.shared_kv_layers": 0,
+            "activation_sparsity_scale": [1.6448533535003662] * 4,
+        },
+    ),
+    "gemma3n with shared layers": Case(
+        "gemma3n",
+        lambda: _gemma3n(2, [0.95, 0.0, 0.0, 0.0]),
+        {
+            **_GEMMA3N,
+            "attention.shared_kv_layers": 2,
+            "activation_sparsity_scale": [1.6448533535003662, *[-math.inf] * 3],
+        },
+    ),
     "gemma4": Case(
         "gemma4",
         lambda: _gemma4(

@@ -155,6 +155,11 @@ CASES = {
         lambda: transformers.Qwen3MoeConfig(**SIZES, **_EXPERTS, norm_topk_prob=True),
         _OF_EXPERTS,
     ),
+    "qwen3vlmoe": Case(
+        "qwen3vlmoe",
+        lambda: transformers.Qwen3MoeConfig(**SIZES, **_EXPERTS, norm_topk_prob=True),
+        {**_OF_EXPERTS, "rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 1},
+    ),
     "gemma": Case(
         "gemma",
         lambda: transformers.GemmaConfig(**SIZES | {"tie_word_embeddings": True}),

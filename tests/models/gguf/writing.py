@@ -161,6 +161,11 @@ def tensors_of(
         if is_tied and name == "lm_head.weight":
             continue
         values = weight.detach().numpy()
+        stack = re.match(r"model\.altup_(unembed_)?projections\.\d\.weight", name)
+        if stack:
+            key = f"altup_{'unembd_' if stack[1] else ''}proj.weight"
+            found[key] = np.stack([*found.get(key, ()), values])
+            continue
         at = re.match(r"model\.layers\.(\d+)\.(.+)", name)
         own = parts(at[2], values) if at else None
         own = _usual(at[2], values) if at and own is None else own
@@ -196,7 +201,8 @@ def _usual(name: str, values: np.ndarray) -> dict[str, np.ndarray] | None:
         "layer_scalar": "layer_output_scale.weight",
         "per_expert_scale": "ffn_down_exps.scale",
         "scale": "ffn_gate_inp.scale",
+        "correct_output_scale": "altup_correct_scale.weight",
     }.get(end)
-    if stored is None and name.endswith(("mlp.gate.weight", "router.weight")):
+    if stored is None and name.endswith(("mlp.gate.weight", ".router.weight")):
         stored = "ffn_gate_inp.weight"
     return None if stored is None else {stored: values}

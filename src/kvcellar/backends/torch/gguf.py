@@ -282,6 +282,7 @@ def _check_shape(
         ModelError: so they are.
     """
     n_there = sum(math.prod(one.shape) for one in tensors)
+    n_there = math.prod(shape) if stored.is_part else n_there
     row = next((n for n in reversed(shape) if n != 1), 1)
     rows = {next((n for n in reversed(one.shape) if n != 1), 1) for one in tensors}
     is_bent = len(shape) > 1 and stored.views is None and rows != {row}

@@ -18,6 +18,13 @@ Views = Callable[[Tensor], list[list[Tensor]]]
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
 
+_STACKED = re.compile(r"^model\.(altup_(?:unembed_)?projections)\.(\d+)\.weight$")
+_STACKS = {
+    "altup_projections": "altup_proj.weight",
+    "altup_unembed_projections": "altup_unembd_proj.weight",
+}
+"""Lists of matrices that files keep as one tensor."""
+
 _ENDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "experts.gate_up_proj": (
         ("ffn_gate_up_exps.weight",),
@@ -50,6 +57,7 @@ _ENDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "D": (("ssm_d",),),
     "dt_bias": (("ssm_dt.bias",),),
     "layer_scalar": (("layer_output_scale.weight",),),
+    "altup.correct_output_scale": (("altup_correct_scale.weight",),),
 }
 """Ends of names of a layer's parameters that files have in another form than the format's table
 knows -> what they are made of; where there are several ways, the last is the usual one."""
@@ -63,6 +71,7 @@ class Stored:
         sources: tensors of the file that it is made of.
         turn: undoes how the only one is stored; None: nothing is to be done.
         is_of_rows: true if ``turn`` changes the order of rows alone.
+        is_part: true if the only one holds other parameters as well.
         views: makes of a parameter, for each source, the views that its rows fill one after the
             other; None: they fill it one behind the other.
         is_crossed: true if ``views`` are experts' whose outputs come last.
@@ -71,6 +80,7 @@ class Stored:
     sources: tuple[str, ...]
     turn: Turn | None = None
     is_of_rows: bool = True
+    is_part: bool = False
     views: Views | None = None
     is_crossed: bool = False
 
@@ -87,6 +97,10 @@ def stored_as(
         name: of transformers.
         config: of the network.
     """
+    stacked = _STACKED.match(name)
+    if stacked is not None:
+        at = int(stacked[2])
+        return Stored((_STACKS[stacked[1]],), lambda some: some[at], is_of_rows=False, is_part=True)
     layer = _LAYER.match(name)
     end = "" if layer is None else _end(layer[2])
     if layer is None or not end:

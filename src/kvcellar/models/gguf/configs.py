@@ -42,6 +42,8 @@ _MATTERS = {
     "moe_latent_size": 0,
     "rope.scaling.yarn_log_multiplier": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.dimension_sections": 0,
+    "n_deepstack_layers": 0,
     "use_parallel_residual": False,
     "pooling_type": 0,
 }
@@ -98,6 +100,13 @@ def _by_transformers(file: GgufFile) -> Raw | None:
     return made
 
 
+def _known() -> list[str]:
+    """Return the names of the architectures that are read."""
+    from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
+
+    return sorted({*FAMILIES, *GGUF_CONFIG_ARCHS})
+
+
 def _by_us(file: GgufFile) -> Raw:
     """Return the config by the tables here."""
     name = file.architecture
@@ -105,7 +114,7 @@ def _by_us(file: GgufFile) -> Raw:
     if family is None:
         raise ModelError(
             f"{file.path} has the architecture {name[:80]!r} of GGUF, which is not read here; take "
-            f"the model's own safetensors, or one of {', '.join(sorted(FAMILIES))}"
+            f"the model's own safetensors, or one of {', '.join(_known())}"
         )
     raw: Raw = {"model_type": family.model_type, **family.fixed}
     for key, ours in family.keys.items():

@@ -78,6 +78,9 @@ _SCALES = {
 }
 _MISTRAL3 = frozenset(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"))
 
+_OF_IMAGES = frozenset(("rope.dimension_sections", "n_deepstack_layers"))
+"""Keys that matter for images alone: a text's tokens have the same position in each section."""
+
 _DENSE = {
     "llama": Family(
         "llama",
@@ -94,7 +97,9 @@ _DENSE = {
         finish=_mistral3,
     ),
     "qwen2": Family("qwen2"),
+    "qwen2vl": Family("qwen2", reads=_OF_IMAGES),
     "qwen3": Family("qwen3"),
+    "qwen3vl": Family("qwen3", reads=_OF_IMAGES),
     "phi3": Family("phi3", _WINDOW, finish=_phi3),
     "glm4": Family("glm4", biases=_QKV_BIAS),
     "granite": Family("granite", _SCALES, biases=_BIASES, is_turned=True),
@@ -144,6 +149,7 @@ _MIXED = {
         {**of.EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
     "qwen3moe": Family("qwen3_moe", of.EXPERTS, {"norm_topk_prob": True}),
+    "qwen3vlmoe": Family("qwen3_moe", of.EXPERTS, {"norm_topk_prob": True}, reads=_OF_IMAGES),
     "qwen3next": of.QWEN3_NEXT,
     "gpt-oss": of.GPT_OSS,
     "deepseek2": of.DEEPSEEK2,

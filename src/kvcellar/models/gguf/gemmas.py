@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,27 @@ def _gemma4(file: GgufFile, raw: Raw) -> None:
         raise wrong(file.path, "has layers of other heads whose values are not their keys")
 
 
+def _both(file: GgufFile, head_dim: int, raw: Mapping[str, Any]) -> Raw:
+    """Return the RoPE of each kind of layer, of which none is scaled."""
+    full = {"rope_type": "default", "rope_theta": file.number("gemma3n.rope.freq_base") or 1e6}
+    return {"full_attention": full, "sliding_attention": _sliding_rope(file)}
+
+
+def _gemma3n(file: GgufFile, raw: Raw) -> None:
+    """Read Gemma 3n; how many of a layer's inner numbers are cut off is said in deviations."""
+    n_layers = raw["num_hidden_layers"]
+    scales = file.numbers("gemma3n.activation_sparsity_scale") or [-math.inf] * n_layers
+    if len(scales) < n_layers or any(type(one) is not float or one > 9 for one in scales):
+        raise wrong(file.path, f"has {len(scales)} scales of sparsity for {n_layers} layers")
+    cut = [0.0 if one < -9 else round(NormalDist().cdf(one), 6) for one in scales[:n_layers]]
+    raw |= {
+        "layer_types": windows_of(file, n_layers, 5),
+        "activation_sparsity_pattern": cut,
+        "laurel_rank": shape_of(file, "blk.0.laurel_l.weight")[0],
+        "vocab_size_per_layer_input": shape_of(file, "per_layer_token_embd.weight")[0],
+    }
+
+
 _GEMMA4 = frozenset(
     (
         "attention.head_count_kv",
@@ -98,6 +121,20 @@ GEMMA_FAMILIES = {
     "gemma": Family("gemma", norm_offset=1.0),
     "gemma2": Family("gemma2", {**_WINDOW, **_CAPS}, norm_offset=1.0, finish=_scaled_by(46)),
     "gemma3": Family("gemma3_text", {**_WINDOW, **_CAPS}, norm_offset=1.0, finish=_scaled_by(62)),
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            **_WINDOW,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "altup.num_inputs": "altup_num_inputs",
+            "altup.active_idx": "altup_active_idx",
+        },
+        reads=frozenset(("attention.sliding_window_pattern",)),
+        rope=_both,
+        finish=_gemma3n,
+    ),
     "gemma4": Family(
         "gemma4_text",
         {

@@ -80,7 +80,7 @@ GLM4_MOE = Family(
     "glm4_moe",
     {**_ROUTED, **_SCALED},
     biases={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
-    reads=_GROUPS,
+    reads=_GROUPS | {"rope.dimension_sections"},
     finish=_glm4_moe,
 )
 
