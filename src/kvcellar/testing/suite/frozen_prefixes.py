@@ -32,7 +32,7 @@ class FrozenPrefixes(Scenarios):
                 left.forward((0, 5))
                 right.forward((3, 1), (4, 7))
                 source.forward((0, 1))
-                for _ in range(5):
+                for _ in range(3):
                     left.forward((0, 1), (1, 2))
                     right.forward((4, 1), (3, 1))
                 left.forward((1, 9), (0, 1))
@@ -76,8 +76,8 @@ class FrozenPrefixes(Scenarios):
             d.forward((1, 4), (0, 1))  # it begins behind the prefix again
             d.rm(0, LENGTH)
             d.forward((0, 2))
-            for _ in range(40):
-                d.forward((0, 1), (1, 1))
+            for _ in range(14):
+                d.forward((0, 3), (1, 1))
             d.rm(0, LENGTH)  # wherever windows are
             assert not d.cache.has_seq(0)
             d.forward((0, 2), (1, 1))

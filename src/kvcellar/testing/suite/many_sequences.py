@@ -207,8 +207,8 @@ class ManySequences(Scenarios):
 
     def test_many_short_runs_are_one_history(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind, capacity=120) as d:
-            for i in range(40):
-                d.forward((i, 1 + i % 2))
+            for i in range(0, 40, 8):
+                d.forward(*((seq, 1 + seq % 2) for seq in range(i, i + 8)))
             for i in range(0, 40, 2):
                 d.rm(i)
             d.forward((50, 40), (1, 1), (3, 1), (5, 2))
@@ -220,8 +220,8 @@ class ManySequences(Scenarios):
         self, case: Case, kind: str
     ) -> None:
         with open_driver(self.adapter, case, kind, capacity=64) as d:
-            for i in range(20):
-                d.forward((i, 2))
+            for i in range(0, 20, 5):
+                d.forward(*((seq, 2) for seq in range(i, i + 5)))
             for i in range(0, 20, 2):
                 d.rm(i)
             d.forward((30, 30), (1, 3))
