@@ -107,9 +107,10 @@ class PagedConformance(ConformanceSuite):
     layouts: ClassVar[tuple[str, ...]] = LAYOUTS
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        names = ("windowed", "recurrent")
+        names = ("windowed", "recurrent", "walked")
         name = next((name for name in names if name in metafunc.fixturenames), "case")
-        cases = list(self.adapter.state_cases if name == "recurrent" else self.adapter.cases)
+        of_name = {"recurrent": self.adapter.state_cases, "walked": self.adapter.walked}
+        cases = list(of_name.get(name, self.adapter.cases))
         if name not in metafunc.fixturenames:
             metafunc.parametrize("kind", self.layouts)
             return
