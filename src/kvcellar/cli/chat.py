@@ -17,7 +17,7 @@ from kvcellar.cli.groups import AnyCacheOptions, ChatSampling
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
 from kvcellar.engine import Conversation, Generation, SamplingParams
-from kvcellar.errors import PromptError
+from kvcellar.errors import ModelError, PromptError
 from kvcellar.models.options import DEMO
 from kvcellar.models.snapshots import what_resumes
 
@@ -58,6 +58,7 @@ def chat_command(
     """
     params = sampling.params()
     with bound_model(loading.options_for(model), memory=loading.memory) as bound:
+        _check_chats(bound)
         conversation = Conversation(
             bound.runner,
             bound.cache,
@@ -76,6 +77,20 @@ def chat_command(
                 _command(conversation, line.split()[0])
             elif line:
                 _turn(conversation, line, params, as_json, is_interactive)
+
+
+def _check_chats(bound: Bound) -> None:
+    """Refuse a model that was not made for conversations, before anything is typed.
+
+    Raises:
+        ModelError: it has no chat template.
+    """
+    if not bound.model.tokenizer.chat_template:
+        raise ModelError(
+            f"{bound.model.name} has no chat template, so it is a base model and no chat model; "
+            f"have it go on with a text by 'kvcellar generate {bound.model.name} -p TEXT', or give "
+            f"a template with --chat-template"
+        )
 
 
 def _greet(bound: Bound, kind: str, backend: str, params: SamplingParams) -> None:

@@ -87,7 +87,10 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
             return from_hub(name_or_path, report)
         if _HUB_QUANT.fullmatch(name_or_path):
             return pull_quant(name_or_path, report)
-    raise ModelError(f"there is no folder {path}; give a checkpoint's folder, or {DEMO!r}")
+    what = "file" if path.suffix == ".gguf" else "folder"
+    raise ModelError(
+        f"there is no {what} {path}; give a checkpoint's folder, a GGUF file, or {DEMO!r}"
+    )
 
 
 def in_folder(folder: Path) -> Path:

@@ -52,6 +52,8 @@ HUGE = 1 << 62
 WRONG = {
     "begins with b''": b"",
     "begins with b'PK": b"PK\x03\x04" + bytes(60),
+    "from before GGUF": b"tjgg" + bytes(60),
+    "a web page": b"\n<!DOCTYPE html><html>Access denied",
     "Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
     "truncated: it has 10 bytes": b"GGUF" + bytes([3, 0, 0, 0, 0, 0]),
     "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(8),
@@ -84,6 +86,32 @@ WRONG = {
         n_tensors=1,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("adapter", r"no language model \(it is an adapter \(LoRA\)"),
+        ("mmproj", r"no language model \(it is what sees or hears beside a model"),
+        ("imatrix", "no language model .*quantised"),
+        ("vocab", "no language model .*of type 'vocab'"),
+        (None, "'bert' that makes embeddings and writes no text"),
+    ],
+)
+def test_what_lies_beside_models_is_refused_by_what_it_is(kind, said, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "bert")
+    writer.add_uint32("bert.block_count", 2)
+    writer.add_uint32("bert.pooling_type", 1)
+    if kind is not None:
+        writer.add_string("general.type", kind)
+    name = "token_embd.weight" if kind is None else "blk.0.attn_q.weight.lora_a"
+    writer.add_tensor(name, np.zeros((8, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=said):
+        check_model(LoadOptions(tmp_path / "a.gguf"))
 
 
 @pytest.mark.parametrize("said", WRONG)

@@ -53,6 +53,14 @@ _LARGEST = dict.fromkeys(("max_position_embeddings", "original_max_position_embe
 """Numbers that are no sizes of tensors -> the most that they may be."""
 
 
+_BESIDE = {
+    "adapter": "it is an adapter (LoRA), which is for a model and is not read here; merge the two",
+    "mmproj": "it is what sees or hears beside a model, and only text is read here",
+    "imatrix": "it is what weights were weighed by when they were quantised",
+}
+"""Types of files that are no model -> what they are, for people."""
+
+
 def config_of(file: GgufFile) -> Raw:
     """Return what would be the ``config.json`` of a GGUF file.
 
@@ -61,11 +69,17 @@ def config_of(file: GgufFile) -> Raw:
     """
     name = file.architecture
     if "token_embd.weight" not in file.tensors or not file.whole(f"{name}.block_count"):
-        kind = file.text("general.type")
+        kind = file.text("general.type") or "model"
+        what = _BESIDE.get(kind, "" if kind == "model" else f"it is of type {kind!r}")
         raise ModelError(
             f"{file.path} holds no language model"
-            + (f" (it is of type {kind!r})" if kind not in (None, "model") else "")
+            + (f" ({what})" if what else "")
             + "; give the file of the model itself"
+        )
+    if file.metadata.get(f"{name}.pooling_type") or file.flag(f"{name}.attention.causal") is False:
+        raise ModelError(
+            f"{file.path} is a model of the architecture {name[:80]!r} that makes embeddings and "
+            f"writes no text; give the file of a language model"
         )
     theirs = _by_transformers(file)
     raw = _by_us(file) if theirs is None else theirs

@@ -21,6 +21,7 @@ import numpy as np
 from kvcellar.errors import ModelError
 
 _MAGIC = b"GGUF"
+_OLD_MAGICS = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 _VERSIONS = (2, 3)
 _NUMBERS = {
     0: "<u1",
@@ -324,6 +325,16 @@ class _Header:
             raise ModelError(
                 f"{self._path} is a Git LFS pointer and not the model; run 'git lfs pull' where "
                 f"it came from, or download the file"
+            )
+        if start[:4] in _OLD_MAGICS:
+            raise ModelError(
+                f"{self._path} is in a format of llama.cpp from before GGUF; download the model as "
+                f"GGUF"
+            )
+        if start.lstrip()[:1] == b"<":
+            raise ModelError(
+                f"{self._path} is a web page and not the model; open it to see what it asks for, "
+                f"such as a login, and download the file again"
             )
         if start[:4] != _MAGIC:
             raise wrong(self._path, f"begins with {start[:4]!r} and not with {_MAGIC!r}")
