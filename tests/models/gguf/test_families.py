@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from kvcellar.backends.torch.networks import load_network
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.checkpoint import read_config
+from kvcellar.models.gguf.configs import config_of
 from kvcellar.models.gguf.families import FAMILIES
+from kvcellar.models.gguf.reader import read_gguf
 from tests.models.gguf.families import CASES
 from tests.models.gguf.writing import SPECIALS
 from tests.models.players import Player
@@ -105,6 +109,37 @@ def test_what_a_family_has_no_place_for_is_refused(tmp_path):
         case.metadata = {}
     with pytest.raises(ModelError, match=r"qwen2.logit_scale=0.5, which qwen2 .* does not do"):
         read_config(path)
+
+
+IMPOSSIBLE = [
+    ("llama", "rope.freq_base", -1.0),
+    ("llama", "nextn_predict_layers", 2),
+    ("llama-3", "attention.key_length", 2**31 - 1),
+    ("qwen3next", "block_count", 2**31 - 1),
+    ("gemma4", "attention.key_length_swa", None),
+    ("gemma4", "attention.head_count_kv", np.array([2, 1], np.int32)),
+    ("gemma4 with shared layers", "feed_forward_length", np.array([1, 2, 3, 4, 5, 6], np.int32)),
+    ("gemma3n", "activation_sparsity_scale", np.array([0.5], np.float32)),
+    ("deepseek2", "attention.kv_lora_rank", None),
+    ("deepseek2", "rope.dimension_count", 24),
+    ("glm4moe", "expert_gating_func", 1),
+    ("qwen3moe", "expert_gating_func", 2),
+    ("granitehybrid", "ssm.inner_size", 100),
+    ("glm4", "rope.dimension_sections", np.array([4, 2, 2, 0], np.int32)),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), IMPOSSIBLE, ids=lambda one: str(one)[:24])
+def test_metadata_that_cannot_be_or_is_not_understood_is_refused(name, key, value, tmp_path):
+    path, architecture = tmp_path / "model.gguf", CASES[name].architecture
+    CASES[name].write(path)
+    file = read_gguf(path)
+    config_of(file)
+    metadata = {**file.metadata, f"{architecture}.{key}": value}
+    if value is None:
+        del metadata[f"{architecture}.{key}"]
+    with pytest.raises(ModelError):
+        config_of(replace(file, metadata=metadata))
 
 
 @pytest.mark.kernel

@@ -39,6 +39,7 @@ _MATTERS = {
     "attention.temperature_scale": 0.0,
     "attention.sliding_window_pattern": 1,
     "expert_group_count": 1,
+    "expert_gating_func": 1,
     "moe_latent_size": 0,
     "rope.scaling.yarn_log_multiplier": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -168,7 +169,7 @@ def _complete(file: GgufFile, family: Family, raw: Raw) -> None:
         if not (type(value) is int or key == family.epsilon[0]) or value <= 0:
             raise wrong(file.path, f"has {value!r} for {ours}")
     raw["num_hidden_layers"] -= file.whole(f"{name}.nextn_predict_layers") or 0
-    if raw["num_hidden_layers"] < 1:
+    if not 0 < raw["num_hidden_layers"] <= len(file.tensors):
         raise wrong(file.path, f"has {raw['num_hidden_layers']} layers")
 
 

@@ -147,11 +147,12 @@ HUNYUAN_MOE = Family(
 def _deepseek2(file: GgufFile, raw: Raw) -> None:
     """Read latent attention; files that keep it whole say the widths of heads in other keys."""
     name = file.architecture
-    rope, rank = raw["head_dim"], raw["kv_lora_rank"]
+    rope = raw["head_dim"]
+    whole_of(file, "attention.kv_lora_rank")
     whole = file.whole(f"{name}.attention.key_length_mla")
     key = whole or whole_of(file, "attention.key_length")
     value = file.whole(f"{name}.attention.value_length_mla")
-    if key <= rope or rank is None:
+    if key <= rope:
         raise wrong(file.path, f"has keys of {key} numbers, of which {rope} are turned")
     is_sigmoid = file.whole(f"{name}.expert_gating_func") == SIGMOID
     raw |= {

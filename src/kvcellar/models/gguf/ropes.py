@@ -45,6 +45,8 @@ def rope_of_file(file: GgufFile, head_dim: int, raw: Mapping[str, Any]) -> dict[
         "rope_type": "default",
         "rope_theta": file.number(f"{key}.freq_base") or 10_000.0,
     }
+    if rope["rope_theta"] <= 0:
+        raise wrong(file.path, f"has {key}.freq_base={rope['rope_theta']}")
     turned = file.whole(f"{key}.dimension_count")
     if turned is not None and turned != head_dim:
         if not 0 < turned < head_dim:
@@ -130,6 +132,8 @@ def _llama3(file: GgufFile, theta: float, width: int) -> dict[str, Any]:
         ModelError: they do not.
     """
     there = np.asarray(factors_of(file, "rope_freqs.weight"))
+    if width != 2 * len(there):
+        raise wrong(file.path, f"has {len(there)} factors in rope_freqs for heads of {width}")
     if np.all(there == 1.0):
         return {}
     factor = float(there.max())
@@ -137,7 +141,7 @@ def _llama3(file: GgufFile, theta: float, width: int) -> dict[str, Any]:
     waves = 2 * math.pi * theta ** (np.arange(0, width, 2) / width)
     part = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
     made = 1 / ((1 - part) / factor + part)
-    if len(made) != len(there) or not np.allclose(made, there, rtol=1e-3):
+    if not np.allclose(made, there, rtol=1e-3):
         raise ModelError(
             f"{file.path} turns positions by factors of its own (rope_freqs), and those of Llama "
             f"3 are read here; take the model's own safetensors"
