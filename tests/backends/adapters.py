@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.testing import CASES, BackendAdapter, Case, cases_named
+from tests.backends.gpu.interpreter import hasten
 
 needs_mlx = pytest.mark.skipif(
     importlib.util.find_spec("mlx") is None, reason="needs mlx: pip install 'kvcellar[mlx]'"
@@ -168,6 +170,33 @@ class TorchInSmallPieces(TorchWithoutKernel):
             patch.setattr(attention, "CAST_TILE", 3)
             patch.setattr(attention, "PLAIN_LOGITS", 1)
             patch.setattr(reads, "TILE", 5)
+            yield
+
+
+class TritonAdapter(TorchAdapter):
+    """Triton's kernels as its interpreter runs them, in tiles so small that histories fill some."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        super().__init__(cases)
+        self.walked = ()
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.torch.gpu import choice, launch, lists, plans
+
+        def tiling(n_heads: int, pool: Any, dtype: Any, device: Any) -> plans.Tiling:
+            n_kv_heads = pool.k.data.shape[1]
+            return plans.Tiling(n_heads // n_kv_heads, n_kv_heads, 16, 16, 8, 8)
+
+        hasten()
+        patches = pytest.MonkeyPatch.context()
+        with super().settings(), warnings.catch_warnings(), patches as patch:
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what tiles throw away, and NaN
+            patch.setattr(choice, "ON_CPU", True)
+            patch.setattr(launch, "tiling_of", tiling)
+            patch.setattr(lists, "LEAST_SHARED", 2)
+            patch.setattr(plans, "SHORT_RUN", 2)
+            patch.setattr(plans, "FEW_ROWS", 12)
             yield
 
 

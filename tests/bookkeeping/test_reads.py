@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.reads import TILE, _band, causal_reads
+from kvcellar.bookkeeping.reads import TILE, band, causal_reads
 from kvcellar.bookkeeping.spans import Span
 from kvcellar.errors import ProposalError
 from kvcellar.sight import FULL, Sight
@@ -62,12 +62,12 @@ def test_a_sight_says_what_a_query_sees_first_and_who_is_clear_of_what_is_gone(w
 @given(n=st.integers(1, 20), before=st.integers(0, 20), window=st.integers(1, 12))
 def test_the_band_is_the_position_mask_of_queries_that_follow_their_keys(n, before, window):
     keys, sight = np.arange(before + n), Sight(window)
-    assert np.array_equal(_band(n, before, sight), sight.see(keys[before:], keys))
+    assert np.array_equal(band(n, before, sight), sight.see(keys[before:], keys))
 
 
 def test_the_shared_band_cannot_be_written_to():
     with pytest.raises(ValueError, match="read-only"):
-        _band(4, 3, Sight(4))[0, 0] = False
+        band(4, 3, Sight(4))[0, 0] = False
 
 
 @given(

@@ -93,7 +93,7 @@ def _banded_reads(
         low = sight.first_seen(p0)
         spans = spans_of(low, p0 + n)
         if sum(s.length for s in spans) == p0 + n - low:
-            mask = _band(n, p0 - low, sight)
+            mask = band(n, p0 - low, sight)
         else:
             mask = sight.see(np.arange(p0, p0 + n), positions_of(spans))
         reads.append(AttendSpec(q_start + offset, n, as_runs(spans), AttendKind.EXPLICIT, mask))
@@ -120,7 +120,7 @@ def tree_read(q_start: int, tree: DraftTree, sight: Sight, spans_of: SpansOf) ->
 
 
 @lru_cache(maxsize=64)
-def _band(n_queries: int, n_before: int, sight: Sight) -> BoolArray:
+def band(n_queries: int, n_before: int, sight: Sight) -> BoolArray:
     """Return the band mask of queries that follow ``n_before`` cells; shared, so read-only."""
     queries = np.arange(n_before, n_before + n_queries)
     mask = sight.see(queries, np.arange(n_before + n_queries))

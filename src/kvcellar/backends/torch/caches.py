@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import rotate, rotate_queries
 from kvcellar.backends.torch.exact import ExactPool, LayerPool
+from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.backends.torch.state_pools import StateArrays, Stretches, stretches_of
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
@@ -33,6 +34,9 @@ from kvcellar.types import (
     cells_of,
     clip_runs,
 )
+
+if TYPE_CHECKING:
+    from kvcellar.backends.torch.gpu.steps import GpuSteps, GroupPlan
 
 LONG_RUN = 512
 """Runs of at least this many cells are attended where they lie; shorter ones are gathered."""
@@ -73,6 +77,8 @@ class Prepared:
     """Tokens that go to exact cells too."""
     exact_by_kernel: native.Plan | None = None
     """Plan for the kernel."""
+    on_gpu: GroupPlan | None = None
+    """What Triton's kernels do: all writes and reads."""
 
 
 class TorchCache(RowMoves):
@@ -95,6 +101,7 @@ class TorchCache(RowMoves):
         """True if K is stored rotated: who attends rotates queries too."""
         self._prepared: list[Prepared | None] = [None] * (2 * len(pools.groups))
         """Per layer group for those of its layers that store rows, then for those that share."""
+        self._on_gpu: GpuSteps | None = None
         self._slots = slots_of(pools.config.params)
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
         self._stretches: tuple[StatePlan, tuple[Stretches, ...]] | None = None
@@ -120,6 +127,13 @@ class TorchCache(RowMoves):
             q, k = rotate_queries(q.float(), k.shape[-1]), rotate(k.float())
         prepared = self._prepare(layer_id, index, position, k, v, q)
         pool = self.pools.of_layer[layer_id]
+        if prepared.on_gpu is not None:
+            q = q.to(v.dtype)
+            out = self._gpu_steps().run(
+                layer_id, prepared.on_gpu, pool, q, k, v, scale, out_dtype, group.softcap, sinks
+            )
+            self.steps.wrote(layer_id)
+            return out
         if prepared.by_kernel is not None:
             return self._by_kernel(layer_id, prepared, q, k, v, scale, out_dtype, sinks)
         if prepared.decode is not None and sinks is None and group.softcap is None:
@@ -220,7 +234,12 @@ class TorchCache(RowMoves):
         if slot != index:  # it shares the rows of another layer
             own, exact_writes = replace(own, writes=()), ()
         is_read = not group.is_latent or self.pools.of_layer[layer].is_joined
-        if q is not None and kernel.takes(k.device) and is_read:
+        pool = self.pools.of_layer[layer]
+        if q is not None and choice.takes(k.device, pool, q):
+            pool.ensure(plan.n_cells, k.device)
+            prepared = Prepared(plan, own.writes, None, (), None, shapes)
+            prepared.on_gpu = self._gpu_steps().prepare(slot, own, group, pool, q.to(v.dtype))
+        elif q is not None and kernel.takes(k.device) and is_read:
             most = kernel.most_queries(self.config.kv, q.dtype)
             compiled, left = kernel.compile_plan(own, most)
             prepared = Prepared(plan, own.writes, None, _reads(left, k), None, shapes, compiled)
@@ -232,6 +251,14 @@ class TorchCache(RowMoves):
         self._prepared[slot] = prepared
         self.pools.of_layer[layer].ensure(plan.n_cells, k.device)
         return prepared
+
+    def _gpu_steps(self) -> GpuSteps:
+        """Return what lies on the GPU, made with the first forward: Triton is imported then."""
+        from kvcellar.backends.torch.gpu.steps import GpuSteps
+
+        if self._on_gpu is None:
+            self._on_gpu = GpuSteps()
+        return self._on_gpu
 
     def _by_kernel(
         self,

@@ -5,6 +5,8 @@ Float and quantised rows differ in their codec alone; where they lie is the same
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -125,6 +127,22 @@ def make_side(n_heads: int, side: SideDtype, dim: int) -> PoolSide:
     return PoolSide(n_heads, codec) if side.is_quantised else FloatSide(n_heads, codec)
 
 
+class Placed(NamedTuple):
+    """Tensors of a layer's K and V.
+
+    Attributes:
+        k: parts ``[1, n_kv_heads, cells, ...]``, or ``[n_blocks, n_kv_heads, block_size, ...]``.
+        v: the same of V.
+        codecs: of both.
+        block_size: cells of a block; 0 for parts of the first shape.
+    """
+
+    k: Parts
+    v: Parts
+    codecs: tuple[Codec, Codec]
+    block_size: int
+
+
 class Pool:
     """One layer's K and V bytes. Knows cells, no sequences.
 
@@ -174,6 +192,10 @@ class Pool:
             parts = self.k.parts, self.v.parts
             self._for_kernel = kernel.make_pool(*parts, codecs, exact, is_joined=self.is_joined)
         return self._for_kernel
+
+    def placed(self) -> Placed:
+        """Return where the bytes lie, until the pool grows."""
+        return Placed(self.k.parts, self.v.parts, (self.k.codec, self.v.codec), 0)
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
         """Store rows ``[1, n_kv_heads, T, dim]`` in cells ``[start, start + T)``."""
@@ -304,6 +326,10 @@ class BlockFirstPool:
             )
             self._for_kernel = n_blocks, made
         return self._for_kernel[1]
+
+    def placed(self) -> Placed:
+        """Return where the layer's bytes lie, until the blocks grow."""
+        return Placed(*self._layer(), self._blocks.codecs, self._blocks.block_size)
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
         """Write consecutive cells, block by block; see :class:`Pool`."""

@@ -1,0 +1,44 @@
+"""Choice between Triton's kernels and torch's operations; imports no Triton to make it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from kvcellar.backends.torch.exact import LayerPool, PoolBeside
+
+ON_CPU = False
+"""Tests set it, where Triton interprets its kernels (TRITON_INTERPRET=1): a CPU is a GPU then."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+LONGEST_ROW = 576
+"""Numbers of the longest rows, latent ones with their rotary part, that a tile has room for."""
+
+
+def takes(device: torch.device, pool: LayerPool, q: Tensor) -> bool:
+    """Return true if Triton's kernels write and attend in place of torch's operations.
+
+    Not where cells lie beside the pool's own (exact copies, a frozen prefix), nor for queries of
+    other types or very long rows.
+
+    Args:
+        device: of K and V.
+        pool: where they go.
+        q: ``[1, n_heads, T, q_dim]``.
+    """
+    is_gpu = ON_CPU if device.type == "cpu" else device.type in ("cuda", "xpu") and _has_triton()
+    return (
+        is_gpu
+        and not isinstance(pool, PoolBeside)
+        and q.dtype in DTYPES
+        and q.shape[3] <= LONGEST_ROW
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,248 @@
+"""Launches of the kernels on torch's tensors: a layer's writes, its attention, and the merge."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
+from kvcellar.backends.torch.gpu import kernels, stores
+from kvcellar.backends.torch.gpu.lists import lists_of
+from kvcellar.backends.torch.gpu.plans import SECTIONS, Form, PackedPlan, Tiling, pack, rounded_up
+from kvcellar.backends.torch.pools import Placed
+from kvcellar.sight import Sight
+from kvcellar.types import StepPlan
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+LEAST_BUFFER = 16_384
+"""Integers of the smallest plan buffer: the plans of a hundred sequences' decode steps fit."""
+
+PROGRAMS_PER_CORE = 4
+"""Programs that few queries are split into, for each multiprocessor."""
+
+
+class Side(NamedTuple):
+    """K or V of a layer as the kernels are told it.
+
+    Attributes:
+        data: the numbers.
+        affine: scales and biases; of a float side the numbers again.
+        strides: of heads, cells and blocks of the numbers, then of scales and biases.
+        dim: numbers of a row.
+        pad: the power of two that a tile has room for.
+        bits: of a number.
+        size: numbers that share a scale; 0 where there is none.
+    """
+
+    data: Tensor
+    affine: Tensor
+    strides: tuple[int, ...]
+    dim: int
+    pad: int
+    bits: int
+    size: int
+
+    @property
+    def fixed(self) -> tuple[int, int, int, int]:
+        """Numbers that a kernel is compiled for."""
+        return self.dim, self.pad, self.bits, self.size
+
+
+class PoolArguments(NamedTuple):
+    """A layer's pool as the kernels are told it, until it grows."""
+
+    k: Side
+    v: Side
+    block: int
+    """Cells of a block; 0 for pools of one piece."""
+
+
+def is_interpreted() -> bool:
+    """Return true if Triton interprets kernels, without a GPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def pool_arguments(placed: Placed) -> PoolArguments:
+    """Describe where a layer's K and V lie."""
+    k, v = (
+        _side(parts, codec, placed.block_size)
+        for parts, codec in zip((placed.k, placed.v), placed.codecs, strict=True)
+    )
+    return PoolArguments(k, v, placed.block_size)
+
+
+def _side(parts: Parts, codec: Codec, block: int) -> Side:
+    pad = max(16, rounded_up(codec.dim))
+    axes = (1, 2, 0)
+    strides = [tuple(part.stride(axis) for axis in axes) for part in parts]
+    if isinstance(codec, AffineCodec):
+        size = codec.group_size
+        flat = (*strides[0], *strides[1])
+        return Side(parts[0], parts[1], flat, codec.dim, pad, codec.bits, size)
+    flat = (*strides[0], *strides[0])
+    bits = 8 * parts[0].element_size()
+    return Side(parts[0], parts[0], flat, codec.dim, pad, bits, 0)
+
+
+class DevicePlan:
+    """The plan of a layer group on the device: one buffer, whose address stays while it is enough.
+
+    Plans of equal form have their sections at equal places.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Create a buffer on a device, without a plan."""
+        self.form: Form | None = None
+        self.sections: dict[str, Tensor] = {}
+        self._buffer = torch.empty(LEAST_BUFFER, dtype=torch.int32, device=device)
+
+    def update(self, packed: PackedPlan) -> None:
+        """Copy a plan to the device, in one transfer."""
+        n = len(packed.numbers)
+        if n > len(self._buffer):
+            with torch.inference_mode(False):
+                self._buffer = self._buffer.new_empty(rounded_up(n))
+            self.form = None
+        self._buffer[:n].copy_(torch.from_numpy(packed.numbers), non_blocking=True)
+        if packed.form != self.form:
+            self.form = packed.form
+            found = self._buffer[:n].split(packed.form.sections)
+            self.sections = dict(zip(SECTIONS, found, strict=True))
+            self.sections["masks"] = self.sections["masks"].view(torch.uint8)
+
+
+def tiling_of(
+    n_heads: int, pool: PoolArguments, dtype: torch.dtype, device: torch.device
+) -> Tiling:
+    """Return the sizes of tiles for queries of a type over a layer's pool."""
+    n_kv_heads = pool.k.data.shape[1]
+    width = max(pool.k.pad, pool.v.pad) * (2 if _computes(dtype, pool) is torch.float32 else 1)
+    cells = 64 if width <= 128 else 32 if width <= 256 else 16
+    few = 64 if width <= 256 else 16
+    many = 128 if width <= 128 else 64 if width <= 256 else 16
+    return Tiling(n_heads // n_kv_heads, n_kv_heads, few, many, cells, _n_programs(device))
+
+
+def _n_programs(device: torch.device) -> int:
+    if device.type == "cuda":
+        return PROGRAMS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
+    return 256
+
+
+def compiled(plan: StepPlan, sight: Sight, tiling: Tiling) -> PackedPlan:
+    """Return what the kernels do for a plan."""
+    return pack(plan, lists_of(plan, sight), tiling)
+
+
+def write(plan: DevicePlan, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
+    """Write rows ``[1, n_kv_heads, T, dim]`` to the cells of the plan; one launch."""
+    cells = plan.sections["writes"]
+    if not len(cells):
+        return
+    k, v = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (k, v))
+    if is_interpreted():  # which cuts numbers off where a GPU rounds them to bfloat16
+        k, v = (
+            rows if side.size else rows.to(side.data.dtype)
+            for rows, side in ((k, pool.k), (v, pool.v))
+        )
+    n_heads, n_tokens = k.shape[1:3]
+    with _on(k.device):
+        stores.write_rows[(n_tokens, 2)](
+            k, v, cells, pool.k.data, pool.k.affine, pool.v.data, pool.v.affine,
+            *_row_strides(k), *_row_strides(v), *pool.k.strides, *pool.v.strides,
+            n_heads, rounded_up(n_heads), *pool.k.fixed, *pool.v.fixed, pool.block,
+        )  # fmt: skip
+
+
+def attend(
+    plan: DevicePlan,
+    pool: PoolArguments,
+    tiling: Tiling,
+    q: Tensor,
+    scale: float,
+    out_dtype: torch.dtype,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend the plan's queries; at most three launches.
+
+    Args:
+        plan: whose lists cover the queries.
+        pool: of the layer, with this step's K and V.
+        tiling: that the plan was made with.
+        q: ``[1, n_heads, T, q_dim]``; longer than K's rows where they are latent.
+        scale: factor on the logits.
+        out_dtype: type of the result.
+        softcap: cap on the logits, or None.
+        sinks: ``[n_heads]``, or None.
+
+    Returns:
+        ``[1, n_heads, T, v_head_dim]``.
+    """
+    assert plan.form is not None, "the plan was updated"
+    form, at = plan.form, plan.sections
+    q = q if q.stride(3) == 1 else q.contiguous()
+    n_heads, n_tokens = q.shape[1:3]
+    dtype = torch.float32 if is_interpreted() else out_dtype
+    out = q.new_empty((1, n_tokens, n_heads, pool.v.dim), dtype=dtype).transpose(1, 2)
+    part_out = q.new_empty((form.n_slots, n_heads, pool.v.dim), dtype=torch.float32)
+    part_lse = q.new_empty((form.n_slots, n_heads), dtype=torch.float32)
+    logit_sinks = q if sinks is None else sinks.contiguous()
+    is_latent = q.shape[3] > pool.k.dim
+    computes = _computes(q.dtype, pool)
+    common = (
+        at["lists"], at["runs"], at["tokens"], at["index"], at["masks"], scale, softcap or 1.0,
+        *_row_strides(q), *_row_strides(out), *pool.k.strides, *pool.v.strides,
+        n_heads, tiling.group, is_latent, *pool.k.fixed, *pool.v.fixed,
+        pool.block, TYPES[computes], softcap is not None, sinks is not None, form.has_masks,
+    )  # fmt: skip
+    launches = (("few", form.n_splits, form.rows), ("many", 1, tiling.many))
+    with _on(q.device):
+        for name, n_splits, rows in launches:
+            n_tiles = len(at[name]) // 2
+            if not n_tiles:
+                continue
+            kernels.attend_lists[(n_tiles, n_splits, tiling.n_kv_heads)](
+                q, out, part_out, part_lse, logit_sinks, pool.k.data, pool.k.affine, pool.v.data,
+                pool.v.affine, at[name], *common, rows, tiling.cells,
+                num_warps=8 if rows >= 128 else 4, num_stages=_stages(computes),
+            )  # fmt: skip
+        if len(at["merged"]):
+            kernels.merge_parts[(len(at["merged"]) // 3, n_heads)](
+                out, part_out, part_lse, logit_sinks, at["merged"], *_row_strides(out),
+                n_heads, pool.v.dim, pool.v.pad, sinks is not None, 16,
+            )  # fmt: skip
+    return out.to(out_dtype)
+
+
+def _computes(dtype: torch.dtype, pool: PoolArguments) -> torch.dtype:
+    """Return the type of the operands: the queries', or float32 beside another float type."""
+    stored = {side.data.dtype for side in (pool.k, pool.v) if not side.size}
+    if is_interpreted() or not stored <= {dtype}:
+        return torch.float32  # interpreted products of bfloat16 are wrong
+    return dtype
+
+
+def _stages(dtype: torch.dtype) -> int:
+    return 2 if dtype is torch.float32 else 3
+
+
+def _row_strides(rows: Tensor) -> tuple[int, int]:
+    return rows.stride(1), rows.stride(2)
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Launch on a device: Triton takes the current one."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.get_device_module(device).device(device):
+        yield

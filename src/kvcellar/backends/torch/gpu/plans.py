@@ -1,0 +1,232 @@
+"""Plans on the device: what a forward writes and reads in the layers of a group, as integers.
+
+A plan is one buffer of 32-bit integers in sections, whose sizes are rounded up, so that the next
+decode step has the same *form*: the same sections at the same places, the same grids, other numbers
+in them. A step copies the numbers with one transfer, and a captured graph that has launched the
+kernels with a form's arguments can be played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.backends.torch.gpu.lists import MASK, CellList
+from kvcellar.types import IntArray, Run, StepPlan, cells_of
+
+Ints = NDArray[np.int32]
+
+LIST_INTS = 10
+"""Integers of a list: first token, tokens, first run, runs, cells, cells that all its queries see,
+kind, where its mask begins, window or the mask's width, splits."""
+
+RUN_INTS = 3
+"""Integers of a run: first cell (or -1 less its place in the index), begin and end in the list."""
+
+SHORT_RUN = 16
+"""Runs of fewer cells are read by index where they follow each other."""
+
+FEW_ROWS = 256
+"""Up to this many rows of a list (query heads of a KV head) its cells are split."""
+
+MOST_SPLITS = 64
+
+
+class Tiling(NamedTuple):
+    """Sizes of a launch.
+
+    Attributes:
+        group: query heads of a KV head.
+        n_kv_heads: KV heads.
+        few: rows of a tile of few queries at most.
+        many: rows of a tile of many queries.
+        cells: of a tile.
+        n_programs: so many keep the device busy.
+    """
+
+    group: int
+    n_kv_heads: int
+    few: int
+    many: int
+    cells: int
+    n_programs: int
+
+
+class Form(NamedTuple):
+    """Form of a plan: of equal forms the launches are equal, but for pointers.
+
+    Attributes:
+        sections: integers of each section, in the order of ``SECTIONS``.
+        n_splits: grid of the lists with few queries.
+        rows: of a tile with few queries.
+        n_slots: parts of a query head that are kept until they are merged.
+        has_masks: whether a list has a mask.
+    """
+
+    sections: tuple[int, ...]
+    n_splits: int
+    rows: int
+    n_slots: int
+    has_masks: bool
+
+
+SECTIONS = ("few", "many", "lists", "runs", "tokens", "merged", "writes", "index", "masks")
+"""Sections of a plan: tiles (list, first row) of lists with few queries and with many; lists; runs;
+tokens of lists (token, first slot or -1: its result is whole); merged tokens (token, first slot,
+stop); the cell of each token, -1 for none; cells by index; masks, a byte for each cell."""
+
+_WIDTHS = (2, 2, LIST_INTS, RUN_INTS, 2, 3, 1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedPlan:
+    """A plan in one array."""
+
+    form: Form
+    numbers: Ints
+
+
+def pack(plan: StepPlan, lists: Sequence[CellList], tiling: Tiling) -> PackedPlan:
+    """Put a plan's writes and its lists in one array.
+
+    Args:
+        plan: of a step.
+        lists: of its reads.
+        tiling: sizes of the launches.
+    """
+    few = [one for one in lists if one.n_tokens * tiling.group <= FEW_ROWS]
+    many = [one for one in lists if one.n_tokens * tiling.group > FEW_ROWS]
+    rows = max((one.n_tokens * tiling.group for one in few), default=1)
+    rows = min(tiling.few, max(16, rounded_up(rows)))
+    n_splits = _splits(few, rows, tiling)
+    ordered = [*few, *many]
+    splits = [n_splits] * len(few) + [1] * len(many)
+    tokens = [_tokens_of(one) for one in ordered]
+    slots, merged, n_slots = _slots(tokens, splits, plan.n_tokens)
+    table = np.zeros((len(ordered), LIST_INTS), np.int32)
+    runs: list[tuple[int, int, int]] = []
+    index: list[IntArray] = []
+    masks: list[NDArray[np.uint8]] = []
+    first_token = n_mask = 0
+    for i, one in enumerate(ordered):
+        first_run = len(runs)
+        _add_runs(one.runs, runs, index)
+        aux = one.window
+        if one.kind == MASK:
+            assert one.mask is not None
+            masks.append(np.ascontiguousarray(one.mask).view(np.uint8).reshape(-1))
+            aux = one.mask.shape[1]
+        n_runs = len(runs) - first_run
+        table[i] = (
+            first_token, one.n_tokens, first_run, n_runs, one.n_cells, one.n_free, one.kind,
+            n_mask, aux, splits[i],
+        )  # fmt: skip
+        first_token += one.n_tokens
+        n_mask += one.mask.size if one.kind == MASK and one.mask is not None else 0
+    pairs = [np.stack(pair, axis=1) for pair in zip(tokens, slots, strict=True)]
+    bytes_of = np.concatenate(masks) if masks else np.empty(0, np.uint8)
+    parts = (
+        _tiles(few, 0, rows, tiling.group),
+        _tiles(many, len(few), tiling.many, tiling.group),
+        table,
+        np.array(runs, np.int64).reshape(-1, RUN_INTS),
+        np.concatenate(pairs) if pairs else np.empty((0, 2), np.int64),
+        merged,
+        plan.write_cells if plan.writes else np.empty(0, np.int64),
+        np.concatenate(index) if index else np.empty(0, np.int64),
+        np.pad(bytes_of, (0, -len(bytes_of) % 4)).view(np.int32),
+    )
+    return _joined(parts, n_splits, rows, n_slots, bool(masks))
+
+
+def rounded_up(n: int) -> int:
+    """Return the power of two that is at least ``n``; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
+def _splits(few: Sequence[CellList], rows: int, tiling: Tiling) -> int:
+    """Return into how many parts the cells of lists with few queries are split: a power of two."""
+    n_tiles = sum(-(-one.n_tokens * tiling.group // rows) for one in few)
+    if not n_tiles:
+        return 1
+    longest = max(one.n_cells for one in few)
+    wanted = -(-tiling.n_programs // (n_tiles * tiling.n_kv_heads))
+    return rounded_up(max(1, min(wanted, longest // (2 * tiling.cells), MOST_SPLITS)))
+
+
+def _tokens_of(one: CellList) -> IntArray:
+    return np.concatenate([np.arange(first, first + n, dtype=np.int64) for first, n in one.tokens])
+
+
+def _slots(
+    tokens: Sequence[IntArray], splits: Sequence[int], n_tokens: int
+) -> tuple[list[IntArray], IntArray, int]:
+    """Give each token of each list its first slot, or -1 where its part is the only one.
+
+    Returns:
+        Slots per list, the tokens that have some ``[n, 3]`` (token, first, stop), and how many
+        slots there are.
+    """
+    counts = np.zeros(n_tokens, np.int64)
+    before = []
+    for of_list, n in zip(tokens, splits, strict=True):
+        before.append(counts[of_list])
+        counts[of_list] += n
+    counts[counts < 2] = 0
+    stops = np.cumsum(counts)
+    firsts = stops - counts
+    slots = [
+        np.where(counts[of_list] > 0, firsts[of_list] + at, -1)
+        for of_list, at in zip(tokens, before, strict=True)
+    ]
+    parted = np.flatnonzero(counts)
+    merged = np.stack([parted, firsts[parted], stops[parted]], axis=1)
+    return slots, merged, int(stops[-1]) if n_tokens else 0
+
+
+def _tiles(lists: Sequence[CellList], first: int, rows: int, group: int) -> IntArray:
+    """Return (list, first row) of each tile, the longest lists first."""
+    order = sorted(range(len(lists)), key=lambda i: -lists[i].n_cells)
+    found = [
+        (first + i, row)
+        for i in order
+        for row in reversed(range(0, lists[i].n_tokens * group, rows))
+    ]
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def _add_runs(
+    runs: Sequence[Run], table: list[tuple[int, int, int]], index: list[IntArray]
+) -> None:
+    """Append a list's runs to the table; short ones that follow each other go to the index."""
+    at = 0
+    for is_short, found in groupby(runs, lambda run: run.length < SHORT_RUN):
+        group = list(found)
+        if is_short and len(group) > 1:
+            start = -1 - sum(len(cells) for cells in index)
+            index.append(cells_of(group))
+            group = [Run(start, len(index[-1]))]
+        for run in group:
+            table.append((run.start, at, at + run.length))
+            at += run.length
+
+
+def _joined(
+    parts: Sequence[IntArray | Ints], n_splits: int, rows: int, n_slots: int, has_masks: bool
+) -> PackedPlan:
+    """Round the sections up, fill them with -1, and put them behind each other."""
+    sizes = [
+        -(-rounded_up(len(part)) * width // 4) * 4
+        for part, width in zip(parts, _WIDTHS, strict=True)
+    ]
+    numbers = np.full(sum(sizes), -1, np.int32)
+    at = 0
+    for part, size in zip(parts, sizes, strict=True):
+        numbers[at : at + part.size] = part.reshape(-1)
+        at += size
+    return PackedPlan(Form(tuple(sizes), n_splits, rows, rounded_up(n_slots), has_masks), numbers)

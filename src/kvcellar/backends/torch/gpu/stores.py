@@ -1,0 +1,95 @@
+"""Triton kernels that write: a step's K and V into cells, and cells to other cells.
+
+Quantised rows get the bytes of :mod:`kvcellar.kv_dtype`: the same float32 operations, in the same
+order, each rounded as IEEE 754 says.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvcellar.backends.torch.gpu.kernels import places
+
+ROUNDER = tl.constexpr(12582912.0)
+"""1.5 times 2 to the 23rd: added and taken away again, it rounds to the nearest even integer."""
+
+
+@triton.jit
+def _quantise(grouped, ok, BITS: tl.constexpr):
+    """Return the integers (as float32), scales and biases of groups ``[H, groups, size]``.
+
+    A group with a NaN has a scale and a bias that are NaN, and integers that are zero.
+    """
+    MOST: tl.constexpr = 2**BITS - 1
+    is_nan = tl.max((ok & (grouped != grouped)).to(tl.int32), 2) > 0
+    low = tl.where(is_nan, float("nan"), tl.min(tl.where(ok, grouped, float("inf")), 2))
+    high = tl.max(tl.where(ok, grouped, float("-inf")), 2)
+    bias = (low - tl.abs(low) * (1 / 1024)).to(tl.float16)
+    start = bias.to(tl.float32)
+    scale = ((high - start) * (1025 / 1024) * (1 / MOST)).to(tl.float16)
+    steps = scale.to(tl.float32)
+    inverse = tl.where(steps > 0, tl.div_rn(1.0, tl.where(steps > 0, steps, 1.0)), 0.0)
+    found = (grouped - start[:, :, None]) * inverse[:, :, None]
+    found = tl.where(ok & (found == found), found, 0.0)
+    return (tl.minimum(tl.maximum(found, 0.0), MOST) + ROUNDER) - ROUNDER, scale, bias
+
+
+@triton.jit
+def _store_side(
+    rows, token, cell, data, affine, r_head, r_token, s_head, s_cell, s_block,
+    a_head, a_cell, a_block, N_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store one token's rows of all heads in a cell."""
+    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    there = head < N_HEADS
+    d = tl.arange(0, PAD)[None, :]
+    ok = there & (d < DIM)
+    row = tl.load(rows + head * r_head + token * r_token + d, mask=ok, other=0.0)
+    to = data + places(cell, head, s_head, s_cell, s_block, BLOCK)
+    if BITS >= 16:
+        tl.store(to + d, row, mask=ok)
+    else:
+        SPREAD: tl.constexpr = PAD if SIZE == DIM else SIZE
+        GROUPS: tl.constexpr = PAD // SPREAD
+        grouped = tl.reshape(row.to(tl.float32), (HEADS, GROUPS, SPREAD))
+        numbers, scale, bias = _quantise(grouped, tl.reshape(ok, (HEADS, GROUPS, SPREAD)), BITS)
+        group = tl.arange(0, GROUPS)[None, :]
+        pairs = affine + places(cell, head, a_head, a_cell, a_block, BLOCK) + 2 * group
+        tl.store(pairs, scale, mask=there & (group < DIM // SIZE))
+        tl.store(pairs + 1, bias, mask=there & (group < DIM // SIZE))
+        packed = tl.reshape(numbers.to(tl.uint8), (HEADS, PAD))
+        if BITS == 8:
+            tl.store(to + d, packed, mask=ok)
+        else:
+            first, second = tl.split(tl.reshape(packed, (HEADS, PAD // 2, 2)))
+            b = tl.arange(0, PAD // 2)[None, :]
+            tl.store(to + b, first | (second << 4), mask=there & (b < (DIM + 1) // 2))
+
+
+@triton.jit
+def write_rows(
+    k_rows, v_rows, cells, k, k_affine, v, v_affine, kr_head, kr_token, vr_head, vr_token,
+    k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
+    v_head, v_cell, v_block, va_head, va_cell, va_block,
+    N_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, K_BITS: tl.constexpr, K_SIZE: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, V_BITS: tl.constexpr, V_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write K (second axis 0) or V (1) of one token to its cell; the grid is (tokens, 2)."""
+    token = tl.program_id(0).to(tl.int64)
+    cell = tl.load(cells + token).to(tl.int64)
+    if cell < 0:
+        return
+    if tl.program_id(1) == 0:
+        _store_side(
+            k_rows, token, cell, k, k_affine, kr_head, kr_token, k_head, k_cell, k_block,
+            ka_head, ka_cell, ka_block, N_HEADS, HEADS, D, D_PAD, K_BITS, K_SIZE, BLOCK,
+        )  # fmt: skip
+    else:
+        _store_side(
+            v_rows, token, cell, v, v_affine, vr_head, vr_token, v_head, v_cell, v_block,
+            va_head, va_cell, va_block, N_HEADS, HEADS, DV, DV_PAD, V_BITS, V_SIZE, BLOCK,
+        )  # fmt: skip
