@@ -71,10 +71,18 @@ def walked(cases: Sequence[Case]) -> list[Case]:
 
 
 class TorchAdapter(BackendAdapter):
-    def __init__(self, cases: Sequence[Case] = CASES, state_cases: Sequence[Case] = ()) -> None:
+    """Torch, with tensors on a device."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case] = CASES,
+        state_cases: Sequence[Case] = (),
+        device: str = "cpu",
+    ) -> None:
         there = unless_all(*SPLITTABLE)
         ours = [case for case in walked(cases) if case in there]
         super().__init__("torch", cases=cases, walked=ours, state_cases=state_cases)
+        self.device = device
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -98,17 +106,15 @@ class TorchAdapter(BackendAdapter):
         dtype = getattr(torch, in_dtype)
         with torch.no_grad():
             out = cache.update_and_attend(
-                self._heads_last(q, dtype),
-                self._heads_last(k, dtype),
-                self._heads_last(v, dtype),
+                *(self._heads_last(rows, dtype).to(self.device) for rows in (q, k, v)),
                 torch.as_tensor(np.asarray(position)),
                 layer,
                 scale,
                 getattr(torch, out_dtype),
-                None if sinks is None else torch.from_numpy(sinks).to(dtype),
+                None if sinks is None else torch.from_numpy(sinks).to(self.device, dtype),
             )
         assert out.dtype == getattr(torch, out_dtype)
-        return out.double().numpy()
+        return out.double().cpu().numpy()
 
     @staticmethod
     def _heads_last(values: np.ndarray, dtype: Any) -> Any:
@@ -186,7 +192,7 @@ class TritonAdapter(TorchAdapter):
 
         def tiling(n_heads: int, pool: Any, dtype: Any, device: Any) -> plans.Tiling:
             n_kv_heads = pool.k.data.shape[1]
-            return plans.Tiling(n_heads // n_kv_heads, n_kv_heads, 16, 16, 8, 8)
+            return plans.Tiling(n_heads // n_kv_heads, n_kv_heads, 16, 16, 8, 2, 8)
 
         hasten()
         patches = pytest.MonkeyPatch.context()

@@ -95,3 +95,9 @@ def _seen(read: AttendSpec, n_cells: int) -> np.ndarray:
         assert read.mask is not None
         seen[:, n_cells - read.mask.shape[1] :] = read.mask
     return seen
+
+
+def seen_cells(read: AttendSpec) -> list[list[int]]:
+    """Cells that each query of a read sees."""
+    cells = cells_of(read.runs)
+    return [cells[row].tolist() for row in _seen(read, len(cells))]

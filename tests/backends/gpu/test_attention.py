@@ -105,7 +105,7 @@ def test_attention_over_a_random_plan_is_dense_attention(
     sinks = torch.from_numpy(rng.standard_normal(n_heads, np.float32)) if trunk else None
 
     arguments = launch.pool_arguments(pool.placed())
-    tiling = plans.Tiling(n_heads // group.n_kv_heads, group.n_kv_heads, 16, 16, 16, 8)
+    tiling = plans.Tiling(n_heads // group.n_kv_heads, group.n_kv_heads, 16, 16, 16, 2, 8)
     on_device = launch.DevicePlan(q.device)
     on_device.update(launch.compiled(plan, group.sight, tiling))
     got = launch.attend(on_device, arguments, tiling, q, 0.4, torch.float32, group.softcap, sinks)
@@ -138,7 +138,7 @@ def test_written_rows_have_the_bytes_that_the_codec_gives(
     cells = torch.from_numpy(plan.write_cells)
     there.scatter_rows(cells, k, v)
 
-    tiling = plans.Tiling(1, n_heads, 16, 16, 16, 8)
+    tiling = plans.Tiling(1, n_heads, 16, 16, 16, 2, 8)
     on_device = launch.DevicePlan(k.device)
     on_device.update(launch.compiled(plan, group.sight, tiling))
     launch.write(on_device, launch.pool_arguments(here.placed()), k, v)

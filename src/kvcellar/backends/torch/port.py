@@ -76,6 +76,8 @@ class TorchPools:
         """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
         exact = self.exact[group]
         copies = None if exact is None else exact.move(base, src_cells)
+        home = self.home
+        there = torch.as_tensor(src_cells, device=home)  # one transfer for all layers
         for layer in self.groups[group].layers:
             pool = self.of_layer[layer]
             if pool.device is not None:
@@ -83,7 +85,7 @@ class TorchPools:
                 if kernel.takes(pool.device) and not pool.is_joined:  # it moves K rows, then V's
                     pool.for_kernel().move_cells(base, src_cells)
                 else:
-                    pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
+                    pool.gather_into(base, there.to(pool.device))
                 if copies is not None:
                     assert isinstance(pool, ExactPool)
                     pool.move_exact(*copies)

@@ -24,6 +24,12 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 LEAST_BUFFER = 16_384
 """Integers of the smallest plan buffer: the plans of a hundred sequences' decode steps fit."""
 
+LARGE_SHARED = 160_000
+"""Bytes of shared memory from which tiles are larger and more of them are fetched ahead."""
+
+MANY_NUMBERS = 128 * 128
+"""Numbers of a tile's result from which eight warps share it in place of four."""
+
 PROGRAMS_PER_CORE = 4
 """Programs that few queries are split into, for each multiprocessor."""
 
@@ -124,16 +130,27 @@ def tiling_of(
     """Return the sizes of tiles for queries of a type over a layer's pool."""
     n_kv_heads = pool.k.data.shape[1]
     width = max(pool.k.pad, pool.v.pad) * (2 if _computes(dtype, pool) is torch.float32 else 1)
+    is_large = shared_bytes(device) >= LARGE_SHARED
     cells = 64 if width <= 128 else 32 if width <= 256 else 16
-    few = 64 if width <= 256 else 16
-    many = 128 if width <= 128 else 64 if width <= 256 else 16
-    return Tiling(n_heads // n_kv_heads, n_kv_heads, few, many, cells, _n_programs(device))
+    few = 64 if width <= 256 else 32
+    many = 128 if is_large and width <= 128 else few
+    stages = 3 if is_large and width <= 128 else 2
+    group = n_heads // n_kv_heads
+    return Tiling(group, n_kv_heads, few, many, cells, stages, _n_programs(device))
 
 
 def _n_programs(device: torch.device) -> int:
     if device.type == "cuda":
         return PROGRAMS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
     return 256
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have; 0 where torch does not say."""
+    if device.type != "cuda":
+        return 0
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", 0))
 
 
 def compiled(plan: StepPlan, sight: Sight, tiling: Tiling) -> PackedPlan:
@@ -212,7 +229,7 @@ def attend(
             kernels.attend_lists[(n_tiles, n_splits, tiling.n_kv_heads)](
                 q, out, part_out, part_lse, logit_sinks, pool.k.data, pool.k.affine, pool.v.data,
                 pool.v.affine, at[name], *common, rows, tiling.cells,
-                num_warps=8 if rows >= 128 else 4, num_stages=_stages(computes),
+                num_warps=8 if rows * pool.v.pad >= MANY_NUMBERS else 4, num_stages=tiling.stages,
             )  # fmt: skip
         if len(at["merged"]):
             kernels.merge_parts[(len(at["merged"]) // 3, n_heads)](
@@ -228,10 +245,6 @@ def _computes(dtype: torch.dtype, pool: PoolArguments) -> torch.dtype:
     if is_interpreted() or not stored <= {dtype}:
         return torch.float32  # interpreted products of bfloat16 are wrong
     return dtype
-
-
-def _stages(dtype: torch.dtype) -> int:
-    return 2 if dtype is torch.float32 else 3
 
 
 def _row_strides(rows: Tensor) -> tuple[int, int]:

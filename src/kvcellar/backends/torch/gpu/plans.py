@@ -46,6 +46,7 @@ class Tiling(NamedTuple):
         few: rows of a tile of few queries at most.
         many: rows of a tile of many queries.
         cells: of a tile.
+        stages: tiles that are fetched ahead, and the one at hand.
         n_programs: so many keep the device busy.
     """
 
@@ -54,6 +55,7 @@ class Tiling(NamedTuple):
     few: int
     many: int
     cells: int
+    stages: int
     n_programs: int
 
 

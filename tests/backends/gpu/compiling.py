@@ -1,0 +1,125 @@
+"""Kernels compiled for GPUs that are not there: what the interpreter forgives, a compiler does not.
+
+    python -m tests.backends.gpu.compiling cuda 90 large
+
+Prints one JSON line for each kernel: its name, what it is for, the bytes of shared memory that it
+takes, and how often its machine code goes through memory that is a thread's own (spilled).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvcellar import LayerGroup, ModelCacheParams, make_config, make_paged_session, make_seq_session
+from kvcellar.backends.torch.gpu import choice, kernels, launch, stores
+
+CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
+    "bf16": (LayerGroup((0,), 2, 64, 64), 8, "bfloat16", torch.bfloat16, False),
+    "int4-window-sinks-cap": (
+        LayerGroup((0,), 2, 128, 64, window=512, softcap=30.0), 6, "int4", torch.bfloat16, True
+    ),
+    "int8-rows-of-128": (LayerGroup((0,), 2, 128, 128), 8, "int8", torch.bfloat16, False),
+    "bf16-rows-of-256": (LayerGroup((0,), 1, 256, 256), 8, "bfloat16", torch.bfloat16, False),
+    "fp16-odd-rows": (LayerGroup((0,), 2, 80, 96), 2, "float16", torch.float16, True),
+    "k8v4-of-float32": (LayerGroup((0,), 2, 64, 64), 4, "k8v4", torch.float32, False),
+    "float32-rows-of-128": (LayerGroup((0,), 2, 128, 128), 4, "float32", torch.float32, False),
+    "latent": (
+        LayerGroup((0,), 1, 64, 512, is_latent=True), 16, "bfloat16", torch.bfloat16, False
+    ),
+}  # fmt: skip
+"""(layer group, query heads, storage, type of the model, whether it has sinks) by name."""
+
+QUICK = ("bf16", "int4-window-sinks-cap")
+
+
+@dataclass
+class Recorder:
+    """Stands for a kernel: compiles what it is launched with."""
+
+    kernel: Any
+    target: GPUTarget
+    case: str
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        signature, fixed, aligned = {}, {}, {}
+        for at, (param, given) in enumerate(zip(self.kernel.params, args, strict=True)):
+            kind = "constexpr" if param.is_constexpr else _type_of(given)
+            signature[param.name] = kind
+            if kind == "constexpr":
+                fixed[(at,)] = given
+            elif isinstance(given, torch.Tensor) or (isinstance(given, int) and given % 16 == 0):
+                aligned[(at,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, fixed, aligned)
+        made = triton.compile(source, target=self.target, options=options)
+        spilled = sum(made.asm.get("ptx", "").count(word) for word in ("ld.local", "st.local"))
+        name = self.kernel.fn.__name__
+        found = {
+            "kernel": name,
+            "case": self.case,
+            "shared": made.metadata.shared,
+            "spilled": spilled,
+        }
+        print(json.dumps(found), flush=True)
+
+
+def _type_of(given: Any) -> str:
+    if isinstance(given, torch.Tensor):
+        return triton.runtime.jit.mangle_type(given)
+    if isinstance(given, float):
+        return "fp32"
+    if given == 1:
+        return "constexpr"  # as Triton has it
+    return "i32" if -(2**31) <= given < 2**31 else "i64"
+
+
+def compile_case(name: str, target: GPUTarget) -> None:
+    """Run a prompt, a fork and a tree of guesses whose launches are compiled and not made."""
+    group, n_heads, kv_dtype, dtype, has_sinks = CASES[name]
+    plain = kernels.attend_lists, kernels.merge_parts, stores.write_rows
+    kernels.attend_lists, kernels.merge_parts, stores.write_rows = (
+        Recorder(kernel, target, name) for kernel in plain
+    )
+    config = make_config(ModelCacheParams(1, groups=(group,)), capacity=2048, kv_dtype=kv_dtype)
+    make = make_paged_session if "window" in name else make_seq_session
+    sinks = torch.zeros(n_heads, dtype=dtype) if has_sinks else None
+    with make("torch", config) as session:
+        for seq_ids in ([0] * 1024, [0]):
+            n = len(seq_ids)
+            session.cache.begin_step(seq_ids)
+            q, k, v = (
+                torch.zeros((1, n, heads, dim), dtype=dtype).transpose(1, 2)
+                for heads, dim in (
+                    (n_heads, group.q_dim), (group.n_kv_heads, group.head_dim),
+                    (group.n_kv_heads, group.v_head_dim),
+                )
+            )  # fmt: skip
+            session.cache.update_and_attend(q, k, v, None, 0, 0.1, dtype, sinks)
+    kernels.attend_lists, kernels.merge_parts, stores.write_rows = plain
+
+
+def main() -> None:
+    """Compile all cases, or those that are named, for a target."""
+    backend, arch, size, *names = sys.argv[1:]
+    target = GPUTarget(
+        backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64
+    )
+    choice.ON_CPU = True
+    launch.shared_bytes = lambda device: 232_448 if size == "large" else 101_376
+    for name in names or CASES:
+        compile_case(name, target)
+
+
+if __name__ == "__main__":
+    main()
