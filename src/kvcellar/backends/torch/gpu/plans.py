@@ -84,6 +84,9 @@ stop); the cell of each token, -1 for none; cells by index; masks, a byte for ea
 
 _WIDTHS = (2, 2, LIST_INTS, RUN_INTS, 2, 3, 1, 1, 1)
 
+LEAST_RUNS = 8
+"""Runs that a plan has room for at least: a history that gets one more keeps its plan's form."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedPlan:
@@ -222,10 +225,10 @@ def _joined(
     parts: Sequence[IntArray | Ints], n_splits: int, rows: int, n_slots: int, has_masks: bool
 ) -> PackedPlan:
     """Round the sections up, fill them with -1, and put them behind each other."""
-    sizes = [
-        -(-rounded_up(len(part)) * width // 4) * 4
-        for part, width in zip(parts, _WIDTHS, strict=True)
-    ]
+    lengths = [rounded_up(len(part)) for part in parts]
+    at_runs = SECTIONS.index("runs")
+    lengths[at_runs] = max(lengths[at_runs], LEAST_RUNS)
+    sizes = [-(-n * width // 4) * 4 for n, width in zip(lengths, _WIDTHS, strict=True)]
     numbers = np.full(sum(sizes), -1, np.int32)
     at = 0
     for part, size in zip(parts, sizes, strict=True):
