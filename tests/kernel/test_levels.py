@@ -78,16 +78,20 @@ def needs(*programs: str) -> None:
 
 def check(folder: Path, n_steps: int, *options: str, run: list[str] | None = None) -> str:
     """Build the program that compares levels, run so many steps, and return what it says."""
-    quietly = {"check": True, "capture_output": True}
     build_type = "-DCMAKE_BUILD_TYPE=RelWithDebInfo"
-    subprocess.run(["cmake", "-S", CHECK, "-B", folder, build_type, *options], **quietly)
-    subprocess.run(["cmake", "--build", folder, "-j2"], **quietly)
+    said("cmake", "-S", CHECK, "-B", folder, build_type, *options)
+    said("cmake", "--build", folder, "-j2")
+    return said(*(run or []), folder / "check_kernel", n_steps)
+
+
+def said(*command: object) -> str:
+    """Run a program that succeeds, and return what it prints."""
     done = subprocess.run(
-        [*(run or []), folder / "check_kernel", str(n_steps)],
+        [*map(str, command)],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
