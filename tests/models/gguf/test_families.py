@@ -111,6 +111,15 @@ def test_what_a_family_has_no_place_for_is_refused(tmp_path):
         read_config(path)
 
 
+def test_halves_of_a_matrix_that_is_there_as_a_whole_are_left_alone(tmp_path):
+    path = tmp_path / "model.gguf"
+    case = CASES["deepseek2 as older files have it"]
+    halves = {"k_b": np.zeros((4, 32, 16), np.float32), "v_b": np.zeros((4, 24, 32), np.float32)}
+    extra = {f"blk.0.attn_{half}.weight": values for half, values in halves.items()}
+    want = replace(case, extra=extra).write(path)
+    torch.testing.assert_close(logits(read(path)), logits(want), rtol=1e-4, atol=1e-4)
+
+
 IMPOSSIBLE = [
     ("llama", "rope.freq_base", -1.0),
     ("llama", "nextn_predict_layers", 2),

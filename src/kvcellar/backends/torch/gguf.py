@@ -34,6 +34,9 @@ _UNREAD = re.compile(r"^(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_
 _SHARED = re.compile(r"^blk\.(\d+)\.(attn_k|attn_v|attn_k_norm)\.weight$")
 """Tensors that layers which take keys and values of another layer may have, and do not use."""
 
+_AGAIN = re.compile(r"^(blk\.\d+\.attn_)[kv]_b\.weight$")
+"""Halves of a matrix that some files have whole as well."""
+
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 _SPARE = ("mtp.",)
 """Beginnings of names of what guesses several tokens, and is not loaded."""
@@ -255,6 +258,7 @@ def _check_names(
         one
         for one in sorted(file.tensors.keys() - used - spare)
         if not _UNREAD.match(one)
+        and _AGAIN.sub(r"\1kv_b.weight", one) not in used
         and _layer_of(_LAYER, one) not in ahead
         and _layer_of(_SHARED, one) not in sharing
     ]
