@@ -40,6 +40,14 @@ CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
 
 QUICK = ("bf16", "int4-window-sinks-cap")
 
+KERNELS = (
+    (kernels, "attend_lists"),
+    (kernels, "merge_parts"),
+    (stores, "write_rows"),
+    (stores, "move_rows"),
+)
+PLAIN = {name: getattr(module, name) for module, name in KERNELS}
+
 
 @dataclass
 class Recorder:
@@ -87,10 +95,8 @@ def _type_of(given: Any) -> str:
 def compile_case(name: str, target: GPUTarget) -> None:
     """Run a prompt, a fork and a tree of guesses whose launches are compiled and not made."""
     group, n_heads, kv_dtype, dtype, has_sinks = CASES[name]
-    plain = kernels.attend_lists, kernels.merge_parts, stores.write_rows
-    kernels.attend_lists, kernels.merge_parts, stores.write_rows = (
-        Recorder(kernel, target, name) for kernel in plain
-    )
+    for module, kernel in KERNELS:
+        setattr(module, kernel, Recorder(PLAIN[kernel], target, name))
     config = make_config(ModelCacheParams(1, groups=(group,)), capacity=2048, kv_dtype=kv_dtype)
     make = make_paged_session if "window" in name else make_seq_session
     sinks = torch.zeros(n_heads, dtype=dtype) if has_sinks else None
@@ -106,7 +112,8 @@ def compile_case(name: str, target: GPUTarget) -> None:
                 )
             )  # fmt: skip
             session.cache.update_and_attend(q, k, v, None, 0, 0.1, dtype, sinks)
-    kernels.attend_lists, kernels.merge_parts, stores.write_rows = plain
+        placed = session.cache.pools.of_layer[0].placed()
+        launch.move(launch.pool_arguments(placed), 5, torch.tensor([9, 11, 10]))
 
 
 def main() -> None:

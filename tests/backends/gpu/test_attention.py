@@ -146,3 +146,27 @@ def test_written_rows_have_the_bytes_that_the_codec_gives(
     for got, want in zip(here.take(cells), there.take(cells), strict=True):
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one.float().numpy(), other.float().numpy())
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "block_first"])
+@pytest.mark.parametrize(("kv_dtype", "dims"), [
+    ("float32", (8, 6)), ("bfloat16", (12, 16)), ("int8", (64, 96)), ("k4v8", (7, 9)),
+    ("int4:g32", (64, 32)),
+])  # fmt: skip
+def test_moved_cells_hold_what_the_others_held(
+    kv_dtype: str, dims: tuple[int, int], layout: str
+) -> None:
+    group = LayerGroup((0,), 3, *dims)
+    rng = np.random.default_rng([*kv_dtype.encode(), *dims])
+    pool = made_pool(group, kv_dtype, layout)
+    k, v = (torch.from_numpy(rng.standard_normal((1, 3, N_CELLS, dim), np.float32)) for dim in dims)
+    pool.write_run(0, k, v)
+    every = torch.arange(N_CELLS)
+    cells = torch.tensor([90, 3, 150, 4, 5])
+    wanted = every.clone()
+    wanted[30:35] = cells
+    want = pool.take(wanted)
+    launch.move(launch.pool_arguments(pool.placed()), 30, cells)
+    for got, side in zip(pool.take(every), want, strict=True):
+        for one, other in zip(got, side, strict=True):
+            assert torch.equal(one, other)

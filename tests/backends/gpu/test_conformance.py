@@ -28,6 +28,7 @@ class Few(Scenarios):
     test_prompts_and_tokens = suite.test_a_flat_batch_mixes_prefill_and_decode_of_many_sequences
     test_forks = suite.test_a_fork_shares_the_trunk_and_then_diverges
     test_trees = suite.test_many_trees_and_plain_sequences_share_one_forward
+    test_moves = suite.test_short_runs_are_copied_together_and_nobody_sees_a_difference
     test_raised = suite.test_a_forward_that_raised_midway_is_taken_back_and_repeated
     test_shapes = suite.test_wrong_shapes_are_refused_and_the_right_ones_go_on
 

@@ -7,6 +7,7 @@ import torch
 from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.exact import ExactPool, LayerPool, beside_frozen, frozen_rows
+from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, Pool
 from kvcellar.backends.torch.state_pools import StatePools
 from kvcellar.bookkeeping.exact import exact_cells
@@ -76,13 +77,19 @@ class TorchPools:
         """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
         exact = self.exact[group]
         copies = None if exact is None else exact.move(base, src_cells)
-        home = self.home
-        there = torch.as_tensor(src_cells, device=home)  # one transfer for all layers
+        there = torch.as_tensor(src_cells, device=self.home)  # one transfer for all layers
+        stop = base + len(src_cells)
+        is_apart = bool(((src_cells < base) | (src_cells >= stop)).all())
         for layer in self.groups[group].layers:
             pool = self.of_layer[layer]
             if pool.device is not None:
                 pool.ensure(base + len(src_cells), pool.device)
-                if kernel.takes(pool.device) and not pool.is_joined:  # it moves K rows, then V's
+                if is_apart and choice.has_cells(pool, pool.device):
+                    from kvcellar.backends.torch.gpu import launch  # it imports Triton
+
+                    cells = there.to(pool.device)
+                    launch.move(launch.pool_arguments(pool.placed()), base, cells)
+                elif kernel.takes(pool.device) and not pool.is_joined:  # it moves K rows, then V's
                     pool.for_kernel().move_cells(base, src_cells)
                 else:
                     pool.gather_into(base, there.to(pool.device))

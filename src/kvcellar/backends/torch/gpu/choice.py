@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.exact import LayerPool, PoolBeside
+from kvcellar.backends.torch.pools import BlockFirstPool, Pool
 
 ON_CPU = False
 """Tests set it, where Triton interprets its kernels (TRITON_INTERPRET=1): a CPU is a GPU then."""
@@ -30,13 +32,13 @@ def takes(device: torch.device, pool: LayerPool, q: Tensor) -> bool:
         pool: where they go.
         q: ``[1, n_heads, T, q_dim]``.
     """
+    return has_cells(pool, device) and q.dtype in DTYPES and q.shape[3] <= LONGEST_ROW
+
+
+def has_cells(pool: LayerPool, device: torch.device) -> TypeGuard[Pool | BlockFirstPool]:
+    """Return true if Triton's kernels reach a pool's cells: all lie in one place on a GPU."""
     is_gpu = ON_CPU if device.type == "cpu" else device.type in ("cuda", "xpu") and _has_triton()
-    return (
-        is_gpu
-        and not isinstance(pool, PoolBeside)
-        and q.dtype in DTYPES
-        and q.shape[3] <= LONGEST_ROW
-    )
+    return is_gpu and not isinstance(pool, PoolBeside)
 
 
 @functools.cache

@@ -178,6 +178,17 @@ def write(plan: DevicePlan, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
         )  # fmt: skip
 
 
+def move(pool: PoolArguments, base: int, cells: Tensor) -> None:
+    """Copy ``cells [n]`` to cells ``[base, base + n)``, of which it has none; one launch."""
+    n_heads = pool.k.data.shape[1]
+    with _on(cells.device):
+        stores.move_rows[(len(cells), 2)](
+            cells, base, pool.k.data, pool.k.affine, pool.v.data, pool.v.affine,
+            *pool.k.strides, *pool.v.strides, n_heads, rounded_up(n_heads),
+            *pool.k.fixed, *pool.v.fixed, pool.block,
+        )  # fmt: skip
+
+
 def attend(
     plan: DevicePlan,
     pool: PoolArguments,

@@ -93,3 +93,49 @@ def write_rows(
             v_rows, token, cell, v, v_affine, vr_head, vr_token, v_head, v_cell, v_block,
             va_head, va_cell, va_block, N_HEADS, HEADS, DV, DV_PAD, V_BITS, V_SIZE, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def _copy_side(
+    cell, to_cell, data, affine, s_head, s_cell, s_block, a_head, a_cell, a_block,
+    N_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    BITS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows of all heads of a cell to another one, as they are stored."""
+    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    d = tl.arange(0, PAD)[None, :]
+    WIDTH: tl.constexpr = (DIM + 1) // 2 if BITS == 4 else DIM
+    ok = (head < N_HEADS) & (d < WIDTH)
+    source = data + places(cell, head, s_head, s_cell, s_block, BLOCK) + d
+    target = data + places(to_cell, head, s_head, s_cell, s_block, BLOCK) + d
+    tl.store(target, tl.load(source, mask=ok), mask=ok)
+    if BITS < 16:
+        ok = (head < N_HEADS) & (d < 2 * (DIM // SIZE))
+        source = affine + places(cell, head, a_head, a_cell, a_block, BLOCK) + d
+        target = affine + places(to_cell, head, a_head, a_cell, a_block, BLOCK) + d
+        tl.store(target, tl.load(source, mask=ok), mask=ok)
+
+
+@triton.jit(do_not_specialize=["base"])
+def move_rows(
+    cells, base, k, k_affine, v, v_affine,
+    k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
+    v_head, v_cell, v_block, va_head, va_cell, va_block,
+    N_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, K_BITS: tl.constexpr, K_SIZE: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, V_BITS: tl.constexpr, V_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy K (second axis 0) or V (1) of a cell to one from ``base`` on; no cell is in both."""
+    cell = tl.load(cells + tl.program_id(0)).to(tl.int64)
+    to_cell = base + tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _copy_side(
+            cell, to_cell, k, k_affine, k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
+            N_HEADS, HEADS, D, D_PAD, K_BITS, K_SIZE, BLOCK,
+        )  # fmt: skip
+    else:
+        _copy_side(
+            cell, to_cell, v, v_affine, v_head, v_cell, v_block, va_head, va_cell, va_block,
+            N_HEADS, HEADS, DV, DV_PAD, V_BITS, V_SIZE, BLOCK,
+        )  # fmt: skip
