@@ -275,13 +275,24 @@ def test_reading_changes_nothing_of_the_environment(tmp_path, monkeypatch):
         assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == value
 
 
+MLX_SAID = {"bits": 4, "group_size": 64}
+
+
 @pytest.mark.parametrize(
     ("said", "what"),
     [
         ({"quant_method": method}, f"stores its weights by '{method}'.* download the same model")
-        for method in ("awq", "gptq", "bitsandbytes", "modelopt", "eetq", "hqq", "torchao", "quark")
+        for method in ("bitsandbytes", "modelopt", "eetq", "hqq", "torchao", "quark")
     ]
     + [
+        ({"quant_method": "awq", "version": "gemv"}, "by 'awq' packed as 'gemv' in 4 bits, which"),
+        ({"quant_method": "awq", "w_bit": 3}, "by 'awq' packed as 'gemm' in 3 bits.* in GGUF or"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "by 'gptq' packed as 'marlin'"),
+        ({"quant_method": "gptq", "bits": 5}, "by 'gptq' packed as 'gptq' in 5 bits"),
+        (MLX_SAID | {"bits": 7}, "its layers quantised by MLX in mode 'affine' with 7 bits"),
+        (MLX_SAID | {"mode": "nvfp4"}, "mode 'nvfp4' with 4 bits and groups of 64.* backend mlx"),
+        (MLX_SAID | {"group_size": -1}, "groups of -1, which is not read here"),
+        (MLX_SAID | {"model.a": {"bits": 4, "group_size": "x"}}, "model.a quantised by MLX in"),
         ({"bits": 4}, "by 'a way that it does not name'"),
         (compressed(4, "float", "nvfp4-pack-quantized"), "with nvfp4-pack-quantized, which is not"),
         (compressed(3), "with 3 bits, which is not read here; download the same model in bfl"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +40,8 @@ Backend = Annotated[
     str | None,
     option(
         "NAME",
-        "torch or mlx. Default: mlx for a folder that is quantised for MLX, else torch.",
+        "torch or mlx. Default: mlx, where it is installed, for a folder that is quantised for "
+        "MLX; else torch.",
         "--backend",
         "-b",
     ),
@@ -163,7 +165,8 @@ def _one(model: str, backend: str | None, export: bool) -> _Row:
         folder = find_checkpoint(model, report)
         raw = read_config(folder)
         if backend is None:
-            backend = "mlx" if is_quantised_for_mlx(raw) else "torch"
+            has_mlx = find_spec("mlx_lm") is not None
+            backend = "mlx" if has_mlx and is_quantised_for_mlx(raw) else "torch"
         with needed_packages(backend, f"checking models with the backend {backend!r}"):
             prove = _prover(backend)
         verdict, is_replaced = prove(folder, report)

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
@@ -216,13 +216,31 @@ def pick_dtype(dtype: Any, raw: Mapping[str, Any], stored: Counter[str], *, is_c
     return name
 
 
-def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the name of the file beside the config that holds each tensor.
+class TensorPlace(NamedTuple):
+    """Place of a tensor in a checkpoint, and what its header says.
+
+    Attributes:
+        file: name of the file beside the config.
+        dtype: its type, by the format's name.
+        shape: its axes.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def tensor_places(folder: Path) -> dict[str, TensorPlace]:
+    """Return where each tensor of a checkpoint is.
 
     Raises:
         ModelError: a file is damaged.
     """
-    return {key: name for name in _files(folder) for key in _tensors(folder / name)}
+    return {
+        key: TensorPlace(name, tensor["dtype"], tuple(tensor["shape"]))
+        for name in _files(folder)
+        for key, tensor in _tensors(folder / name).items()
+    }
 
 
 def _files(folder: Path) -> list[str]:

@@ -1,18 +1,23 @@
 """Formats in which checkpoints store weights: what is read, and what to take in place of others.
 
-A checkpoint that was made smaller says so in its config, under ``quantization_config``.
+A checkpoint that was made smaller says so in its config, under ``quantization_config``; one of
+MLX's says it under ``quantization``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
 
 MXFP4, FP8, COMPRESSED = "mxfp4", "fp8", "compressed-tensors"
+MLX, AWQ, GPTQ = "mlx", "awq", "gptq"
+
+GROUPED = (MLX, AWQ, GPTQ, COMPRESSED)
+"""Methods that store numbers of few bits, with scales, and minima or zeros, for some of a row."""
 
 _COMPRESSED_FORMATS = (
     "dense",
@@ -24,10 +29,31 @@ _COMPRESSED_FORMATS = (
 )
 """Formats of compressed-tensors that are read."""
 
+_BITS = {MLX: (2, 3, 4, 5, 6, 8), AWQ: (4,), GPTQ: (2, 3, 4, 8)}
+"""Bits of a number that are read, by method."""
+
+_PACKINGS = {AWQ: ("gemm",), GPTQ: ("gptq", "gptq_v2")}
+"""Orders of numbers in words that are read, by method; the first where a config names none."""
+
 _INSTEAD = (
-    "download the same model in bfloat16, in FP8 or as compressed-tensors in its place, and let "
-    "--weights int4 or int8 make it as small"
+    "download the same model in bfloat16, in FP8, in GGUF or as compressed-tensors in its place, "
+    "and let --weights int4 or int8 make it as small"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Bits of a layer's numbers, and how many of a row share a scale.
+
+    Attributes:
+        bits: of a number.
+        group: numbers of a row that share a scale.
+        mode: ``affine``, where they share a minimum too, or ``mxfp4``.
+    """
+
+    bits: int
+    group: int
+    mode: str = "affine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +61,27 @@ class WeightFormat:
     """Storage of a checkpoint whose weights are not plain numbers.
 
     Attributes:
-        method: ``mxfp4``, ``fp8`` or ``compressed-tensors``.
+        method: ``mxfp4``, ``fp8``, ``compressed-tensors``, ``mlx``, ``awq`` or ``gptq``.
         blocks: rows and columns that share a scale, where the config says so.
         stored_bits: bits of one weight of a layer, the fewest.
+        grouping: of MLX's layers that have none of their own.
+        groupings: of MLX's other layers, by name.
+        zeros_short: what GPTQ's zeros are stored short by: 1, as its first version does, or 0.
     """
 
     method: str
     blocks: tuple[tuple[int, int], ...] = ()
     stored_bits: int = 8
+    grouping: Grouping | None = None
+    groupings: Mapping[str, Grouping] = field(default_factory=dict)
+    zeros_short: int = 0
 
     @property
     def said(self) -> str:
         """The format's name for people."""
-        return {MXFP4: "MXFP4", FP8: "FP8", COMPRESSED: "compressed-tensors"}[self.method]
+        names = {MXFP4: "MXFP4", FP8: "FP8", MLX: "MLX", AWQ: "AWQ", GPTQ: "GPTQ"}
+        name = names.get(self.method, self.method)
+        return f"{name} in {self.stored_bits} bits" if self.method in _BITS else name
 
 
 def format_of(raw: Mapping[str, Any], folder: Path) -> WeightFormat | None:
@@ -56,9 +90,9 @@ def format_of(raw: Mapping[str, Any], folder: Path) -> WeightFormat | None:
     Raises:
         ModelError: as no numbers that are read here; the message says what to take in its place.
     """
-    if is_quantised_for_mlx(raw):
-        raise ModelError(f"{folder} is quantised for MLX; load it with the backend mlx")
     said = quantization_of(raw)
+    if is_quantised_for_mlx(raw):
+        return _for_mlx(raw.get("quantization") or said, folder)
     if not said:
         return None
     method = str(said.get("quant_method", "a way that it does not name"))
@@ -69,6 +103,8 @@ def format_of(raw: Mapping[str, Any], folder: Path) -> WeightFormat | None:
         return WeightFormat(FP8, (_pair(block, folder),) if block else ())
     if method == COMPRESSED:
         return _compressed(said, folder)
+    if method in _PACKINGS:
+        return _packed(said, method, folder)
     raise ModelError(
         f"{folder} stores its weights by {method!r}, which only GPUs or other programs read; "
         f"{_INSTEAD}"
@@ -76,8 +112,15 @@ def format_of(raw: Mapping[str, Any], folder: Path) -> WeightFormat | None:
 
 
 def is_quantised_for_mlx(raw: Mapping[str, Any]) -> bool:
-    """Return true if a checkpoint's config says that only MLX's own functions read its weights."""
-    return isinstance(raw.get("quantization"), Mapping)
+    """Return true if a checkpoint's config says that it was quantised by MLX's own functions.
+
+    Raises:
+        ModelError: as ``quantization_of``.
+    """
+    if isinstance(raw.get("quantization"), Mapping):
+        return True
+    said = quantization_of(raw) or {}
+    return "quant_method" not in said and {"bits", "group_size"} <= said.keys()
 
 
 def is_packed_for_mlx(raw: Mapping[str, Any]) -> bool:
@@ -113,6 +156,54 @@ def without_format(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(plain.get("text_config"), Mapping):
         plain["text_config"] = without_format(plain["text_config"])
     return plain
+
+
+def _for_mlx(said: Any, folder: Path) -> WeightFormat:
+    """Read what MLX's functions write of how they quantised a checkpoint.
+
+    Raises:
+        ModelError: a layer is quantised in a way that is not read here.
+    """
+    each = {name: own for name, own in said.items() if isinstance(own, Mapping)}
+    groupings = {name: _grouping(own, name, folder) for name, own in each.items()}
+    main = _grouping(said, "its layers", folder)
+    bits = min(one.bits for one in (main, *groupings.values()))
+    return WeightFormat(MLX, stored_bits=bits, grouping=main, groupings=groupings)
+
+
+def _grouping(said: Mapping[str, Any], what: str, folder: Path) -> Grouping:
+    """Read how MLX quantised some layers.
+
+    Raises:
+        ModelError: in a way that is not read here.
+    """
+    found = Grouping(said.get("bits", 4), said.get("group_size", 64), said.get("mode", "affine"))
+    is_number = type(found.group) is int and found.group > 0 and type(found.bits) is int
+    known = {"affine": found.bits in _BITS[MLX], "mxfp4": (found.bits, found.group) == (4, 32)}
+    if is_number and known.get(str(found.mode), False):
+        return found
+    raise ModelError(
+        f"{folder} has {what} quantised by MLX in mode {found.mode!r} with {found.bits!r} bits and "
+        f"groups of {found.group!r}, which is not read here; load it with the backend mlx, or "
+        f"{_INSTEAD}"
+    )
+
+
+def _packed(said: Mapping[str, Any], method: str, folder: Path) -> WeightFormat:
+    """Read a config of AWQ or GPTQ.
+
+    Raises:
+        ModelError: its numbers are packed in a way that is not read here.
+    """
+    names = [said.get(key) for key in ("checkpoint_format", "format", "version")]
+    packing = next((str(name).lower() for name in names if name), _PACKINGS[method][0])
+    bits = said.get("bits", said.get("w_bit", 4))
+    if packing not in _PACKINGS[method] or bits not in _BITS[method]:
+        raise ModelError(
+            f"{folder} stores its weights by {method!r} packed as {packing!r} in {bits!r} bits, "
+            f"which is not read here; {_INSTEAD}"
+        )
+    return WeightFormat(method, stored_bits=bits, zeros_short=int(packing == "gptq"))
 
 
 def _compressed(said: Mapping[str, Any], folder: Path) -> WeightFormat:

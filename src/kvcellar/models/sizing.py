@@ -24,6 +24,7 @@ from kvcellar.models.checkpoint import (
 )
 from kvcellar.models.configs import config_from_dict
 from kvcellar.models.formats import (
+    MLX,
     MXFP4,
     WeightFormat,
     format_of,
@@ -60,6 +61,9 @@ _NOT_TEXT = tuple(
 
 _OF_A_LAYER = re.compile(r"\.\d+\.")
 """Weights that are stored in fewer bits where a config says that some are."""
+
+_OF_MLX = re.compile(r"\.\d+\..*proj|embed_tokens|lm_head")
+"""Weights that MLX's own functions store in fewer bits."""
 
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
@@ -190,10 +194,11 @@ def _spec_of(
     """Work out a spec from a config, and from the weights' files where they lie beside it."""
     name, dtype = options.name, options.dtype
     is_written_by_mlx = is_quantised_for_mlx(raw)
-    is_for_mlx = is_written_by_mlx or (options.backend == "mlx" and is_packed_for_mlx(raw))
-    group_size = int(raw["quantization"]["group_size"]) if is_written_by_mlx else 1
-    raw = without_format(raw) if is_for_mlx else raw
-    format = format_of(raw, path)
+    is_for_mlx = options.backend == "mlx" and (is_written_by_mlx or is_packed_for_mlx(raw))
+    format = None if is_for_mlx and not is_written_by_mlx else format_of(raw, path)
+    group_size = format.grouping.group if format is not None and format.grouping is not None else 1
+    if is_for_mlx:
+        raw, format = without_format(raw), None
     facts = facts_of(raw)
     params = facts.params
     checkpoint = _checkpoint_of(path)
@@ -269,8 +274,10 @@ def _computed_bytes(
     """Return the bytes of weights as they are stored, where no file says it."""
     if format is None:
         return sum(sizes.values()) * DTYPE_BYTES[stored_dtype]
-    small = _MXFP4 if format.method == MXFP4 else _OF_A_LAYER
+    small = {MXFP4: _MXFP4, MLX: _OF_MLX}.get(format.method, _OF_A_LAYER)
     scales = 32 if format.method == MXFP4 else sum(sizes.values())
+    if format.grouping is not None:  # a scale and a minimum, of 16 bits each
+        scales = format.grouping.group // 4
     return sum(
         n * format.stored_bits // 8 + n // scales
         if small.search(key)

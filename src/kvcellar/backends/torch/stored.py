@@ -1,13 +1,12 @@
 """Weights that a checkpoint stores in fewer bits, made plain numbers one tensor at a time.
 
 transformers reads a checkpoint through a dict of tensors that it asks for when their turn has come.
-``plain_tensors`` is such a dict over FP8 or compressed-tensors files: at most one file is open, and
+``plain_tensors`` is such a dict over files of any format but MXFP4: at most one file is open, and
 nothing of it stays in memory but what was made of it.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,25 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from kvcellar.backends.torch.affine import Affine, affine_matrices
+from kvcellar.backends.torch.files import AT_A_TIME, OpenFiles
+from kvcellar.backends.torch.mlx_names import for_transformers
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import tensor_files
-from kvcellar.models.formats import WeightFormat
+from kvcellar.models.formats import MLX, WeightFormat
 
 _SCALES = ("_scale_inv", "_scale")
 """Behind the name of a tensor: its scales."""
 
-_BESIDE = (*_SCALES, "_zero_point", "_g_idx", "_shape")
+_BESIDE = (*_SCALES, "_zero_point")
 """Behind the name of a tensor: all that says how it is stored."""
 
 _OF_INPUTS = ("input_scale", "input_zero_point", "output_scale", "activation_scale")
 _OF_KV = ("q_scale", "k_scale", "v_scale")
 """Last parts of names of what concerns numbers that pass by, which are not made smaller here."""
-
-_AT_A_TIME = 1 << 20
-"""Numbers that are made plain at a time."""
 
 
 class PlainTensor:
@@ -49,57 +46,14 @@ class PlainTensor:
         return self._make()[index]
 
 
-class OpenFiles:
-    """Files of a checkpoint, of which one at a time is open."""
-
-    def __init__(self, folder: Path) -> None:
-        """Learn which file holds which tensor."""
-        self._folder = folder
-        self._files = tensor_files(folder)
-        self._name = ""
-        self._file: Any = None
-        self._scratch = torch.empty(0)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names of all tensors."""
-        return iter(self._files)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._files
-
-    def read(self, key: str) -> Tensor:
-        """Return a tensor as it is stored; it is mapped, and keeps its file so."""
-        name = self._files[key]
-        if name != self._name:
-            self.close()
-            self._file = safe_open(self._folder / name, framework="pt")
-            self._name = name
-        tensor: Tensor = self._file.get_tensor(key)
-        return tensor
-
-    def scratch(self, shape: tuple[int, ...]) -> Tensor:
-        """Return float32 of any value, in the same place each time.
-
-        Memory that is taken and given back again and again, between tensors that stay, would
-        leave holes of half a checkpoint.
-        """
-        n = math.prod(shape)
-        if self._scratch.numel() < n:
-            self._scratch = torch.empty(max(n, _AT_A_TIME))
-        return self._scratch[:n].view(shape)
-
-    def close(self) -> None:
-        """Let go of the file that is open."""
-        self._file, self._name = None, ""
-
-
 @contextmanager
 def plain_tensors(
-    folder: Path, format: WeightFormat, dtype: torch.dtype
+    folder: Path, format: WeightFormat, dtype: torch.dtype, network: Any
 ) -> Iterator[dict[str, PlainTensor]]:
     """Yield the tensors of a checkpoint by their plain names; they are read within the block.
 
-    Those that were made smaller come in ``dtype``, others in their own.
+    Those that were made smaller come in ``dtype``, others in their own. ``network`` is the
+    checkpoint's on the meta device.
 
     transformers reads them one after the other meanwhile, since reading ahead would hold what it
     is going to merge twice.
@@ -108,7 +62,10 @@ def plain_tensors(
     before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     try:
-        yield {name: PlainTensor(make) for name, make in _makers(files, format, dtype)}
+        makers = dict(_makers(files, format, dtype))
+        if format.method == MLX:
+            makers = for_transformers(makers, files.shapes, network)
+        yield {name: PlainTensor(make) for name, make in makers.items()}
     finally:
         files.close()
         if before is None:
@@ -121,16 +78,17 @@ def _makers(
     files: OpenFiles, format: WeightFormat, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield plain names, and what makes each tensor."""
+    grouped = affine_matrices(files, format)
+    for key, one in grouped.items():
+        yield key, partial(_grouped, files, key, one, format, dtype)
+    used = {part for one in grouped.values() for part in one.parts}
     for key in files:
         owner = next((key.removesuffix(end) for end in _BESIDE if key.endswith(end)), "")
-        if owner in files or f"{owner}_packed" in files:
+        if key in used or owner in files:
             continue
         if key.rpartition(".")[2] in (*_OF_INPUTS, *_OF_KV):
             continue
-        plain = key.removesuffix("_packed")
-        if plain != key and f"{plain}_shape" in files:
-            yield plain, partial(_unpacked, files, plain, format, dtype)
-        elif any(key + end in files for end in _SCALES):
+        if any(key + end in files for end in _SCALES):
             yield key, partial(_scaled, files, key, format, dtype)
         else:
             yield key, partial(_copied, files, key)
@@ -162,35 +120,25 @@ def _scaled(files: OpenFiles, key: str, format: WeightFormat, dtype: torch.dtype
     return _by_rows(write, joins, torch.empty(weight.shape, dtype=dtype), files, key, format)
 
 
-def _unpacked(files: OpenFiles, key: str, format: WeightFormat, dtype: torch.dtype) -> Tensor:
-    """Return weights ``[out, in]`` from several to an integer of 32 bits."""
-    packed = files.read(f"{key}_packed")
-    n_out, n_in = files.read(f"{key}_shape").tolist()
-    bits = 32 * packed.shape[1] // n_in
-    joins = [(torch.mul, _scales(files, key))]
-    if f"{key}_zero_point" in files:
-        words = files.read(f"{key}_zero_point").t()
-        zero = torch.empty(words.shape[0], n_out)
-        _spread(words, bits, zero)
-        joins.insert(0, (torch.sub, zero.t()))
-    if f"{key}_g_idx" in files:  # the group of each column, where columns are in no order
-        order = files.read(f"{key}_g_idx").long()
-        if (order >= 0).all():
-            joins = [(join, values[:, order]) for join, values in joins]
+def _grouped(
+    files: OpenFiles, key: str, one: Affine, format: WeightFormat, dtype: torch.dtype
+) -> Tensor:
+    """Return weights ``[..., out, in]`` from numbers of few bits."""
+    found = one.read()
+    joins = [(torch.mul, found.scales)]
+    if found.zeros is not None:
+        joins.insert(0, (torch.sub, found.zeros))
+    if found.minima is not None:
+        joins.append((torch.add, found.minima))
+    if found.order is not None:
+        order = found.order
+        joins = [(join, values[..., order]) for join, values in joins]
 
     def write(part: slice, some: Tensor) -> None:
-        _spread(packed[part], bits, some)
+        numbers = found.numbers[..., part, :]
+        some.copy_(numbers if found.table is None else found.table[numbers.long()])
 
-    return _by_rows(write, joins, torch.empty((n_out, n_in), dtype=dtype), files, key, format)
-
-
-def _spread(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Write signed integers of so many bits, ``[rows, words]`` of 32, as ``[rows, n]`` numbers."""
-    each = 32 // bits
-    for at in range(each):
-        some = out[:, at::each]
-        number = (packed >> (bits * at)) & ((1 << bits) - 1)
-        some.copy_(number[:, : some.shape[1]] - (1 << (bits - 1)))
+    return _by_rows(write, joins, torch.empty(one.shape, dtype=dtype), files, key, format)
 
 
 def _by_rows(
@@ -217,7 +165,7 @@ def _by_rows(
     n_out, n_in = out.shape[-2:]
     values = [(join, *_blocks(value, n_out, n_in, key, format)) for join, value in joins]
     high = max(block[0] for _, _, block in values)
-    step = high * max(1, _AT_A_TIME // (high * max(1, out.numel() // n_out)))
+    step = high * max(1, AT_A_TIME // (high * max(1, out.numel() // n_out)))
     for start in range(0, n_out, step):
         part = slice(start, min(start + step, n_out))
         some = files.scratch((*out.shape[:-2], part.stop - start, n_in))

@@ -15,7 +15,7 @@ from kvcellar.backends.torch.gguf import gguf_tensors
 from kvcellar.backends.torch.stored import plain_tensors
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import few
-from kvcellar.models.formats import MXFP4, WeightFormat
+from kvcellar.models.formats import MLX, MXFP4, WeightFormat
 from kvcellar.models.gguf.reader import read_gguf
 
 DTYPES = {
@@ -81,7 +81,7 @@ def load_weights(
         raise UnreadWeightsError(f"the weights in {folder} cannot be loaded: {error}") from error
     except ModelError as error:  # of a file that is not this architecture's
         raise UnreadWeightsError(str(error)) from error
-    _check_keys(info, whole, folder)
+    _check_keys(info, whole, folder, format)
     network = finish(whole).to(device).eval()
     if device.type == "cpu":
         turn_small(network)
@@ -99,9 +99,7 @@ def _source(
 ) -> Iterator[tuple[Path | None, dict[str, Any]]]:
     """Yield where transformers reads, and with which options, so that plain numbers come out."""
     if folder.is_file():
-        with torch.device("meta"):
-            empty = reader(config)
-        with gguf_tensors(read_gguf(folder), empty, dtype) as tensors:
+        with gguf_tensors(read_gguf(folder), _empty(reader, config), dtype) as tensors:
             stand_ins = {name: torch.zeros((), dtype=dtype).expand(kept[name]) for name in kept}
             yield None, {"state_dict": tensors | stand_ins}
     elif format is None:
@@ -110,11 +108,19 @@ def _source(
         classes: Any = transformers
         yield folder, {"quantization_config": classes.Mxfp4Config(dequantize=True)}
     else:
-        with plain_tensors(folder, format, dtype) as tensors:
+        with plain_tensors(folder, format, dtype, _empty(reader, config)) as tensors:
             yield None, {"state_dict": tensors}
 
 
-def _check_keys(info: Mapping[str, Any], whole: Any, folder: Path) -> None:
+def _empty(reader: type[Any], config: Any) -> Any:
+    """Return a network without weights, on the meta device."""
+    with torch.device("meta"):
+        return reader(config)
+
+
+def _check_keys(
+    info: Mapping[str, Any], whole: Any, folder: Path, format: WeightFormat | None
+) -> None:
     """Refuse a checkpoint whose tensors are not those of the class.
 
     Raises:
@@ -123,9 +129,15 @@ def _check_keys(info: Mapping[str, Any], whole: Any, folder: Path) -> None:
     name = type(whole).__name__
     missing = sorted(info["missing_keys"])
     if missing:
+        is_for_mlx = format is not None and format.method == MLX
+        why = (
+            "MLX's programs may have stored them otherwise: load it with the backend mlx, or "
+            "download the same model in GGUF or bfloat16"
+            if is_for_mlx
+            else "the checkpoint is half copied or of another architecture"
+        )
         raise UnreadWeightsError(
-            f"{folder} lacks {len(missing)} tensors that a {name} has: {few(missing)}; the "
-            f"checkpoint is half copied or of another architecture"
+            f"{folder} lacks {len(missing)} tensors that a {name} has: {few(missing)}; {why}"
         )
     shapes = [
         f"{key} is {list(found)} and not {list(wanted)}"
