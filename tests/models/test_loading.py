@@ -390,8 +390,8 @@ def test_a_model_that_does_not_generate_text(folder):
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
         (
             "llama",
-            {"quantization_config": {"quant_method": "gptq"}},
-            "stores its weights by 'gptq'",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "stores its weights by 'bitsandbytes'",
         ),
     ],
 )

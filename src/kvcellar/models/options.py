@@ -52,9 +52,10 @@ class LoadOptions:
             float32, and so does what stays blocks of a file (``weights``): it is the type between
             them. A type that is named has such blocks made plain in it.
         weights: how linear layers hold theirs. With torch, on a CPU: ``bf16``, ``int8`` or
-            ``int4``, which the kernel of this package reads, ``file``: the blocks of a GGUF file as
-            they are, or ``none``: as torch does. None: ``file`` where a file is mostly blocks that
-            the kernel multiplies, and no ``dtype`` is named; ``bf16`` where ``dtype`` is bfloat16,
+            ``int4``, which the kernel of this package reads, ``file``: the blocks of a GGUF file,
+            or weights of MLX, AWQ, GPTQ or compressed-tensors, as they are, or ``none``: as torch
+            does. None: ``file`` where a file is mostly such that the kernel multiplies it so, and
+            no ``dtype`` is named; ``bf16`` where ``dtype`` is bfloat16,
             since nothing is lost; else ``none``, and where the kernel is not built. With executorch
             ``8da8w`` or ``8da4w``: a checkpoint is exported so.
         device: where it runs, as the backend knows it; None: the CPU, or MLX's default.

@@ -24,6 +24,7 @@ from kvcellar.models.checkpoint import (
 )
 from kvcellar.models.configs import config_from_dict
 from kvcellar.models.formats import (
+    GROUPED,
     MLX,
     MXFP4,
     WeightFormat,
@@ -212,8 +213,10 @@ def _spec_of(
         stored = check_weights(checkpoint)
     has_numbers = format is None and is_written_by_mlx == is_for_mlx
     files = checkpoint if files_bytes is not None and has_numbers else None
-    blocks = checkpoint if has_kernel and checkpoint is not None and checkpoint.is_file() else None
-    sizes, matrices = _parameters(raw, files, group_size, blocks)
+    keeps = checkpoint is not None and has_kernel and files_bytes is not None
+    is_grouped = format is not None and format.method in GROUPED
+    kept = checkpoint if keeps and (is_grouped or path.suffix != ".json") else None
+    sizes, matrices = _parameters(raw, files, group_size, kept)
     if has_kernel and wants_blocks(asked, dtype) and (asked or are_blocks(sizes, matrices)):
         asked, dtype = FILE, BETWEEN_BLOCKS if dtype in (None, "auto") else dtype
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
@@ -221,7 +224,9 @@ def _spec_of(
     counted = _counted(raw, sum(sizes.values()), known, format, is_for_mlx)
     weights = choose_weights(asked, dtype, is_built=has_kernel)
     is_mxfp4 = format is not None and format.method == MXFP4
-    if format is not None and not (is_mxfp4 and weights is not None):
+    if format is not None and weights == FILE:
+        counted += f"; {format.said}"
+    elif format is not None and not (is_mxfp4 and weights is not None):
         counted += f"; {format.said} is expanded to {dtype} when it is loaded"
     weight_bytes, how = _in_memory(sizes, matrices, weights, DTYPE_BYTES[dtype], is_coded, is_mxfp4)
     if is_for_mlx:
@@ -337,7 +342,7 @@ def _dtypes(
 
 
 def _parameters(
-    raw: Mapping[str, Any], files: Path | None, group_size: int, blocks: Path | None
+    raw: Mapping[str, Any], files: Path | None, group_size: int, kept: Path | None
 ) -> tuple[Mapping[str, int], Mapping[str, Matrix]]:
     """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
 
@@ -346,7 +351,7 @@ def _parameters(
         files: the folder of a checkpoint that has as many, asked where there is no torch; it says
             nothing of layers.
         group_size: of its tensors that are quantised.
-        blocks: a GGUF file, whose blocks are counted as they would be held; None: it is another.
+        kept: a GGUF file or a folder of what may be held as it is stored, and counts so.
 
     Raises:
         ModelError: the config's fields do not make a model.
@@ -362,5 +367,5 @@ def _parameters(
             f"{error}; a model's parameters are counted with it; or say weight_bytes in a spec file"
         ) from error
     found: tuple[Mapping[str, int], Mapping[str, Matrix]]
-    found = counter.count_parameters(raw, blocks)
+    found = counter.count_parameters(raw, kept)
     return found

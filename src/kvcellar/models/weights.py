@@ -12,7 +12,7 @@ WEIGHTS = ("bf16", "int8", "int4")
 """Formats that the torch backend's linear layers read with the kernel of this package."""
 
 FILE = "file"
-"""The blocks of a GGUF file as they are, which the same kernel multiplies."""
+"""Weights as a file has them: the blocks of GGUF, or what MLX, AWQ or GPTQ quantised."""
 
 BETWEEN_BLOCKS, BESIDE_BLOCKS = "float32", "bfloat16"
 """Types that a model of a file's blocks computes in, and keeps K and V in, where none is asked for.

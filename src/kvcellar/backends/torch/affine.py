@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +63,7 @@ class Affine:
         has_order: true where inputs of a group do not lie one behind the other.
         has_table: true where numbers stand for others.
         read: reads it.
+        expert: returns the matrix of one expert; None: it is not of several.
     """
 
     parts: tuple[str, ...]
@@ -70,6 +73,7 @@ class Affine:
     has_order: bool
     has_table: bool
     read: Callable[[], Numbers]
+    expert: Callable[[int], Affine] | None = None
 
 
 def affine_matrices(files: OpenFiles, format: WeightFormat) -> dict[str, Affine]:
@@ -158,18 +162,24 @@ def _of_mlx(files: OpenFiles, base: str, format: WeightFormat) -> Affine:
         parts.append(f"{base}.biases")
         _demand(files, base, biases=(files.place(parts[2]).shape, scales))
 
-    def read() -> Numbers:
-        numbers = unpacked(files.read(parts[0]), grouping.bits, n_in)
-        if grouping.mode == "affine":
-            steps, minima = (files.read(one).to(torch.float32) for one in parts[1:])
+    is_affine = grouping.mode == "affine"
+
+    def read(at: Any = ...) -> Numbers:
+        numbers = unpacked(files.read(parts[0])[at], grouping.bits, n_in)
+        if is_affine:
+            steps, minima = (files.read(one)[at].to(torch.float32) for one in parts[1:])
             return Numbers(numbers, steps, minima=minima)
-        steps = (files.read(parts[1]).to(torch.float32) - 127.0).exp2()
+        steps = (files.read(parts[1])[at].to(torch.float32) - 127.0).exp2()
         table = torch.tensor([*_MXFP4_TABLE, *(-one for one in _MXFP4_TABLE)])
         return Numbers(numbers, steps, table=table)
 
     shape = (*scales[:-1], n_in)
-    is_other = grouping.mode != "affine"
-    return Affine(tuple(parts), shape, grouping.bits, scales[-1], False, is_other, read)
+    one = Affine(tuple(parts), shape, grouping.bits, scales[-1], False, not is_affine, read)
+
+    def expert(at: int) -> Affine:
+        return replace(one, shape=shape[1:], read=partial(read, at))
+
+    return replace(one, expert=expert) if len(shape) == 3 else one
 
 
 def _of_awq(files: OpenFiles, base: str, format: WeightFormat) -> Affine:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcellar.backends.torch.affine_blocks import Keyed, kept_of
 from kvcellar.backends.torch.fast.blocks import Kept, placed_bytes
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import reads_weights
 from kvcellar.backends.torch.gguf import blocks_of
 from kvcellar.backends.torch.latent import bind_latents
-from kvcellar.backends.torch.networks import empty_network
+from kvcellar.backends.torch.networks import empty_networks
 from kvcellar.models.facts import ModelFacts
+from kvcellar.models.formats import GROUPED, format_of
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.weights import Matrix
 
@@ -30,31 +32,59 @@ class Counted:
         sizes: numbers of each.
         matrices: those that the kernel can hold.
         blocks: of these, those that it multiplies as the file has them.
+        keys: the file's own names of these.
     """
 
     sizes: Mapping[str, int]
     matrices: Mapping[str, Matrix]
     blocks: Mapping[str, Kept]
+    keys: Mapping[str, str]
 
 
-def count(raw: Mapping[str, Any], facts: ModelFacts, file: Path | None = None) -> Counted:
+NOTHING = Counted({}, {}, {}, {})
+"""Counts of a model none of whose matrices stay as they are stored."""
+
+
+def may_keep(raw: Mapping[str, Any], checkpoint: Path) -> bool:
+    """Return true if a checkpoint stores matrices in a way that the kernel may multiply."""
+    format = None if checkpoint.is_file() else format_of(raw, checkpoint)
+    return checkpoint.is_file() or (format is not None and format.method in GROUPED)
+
+
+def count(raw: Mapping[str, Any], facts: ModelFacts, checkpoint: Path | None = None) -> Counted:
     """Count the parameters of a model.
 
     Args:
         raw: its ``config.json``.
         facts: of the model.
-        file: a GGUF file with its weights; None: they are elsewhere.
+        checkpoint: a GGUF file or a folder with its weights; None: they are elsewhere.
 
     Raises:
-        ModelError: the config's fields do not make a model.
+        ModelError: the config's fields do not make a model, or the weights are damaged.
     """
-    network = empty_network(raw)
-    has_blocks = file is not None and reads_weights()
-    stored = blocks_of(read_gguf(file), network) if file is not None and has_blocks else {}
+    whole, network = empty_networks(raw)
+    kept = {}
+    if checkpoint is not None and reads_weights():
+        kept = _kept(raw, checkpoint, whole, network)
     bind_latents(network, facts.latents)
     sizes = {name: int(weight.numel()) for name, weight in network.named_parameters()}
     matrices = matrices_of(network)
-    blocks = {name: one for name, one in stored.items() if name in matrices}
-    for name, one in blocks.items():
-        matrices[name] = matrices[name]._replace(block_bytes=sum(placed_bytes(one)))
-    return Counted(sizes, matrices, blocks)
+    kept = {name: one for name, one in kept.items() if name in matrices}
+    for name, one in kept.items():
+        matrices[name] = matrices[name]._replace(block_bytes=sum(placed_bytes(one.kept)))
+    blocks = {name: one.kept for name, one in kept.items()}
+    return Counted(sizes, matrices, blocks, {name: one.key for name, one in kept.items()})
+
+
+def _kept(raw: Mapping[str, Any], checkpoint: Path, whole: Any, network: Any) -> dict[str, Keyed]:
+    """Return the matrices that can stay as a checkpoint has them, by the network's names."""
+    if checkpoint.is_file():
+        blocks = blocks_of(read_gguf(checkpoint), network)
+        return {name: Keyed(name, one) for name, one in blocks.items()}
+    format = format_of(raw, checkpoint)
+    if format is None:
+        return {}
+    own = {id(weight): name for name, weight in network.named_parameters()}
+    weights = dict(whole.named_parameters())
+    found = kept_of(checkpoint, format, whole)
+    return {own[id(weights[name])]: one for name, one in found.items()}

@@ -16,7 +16,7 @@ import transformers
 
 from kvcellar import __version__
 from kvcellar.backends.torch.binding import bind_network
-from kvcellar.backends.torch.counting import Counted, count
+from kvcellar.backends.torch.counting import NOTHING, Counted, count, may_keep
 from kvcellar.backends.torch.fast.blocks import Kept
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
@@ -36,7 +36,7 @@ from kvcellar.models.checkpoint import (
     read_config,
 )
 from kvcellar.models.facts import ModelFacts
-from kvcellar.models.formats import format_of
+from kvcellar.models.formats import GROUPED, format_of
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
@@ -140,6 +140,7 @@ class _Found:
         weights: how linear layers hold theirs; None: as torch does.
         facts: of the model.
         blocks: matrices that the kernel holds as the file has them, by name.
+        kept: shapes of these, by their names in the file.
     """
 
     folder: Path
@@ -149,6 +150,7 @@ class _Found:
     weights: str | None
     facts: ModelFacts
     blocks: Mapping[str, Kept]
+    kept: Mapping[str, tuple[int, ...]]
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
@@ -175,7 +177,9 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         network, held, n_parameters = _read_network(found, reading)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
-    report(1.0, "ready" if held is None else f"ready: {held.said(str(found.weights))}")
+    said = [] if held is None else [held.said(str(found.weights))]
+    said += [] if found.blocks else _expanded(found)
+    report(1.0, f"ready: {'; '.join(said)}" if said else "ready")
     _warn_of_weights(found, options.name, n_parameters)
     return TorchModel(
         name=options.name,
@@ -195,6 +199,14 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         decoder=None if held is None else held.decoder,
         facts=found.facts,
     )
+
+
+def _expanded(found: _Found) -> list[str]:
+    """Say that weights of few bits are plain numbers in memory, where they are."""
+    format = None if found.folder.is_file() else format_of(found.raw, found.folder)
+    if format is None or format.method not in GROUPED:
+        return []
+    return [f"{format.said} is {str(found.dtype).removeprefix('torch.')} in memory"]
 
 
 def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
@@ -264,7 +276,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         dtype=found.dtype,
         device=found.device,
         keeps_mxfp4=found.weights is not None,
-        kept={name: one.shape for name, one in found.blocks.items()},
+        kept=found.kept,
     )
     n_parameters = n_numbers(network)
     bind_network(network, found.facts)
@@ -328,14 +340,14 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     wanted = "bfloat16" if asked == "bf16" else options.dtype
     if options.model == DEMO and wanted in (None, "auto"):
         wanted = "float32"
-    if asked == FILE and not folder.is_file():
+    if asked == FILE and not may_keep(raw, folder):
         raise ConfigError(
-            f"weights {FILE} are the blocks of a GGUF file as they are, and {folder} has other "
-            f"weights; choose int8 or int4, or leave it out"
+            f"weights {FILE} are those of a GGUF file, or as MLX, AWQ, GPTQ or compressed-tensors "
+            f"store them, and {folder} has others; choose int8 or int4, or leave it out"
         )
     pick_types("float32", options.device, raw, stored)  # a device that is not there is refused
-    blocks = _blocks(folder, raw, facts, options, asked)
-    if blocks:
+    counted = _blocks(folder, raw, facts, options, asked)
+    if counted.blocks:
         asked = FILE
         wanted = BETWEEN_BLOCKS if wanted in (None, "auto") else wanted
     dtype, device = pick_types(wanted, options.device, raw, stored)
@@ -345,19 +357,29 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
         is_cpu=device.type == "cpu",
         is_built=reads_weights(),
     )
-    return _Found(folder, raw, dtype, device, weights, facts, blocks)
+    kept = {counted.keys[name]: one.shape for name, one in counted.blocks.items()}
+    return _Found(folder, raw, dtype, device, weights, facts, counted.blocks, kept)
 
 
 def _blocks(
     folder: Path, raw: Mapping[str, Any], facts: ModelFacts, options: LoadOptions, asked: str | None
-) -> Mapping[str, Kept]:
-    """Return the matrices that are to stay as a file has them, by name; empty: none are."""
+) -> Counted:
+    """Count a model whose matrices are to stay as its file has them; of others nothing.
+
+    Raises:
+        ConfigError: that was asked for, and none can.
+    """
     is_cpu = options.device is None or torch.device(options.device).type == "cpu"
-    if not (folder.is_file() and is_cpu and wants_blocks(asked, options.dtype)):
-        return {}
+    if not (may_keep(raw, folder) and is_cpu and wants_blocks(asked, options.dtype)):
+        return NOTHING
     counted = _count(raw, facts, folder)
+    if asked == FILE and reads_weights() and not counted.blocks:
+        raise ConfigError(
+            f"weights {FILE} were asked for, and no matrix of {folder} can be multiplied as it is "
+            f"stored; choose int8 or int4, or leave it out"
+        )
     is_taken = asked == FILE or are_blocks(counted.sizes, counted.matrices)
-    return counted.blocks if is_taken else {}
+    return counted if is_taken else NOTHING
 
 
 def _read_raw(folder: Path) -> dict[str, Any]:
@@ -437,7 +459,7 @@ def count_parameters(
 
     Args:
         raw: a checkpoint's ``config.json``.
-        file: a GGUF file with its weights; None: they are elsewhere.
+        file: a GGUF file or a folder with its weights; None: they are elsewhere.
 
     Raises:
         ModelError: the config's fields do not make a model.

@@ -7,7 +7,7 @@ of convolutions in another order, and adds to some norms what transformers' own 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -72,28 +72,42 @@ def for_transformers(
         )
     turned = {key for key, shape in shapes.items() if _CONV.search(key) and _is_turned(shape)}
     is_added = text in _ADDED_TO and bool(turned)
-    experts = {_layer(name): (name, one) for name, one in _named_mixtures(network).items()}
+    stacks = stacks_of(makers, network)
+    used = {key for parts in stacks.values() for key in parts.values()}
     found: dict[str, Make] = {}
-    stacked: dict[str, dict[str, Make]] = {}
-    for key, make in makers.items():
-        match = _STACKED.search(key)
-        if match is not None and _layer(key) in experts:
-            name, _ = experts[_layer(key)]
-            stacked.setdefault(f"{name}.{match[3]}", {})[match[2]] = make
-            continue
-        name = _name_of(key, wanted)
+    for key in makers.keys() - used:
+        name = name_of(key, wanted)
         added = 1.0 if is_added and name.endswith(_NORMS) else 0.0
-        found[name] = partial(_alike, make, key in turned, added)
-    for place, parts in stacked.items():
-        name, _, kind = place.rpartition(".")
+        found[name] = partial(_alike, makers[key], key in turned, added)
+    for (name, kind), keys in stacks.items():
+        parts = {part: makers[key] for part, key in keys.items()}
         found |= _together(name, kind, parts, network.get_submodule(name))
     return found
 
 
-def _named_mixtures(network: nn.Module) -> dict[str, Any]:
-    """Return the modules of experts of a network, by name."""
+def stacks_of(keys: Iterable[str], network: Any) -> dict[tuple[str, str], dict[str, str]]:
+    """Return mlx-lm's names of stacked experts, by their module in a network and what they are.
+
+    Args:
+        keys: names of tensors, of which others are left out.
+        network: of the checkpoint's config.
+
+    Returns:
+        Names of ``gate``, ``up`` and ``down``, by the module's name and ``weight`` or ``bias``.
+    """
+    modules = {_layer(name): name for name in _named_mixtures(network)}
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for key in keys:
+        match = _STACKED.search(key)
+        if match is not None and _layer(key) in modules:
+            found.setdefault((modules[_layer(key)], match[3]), {})[match[2]] = key
+    return found
+
+
+def _named_mixtures(network: nn.Module) -> list[str]:
+    """Return the names of the modules of experts of a network."""
     ids = {id(one) for one in mixtures(network)}
-    return {name: one for name, one in network.named_modules() if id(one) in ids}
+    return [name for name, one in network.named_modules() if id(one) in ids]
 
 
 def _layer(name: str) -> int:
@@ -102,7 +116,7 @@ def _layer(name: str) -> int:
     return -1 if match is None else int(match[1])
 
 
-def _name_of(key: str, wanted: Collection[str]) -> str:
+def name_of(key: str, wanted: Collection[str]) -> str:
     """Return the name that a network has for a tensor; its own where it has none."""
     names = [key]
     for start, others in _WRAPPED.items():

@@ -122,12 +122,22 @@ def empty_network(
     Raises:
         ModelError: the config cannot be read, or makes no network that generates text.
     """
+    return empty_networks(raw, attention=attention, device=device)[1]
+
+
+def empty_networks(
+    raw: Mapping[str, Any], *, attention: str | None = None, device: str = "meta"
+) -> tuple[Any, Any]:
+    """Build what reads a checkpoint, and the network that runs its text; they share parameters.
+
+    Args and errors are those of :func:`empty_network`.
+    """
     classes = NetworkClasses.of(without_format(raw))
     name = classes.config._attn_implementation = attention or _op()
     try:
         with torch.device(device):
             whole = _reader(classes)(classes.config)
-            return _network(whole, classes).eval()
+            return whole, _network(whole, classes).eval()
     except Exception as error:  # whatever its layers do not like
         if name in str(error):  # it looks the name up in a table of its own
             raise not_called(classes.config.model_type) from error

@@ -8,7 +8,7 @@ nothing of it stays in memory but what was made of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,17 +46,32 @@ class PlainTensor:
         return self._make()[index]
 
 
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that take no memory, for a tensor that is placed later."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
 @contextmanager
 def plain_tensors(
-    folder: Path, format: WeightFormat, dtype: torch.dtype, network: Any
+    folder: Path,
+    format: WeightFormat,
+    dtype: torch.dtype,
+    network: Any,
+    kept: Mapping[str, tuple[int, ...]],
 ) -> Iterator[dict[str, PlainTensor]]:
     """Yield the tensors of a checkpoint by their plain names; they are read within the block.
 
-    Those that were made smaller come in ``dtype``, others in their own. ``network`` is the
-    checkpoint's on the meta device.
+    Those that were made smaller come in ``dtype``, others in their own.
 
     transformers reads them one after the other meanwhile, since reading ahead would hold what it
     is going to merge twice.
+
+    Args:
+        folder: the checkpoint.
+        format: how it stores weights.
+        dtype: that weights are wanted in.
+        network: of its config, on the meta device.
+        kept: shapes of tensors, by their plain names, that are not read but stood in for.
     """
     files = OpenFiles(folder)
     before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
@@ -65,6 +80,7 @@ def plain_tensors(
         makers = dict(_makers(files, format, dtype))
         if format.method == MLX:
             makers = for_transformers(makers, files.shapes, network)
+        makers |= {name: partial(stand_in, shape, dtype) for name, shape in kept.items()}
         yield {name: PlainTensor(make) for name, make in makers.items()}
     finally:
         files.close()

@@ -12,7 +12,7 @@ import transformers
 from safetensors import SafetensorError
 
 from kvcellar.backends.torch.gguf import gguf_tensors
-from kvcellar.backends.torch.stored import plain_tensors
+from kvcellar.backends.torch.stored import plain_tensors, stand_in
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import few
 from kvcellar.models.formats import MLX, MXFP4, WeightFormat
@@ -58,8 +58,8 @@ def load_weights(
         dtype: type of the weights in memory.
         device: where to put them.
         attention: name of an attention that is registered with transformers.
-        kept: shapes of parameters, by name, that stay as they are stored and are placed later. They
-            are not read, and take no memory: all their numbers are one.
+        kept: shapes of tensors, by their names in the file, that stay as they are stored and are
+            placed later. They are not read, and take no memory: all their numbers are one.
 
     Raises:
         UnreadWeightsError: weights that are missing, or not this architecture's.
@@ -100,7 +100,7 @@ def _source(
     """Yield where transformers reads, and with which options, so that plain numbers come out."""
     if folder.is_file():
         with gguf_tensors(read_gguf(folder), _empty(reader, config), dtype) as tensors:
-            stand_ins = {name: torch.zeros((), dtype=dtype).expand(kept[name]) for name in kept}
+            stand_ins = {name: stand_in(kept[name], dtype) for name in kept}
             yield None, {"state_dict": tensors | stand_ins}
     elif format is None:
         yield folder, {}
@@ -108,7 +108,7 @@ def _source(
         classes: Any = transformers
         yield folder, {"quantization_config": classes.Mxfp4Config(dequantize=True)}
     else:
-        with plain_tensors(folder, format, dtype, _empty(reader, config)) as tensors:
+        with plain_tensors(folder, format, dtype, _empty(reader, config), kept) as tensors:
             yield None, {"state_dict": tensors}
 
 
