@@ -29,6 +29,7 @@ class Hub(ThreadingHTTPServer):
         files: their bytes by name.
         breaks_at: bytes of the weights after which the connection ends, once; None: it never does.
         fails: true if the weights cannot be had.
+        sha256: what the weights' SHA-256 is said to be; None: nothing is said of it.
         asked: for each file, the first bytes that were asked for, in order.
     """
 
@@ -42,6 +43,7 @@ class Hub(ThreadingHTTPServer):
         self.files["README.md"] = b"not wanted"
         self.breaks_at: int | None = None
         self.fails = False
+        self.sha256: str | None = None
         self.asked: dict[str, list[int]] = {name: [] for name in self.files}
 
     @property
@@ -86,7 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(self, name: str, content: bytes, has_body: bool) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         first = int(asked[1]) if asked else 0
-        headers = {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        etag = (self.server.sha256 if name == WEIGHTS else None) or _etag(content)
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if asked:
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
         stop = None
@@ -165,6 +168,19 @@ def test_a_connection_that_breaks_is_taken_up_where_it_ended(served, tmp_path):
     listed = json.loads(command(served.url, tmp_path, "models", "list", "--json").stdout)
     (row,) = (row for row in listed if row["name"] == "some/model")
     assert row["place"] == "hugging face" and row["memory_bytes"] and not row["lacks"]
+
+
+def test_a_file_that_came_damaged_is_deleted(served, tmp_path):
+    right = hashlib.sha256(served.files[WEIGHTS]).hexdigest()
+    served.sha256 = right[::-1]
+    damaged = command(served.url, tmp_path, "models", "pull", "some/model")
+    assert damaged.returncode == 2 and f"its SHA-256 is {right}" in damaged.stderr, damaged.stderr
+    assert not list((tmp_path / "hf").rglob(served.sha256))
+
+    served.sha256 = right
+    pulled = command(served.url, tmp_path, "models", "pull", "some/model")
+    assert pulled.returncode == 0, pulled.stderr
+    assert (Path(pulled.stdout.strip()) / WEIGHTS).read_bytes() == served.files[WEIGHTS]
 
 
 def test_what_came_whole_is_not_downloaded_again(served, tmp_path):

