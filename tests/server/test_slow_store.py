@@ -27,8 +27,8 @@ from tests.server.live import PATIENCE_S, Live, serving
 
 pytestmark = pytest.mark.slow
 
-SLOW_S = 2.0
-LONG_S = 20.0
+SLOW_S = 1.0
+LONG_S = 10.0
 LOOP = "server"
 """The name of the thread that the server's loop runs in."""
 
