@@ -389,7 +389,8 @@ class Remote:
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
         theirs.close()
-        self.weight_bytes: int = self._answer()[0]
+        self.weight_bytes: int
+        self.weight_bytes, self.made_s = self._answer()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method, and return what it returns."""
@@ -424,8 +425,9 @@ def _serve(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> N
     here = Path(__file__).parent  # where "executorch" is a benchmark
     sys.path[:] = [path for path in sys.path if Path(path) != here]
     try:
+        started = time.perf_counter()
         engine = make(*arguments)
-        pipe.send((engine.weight_bytes, 0.0))
+        pipe.send((engine.weight_bytes, time.perf_counter() - started))
         with contextlib.suppress(EOFError):
             while True:
                 method, given = pipe.recv()

@@ -9,6 +9,9 @@ everywhere. What fills a history is random rows or copies, since only its length
 is also compared with what the memory gives: a loop that reads as many bytes, timed in the same
 rounds. With --quick the model is a small one, whose ratios say little, in 16 bits unless told
 otherwise and without a static cache.
+
+With --gguf FILE the same file is loaded in our engine and in llama.cpp's own server (pip install
+xllamacpp): seconds to load, a prompt of 512, and a token at 128 and at 8,192.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf_peers import RANDOM_1B, measure_file
 from harness import median_ms, run
 from peer_engines import LlamaCpp, Ours, Remote, Stream, Transformers, left_out
-from random_models import LLAMA_1B, quantise_gguf, random_llama, write_gguf
+from random_models import LLAMA_1B, quantise_gguf, random_llama, write_gguf, write_q4_k_m
 
 from kvcellar.home import default_home
 
@@ -237,9 +241,16 @@ def restore(engines: Sequence[Remote], table: Table, quick: bool) -> None:
 
 
 def measure(
-    quick: bool, bits: list[str], part: list[str], engine: list[str], models: Path
+    quick: bool,
+    bits: list[str],
+    part: list[str],
+    engine: list[str],
+    models: Path,
+    gguf: str | None,
 ) -> Mapping[str, Any]:
-    """Measure size by size, part by part."""
+    """Measure size by size, part by part; or a file."""
+    if gguf is not None:
+        return measure_file(_file(gguf, models), quick)
     missing = left_out()
     for name, why in missing.items():
         print(f"  left out: {name} ({why})")
@@ -261,6 +272,17 @@ def measure(
     return results
 
 
+def _file(name: str, models: Path) -> Path:
+    """Return a GGUF file, which is made where it is the random one."""
+    if name != RANDOM_1B:
+        return Path(name).expanduser()
+    path = models / f"{RANDOM_1B}.Q4_K_M.gguf"
+    if not path.exists():
+        models.mkdir(parents=True, exist_ok=True)
+        write_q4_k_m(LLAMA_1B, path.with_suffix(".half")).rename(path)
+    return path
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose parts of a long benchmark."""
     parser.add_argument(
@@ -275,6 +297,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=default_home() / "peers",
         help="where the models are kept, up to 6 GB of them",
+    )
+    parser.add_argument(
+        "--gguf",
+        metavar="FILE",
+        help=f"compare on this GGUF file alone; {RANDOM_1B}: random blocks of Llama 3.2 1B's shape",
     )
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models
@@ -97,3 +98,84 @@ def quantise_gguf(source: Path, to: Path, scheme: str) -> Path:
     if found != 0:
         raise RuntimeError(f"llama.cpp cannot quantise {source} to {scheme}")
     return to
+
+
+def write_q4_k_m(shape: dict[str, int], to: Path) -> Path:
+    """Write a Llama of a shape with random blocks, of the types that a Q4_K_M file has.
+
+    Half of the layers have v and down in Q6_K, which the embedding has as well; the rest is Q4_K.
+    Its vocabulary is the bytes and made-up words.
+    """
+    import gguf
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(to, "llama")
+    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    n_layers, n_vocab = shape["num_hidden_layers"], shape["vocab_size"]
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    writer.add_context_length(16384)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(n_layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(500_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(n_vocab)
+    words = [*bytes_to_unicode().values(), "ab", *(f"w{i}" for i in range(n_vocab - 257))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.NORMAL] * n_vocab)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+
+    def add(name: str, n_out: int, n_in: int, is_finer: bool = False) -> None:
+        kind = gguf.GGMLQuantizationType.Q6_K if is_finer else gguf.GGMLQuantizationType.Q4_K
+        writer.add_tensor(f"{name}.weight", _blocks(random, kind, n_out, n_in), raw_dtype=kind)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+
+    add("token_embd", n_vocab, hidden, is_finer=True)
+    norm("output_norm")
+    for i in range(n_layers):
+        is_finer = i < n_layers // 8 or i >= 7 * n_layers // 8 or (i - n_layers // 8) % 3 == 2
+        norm(f"blk.{i}.attn_norm")
+        norm(f"blk.{i}.ffn_norm")
+        add(f"blk.{i}.attn_q", heads * head, hidden)
+        add(f"blk.{i}.attn_k", kv_heads * head, hidden)
+        add(f"blk.{i}.attn_v", kv_heads * head, hidden, is_finer)
+        add(f"blk.{i}.attn_output", hidden, heads * head)
+        add(f"blk.{i}.ffn_gate", inner, hidden)
+        add(f"blk.{i}.ffn_up", inner, hidden)
+        add(f"blk.{i}.ffn_down", hidden, inner, is_finer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def _blocks(random: np.random.Generator, kind: Any, n_out: int, n_in: int) -> np.ndarray:
+    """Return random blocks, uint8 ``[n_out, bytes of a row]``, of weights around 0.02."""
+    import gguf
+
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (n_out * n_in // numbers, size), dtype=np.uint8)
+    if kind == gguf.GGMLQuantizationType.Q6_K:  # 128 + 64 bytes of numbers, 16 int8 scales, one d
+        blocks[:, 192:208] = 16
+        scales = np.array([0.02 / 16 / 18], np.float16)
+        blocks[:, 208:] = scales.view(np.uint8)
+    else:  # d and the minima's, 12 bytes of 6 bits that count them, 128 bytes of numbers
+        scale, minimum = 16, 30  # of each 32: weights are d * 16 * (0 .. 15) - d_min * 30
+        heads = np.array([0.02 / 4.6 / scale, 0.02 / 4.6 * 7.5 / minimum], np.float16)
+        blocks[:, :4] = heads.view(np.uint8)
+        blocks[:, 4:8] = scale | scale >> 4 << 6
+        blocks[:, 8:12] = minimum | minimum >> 4 << 6
+        blocks[:, 12:16] = scale & 15 | (minimum & 15) << 4
+    return blocks.reshape(n_out, -1)
