@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -136,6 +138,20 @@ def test_a_file_is_a_whole_model_of_mlx(tmp_path):
     with Player(model, "seq") as player:
         got = player.feed(TEXT, rows="all")
     assert np.abs(got - want).max() <= 1e-4
+
+
+def test_a_model_that_float16_has_no_room_for_is_float32(tmp_path):
+    path, case = tmp_path / "model.gguf", CASES["llama"]
+
+    def larger(config):
+        change = case.change(config)
+        return lambda name, values: change(name, values) * (400 if "ffn_" in name else 1)
+
+    replace(case, change=larger).write(path, kind=KINDS.Q8_0)
+    assert not np.isfinite(np.array(read(path, "float16")[0](mx.array([TEXT])))).all()
+    model = load_model(path, backend="mlx", is_unchecked=True)
+    assert model.dtype == "float32"
+    assert np.isfinite(np.array(model.network(mx.array([TEXT])))).all()
 
 
 @pytest.mark.slow

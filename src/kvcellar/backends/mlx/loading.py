@@ -45,6 +45,9 @@ _BY = f"mlx-lm {mlx_lm.__version__}"
 _MOST_SAID = 300
 """Letters of mlx-lm's reason; it may name every tensor of a model."""
 
+_FEW = 8
+"""Tokens by which it is seen whether a type has room for a model's numbers."""
+
 _PARTS = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
@@ -222,12 +225,19 @@ def _read(folder: Path, raw: Mapping[str, Any], config: Any, dtype: str | None) 
     if folder.is_file():
         file = read_gguf(folder)
         model, said = read_network(file, raw, config, dtype or pick_dtype(file))
+        if dtype is None and not _is_in_range(model):
+            model, said = read_network(file, raw, config, "float32")
     else:
         model, said = load_weights(folder, raw, config), ""
         if dtype is not None:
             model.set_dtype(FLOAT_DTYPES[dtype])
     _untruncate(model, config)
     return model, said
+
+
+def _is_in_range(model: Any) -> bool:
+    """Return true if a model's logits of a few tokens are finite: float16 ends at 65,504."""
+    return bool(mx.isfinite(model(mx.arange(_FEW)[None])).all().item())
 
 
 def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
