@@ -45,7 +45,8 @@ class ModelCacheSpec:
         hidden_size: numbers per token between layers.
         inner_size: numbers per token inside of a layer's MLP, all its active experts together.
         vocab_size: logits per token.
-        quantisation: of a GGUF file, by the name that people know it by; empty: it is none.
+        quantisation: of a GGUF file, or of what else is held as it is stored, by the name that
+            people know it by; empty: it is none.
         stored_types: bytes of such a file's tensors by their type.
         is_in_blocks: true if such a file's blocks are held as they are.
     """

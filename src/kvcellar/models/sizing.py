@@ -224,9 +224,8 @@ def _spec_of(
     counted = _counted(raw, sum(sizes.values()), known, format, is_for_mlx)
     weights = choose_weights(asked, dtype, is_built=has_kernel)
     is_mxfp4 = format is not None and format.method == MXFP4
-    if format is not None and weights == FILE:
-        counted += f"; {format.said}"
-    elif format is not None and not (is_mxfp4 and weights is not None):
+    is_kept = format is not None and weights == FILE
+    if format is not None and not is_kept and not (is_mxfp4 and weights is not None):
         counted += f"; {format.said} is expanded to {dtype} when it is loaded"
     weight_bytes, how = _in_memory(sizes, matrices, weights, DTYPE_BYTES[dtype], is_coded, is_mxfp4)
     if is_for_mlx:
@@ -248,7 +247,9 @@ def _spec_of(
         hidden_size=facts.hidden_size,
         inner_size=facts.inner_size,
         vocab_size=facts.vocab_size,
-        quantisation=quantisation_of(path) if is_gguf(path) else "",
+        quantisation=(
+            quantisation_of(path) if is_gguf(path) else format.said if format and is_kept else ""
+        ),
         stored_types=type_bytes(read_gguf(path)) if is_gguf(path) else {},
         is_in_blocks=weights == FILE,
     )
