@@ -140,10 +140,11 @@ def test_gpt_oss_20b_fits_a_machine_of_24_gb_as_the_kernel_holds_it():
     shipped = 10_152_345_600
     for weights, linear_bytes in (
         # Per layer of the others: rows in blocks of 16, of each 320 bytes beside 12 bits or scales
-        # of 2 bytes for 128 or 32 inputs. 2,880 is no multiple of 128, and 4,096 is: q, k and v
-        # stay in 16 bits and o has 12.
+        # of 2 bytes for 128 inputs. 2,880 is no multiple of 128, and 4,096 is: q, k and v stay in
+        # 16 bits and o has 12. Nor is it one of 256: q, k and v have 8 bits and o has 4, of which
+        # 256 take 148 bytes with their scales and minima.
         ("bf16", 24 * (5_120 * 2_880 * 2 + 180 * 320 + 2_880 * 4_096 * 3 // 2)),
-        ("int4", 24 * (5_120 * 2_880 + 2_880 * 4_096) * 9 // 16),
+        ("int4", 24 * (5_120 * (2_880 + 23 * 2) + 2_880 * 4_096 // 256 * 148)),
     ):
         spec = size_model(CONFIGS / "gpt-oss-20b.json", weights=weights)
         others = 24 * (8_000 * 2 + 98_016 * 2 + 276_480 * 2) + 2_880 * 2

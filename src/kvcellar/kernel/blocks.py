@@ -21,6 +21,7 @@ if TYPE_CHECKING or levels.is_available():
         affine_weights,
         block_sizes,
         block_weights,
+        fit_q4_k,
         place_affine,
         place_blocks,
     )
@@ -33,6 +34,7 @@ __all__ = [
     "block_sizes",
     "block_type",
     "block_weights",
+    "fit_q4_k",
     "place_affine",
     "place_blocks",
 ]

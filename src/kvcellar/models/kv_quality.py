@@ -30,16 +30,12 @@ _HEADER_BYTES = 1 << 16
 T = TypeVar("T")
 
 
-SMALL_MODEL = 1_000_000_000
-"""Parameters below which 4 bits of a weight are few."""
-
-
 class KvQualityWarning(UserWarning):
     """A storage type that is known to be bad for the model that it is used with."""
 
 
 class WeightsQualityWarning(UserWarning):
-    """A format of weights that is known to harm the model, or models of its size."""
+    """A format of weights that is known to harm the model."""
 
 
 def verdict_of(ppl_ratio: float, same_top1: float) -> str:
@@ -170,31 +166,21 @@ def known_weights_quality(folder: Path, weights: str) -> WeightsQuality | None:
     return next((result for result in found if result.weights == weights), None)
 
 
-def harm_of(folder: Path, name: str, weights: str, n_parameters: int) -> str:
-    """Say what a format of weights does to a model, as far as it is known; empty: little.
+def harm_of(folder: Path, name: str, weights: str) -> str:
+    """Say what a format of weights does to a model, where that was measured; empty: little.
 
     Args:
         folder: of the checkpoint.
         name: of the model, for people.
         weights: the format.
-        n_parameters: of the model.
     """
-    ask = f"kvcellar bench weights-quality {name}"
     known = known_weights_quality(folder, weights)
-    if known is not None:
-        if known.verdict == "good":
-            return ""
-        return (
-            f"weights {weights} were measured with {name!r}: {known.ppl_ratio:.2f} times the "
-            f"perplexity of float32, the same likeliest token after {known.same_top1:.1%} of "
-            f"{known.n_tokens} tokens; {ask} compares all formats"
-        )
-    if weights != "int4" or n_parameters >= SMALL_MODEL:
+    if known is None or known.verdict == "good":
         return ""
     return (
-        f"weights int4 cost small models quality, and {name!r} has {n_parameters:,} parameters: "
-        f"1.14 times the perplexity was measured with SmolLM2 135M, with int8 1.004, and 1.73 with "
-        f"Gemma 3 270M; {ask} measures yours"
+        f"weights {weights} were measured with {name!r}: {known.ppl_ratio:.2f} times the "
+        f"perplexity of float32, the same likeliest token after {known.same_top1:.1%} of "
+        f"{known.n_tokens} tokens; kvcellar bench weights-quality {name} compares all formats"
     )
 
 

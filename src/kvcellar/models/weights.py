@@ -31,10 +31,12 @@ GROUP = 32
 """Inputs that are rounded together where they meet packed weights."""
 
 SHARED = {8: 128, 4: 32}
-"""By their bits, packed weights along the input that share a scale."""
+"""By their bits, packed weights along the input that share a scale; int4 of experts alone."""
 
-PACKINGS = {name: f"{name}/{SHARED[bits]}" for name, bits in (("int8", 8), ("int4", 4))}
-PACKINGS[FILE] = "file/1"
+FITTED_INPUTS, _FITTED_BYTES = 256, 148
+"""Inputs of a block of Q4_K, which int4 is; and what a block takes in memory."""
+
+PACKINGS = {"int8": "int8/128", "int4": "int4/q4_k", FILE: "file/1"}
 """A name for each way of packing that gives other K and V, also where it was another before."""
 
 BLOCK = 16
@@ -82,7 +84,9 @@ class Matrix(NamedTuple):
         if weights == FILE:
             return self.block_bytes or None
         if is_packed(weights):
-            bits = bits_of(weights, is_most_exact=self.is_most_exact)
+            if not self.n_experts and is_fitted(weights, self.n_in, self.is_most_exact):
+                return fitted_bytes(*shape)
+            bits = bits_of(weights) if self.n_experts else MOST_EXACT_BITS
             return n * packed_bytes(*shape, bits) if can_pack(self.n_in) else None
         is_written = is_coded and can_code(self.n_in) and not self.is_rows
         return n * coded_bytes(*shape) if is_written else None
@@ -169,9 +173,17 @@ def is_packed(weights: str | None) -> bool:
     return weights in PACKINGS
 
 
-def bits_of(weights: str, *, is_most_exact: bool) -> int:
+def bits_of(weights: str) -> int:
     """Bits of one packed weight, without its share of a scale."""
-    return max(int(weights.removeprefix("int")), MOST_EXACT_BITS if is_most_exact else 0)
+    return int(weights.removeprefix("int"))
+
+
+def is_fitted(weights: str, n_in: int, is_most_exact: bool) -> bool:
+    """Return true if a layer's weights become blocks of Q4_K: those of int4 that come in blocks.
+
+    int4 gives others 8 bits, as the last layer; only small models have such.
+    """
+    return weights == "int4" and not is_most_exact and n_in % FITTED_INPUTS == 0
 
 
 def can_pack(n_in: int) -> bool:
@@ -199,3 +211,8 @@ def packed_bytes(n_out: int, n_in: int, bits: int) -> int:
     """Return the bytes of a layer's weights and their float16 scales."""
     rows = -(-n_out // BLOCK) * BLOCK
     return rows * n_in * bits // 8 + rows * -(-n_in // SHARED[bits]) * 2
+
+
+def fitted_bytes(n_out: int, n_in: int) -> int:
+    """Return the bytes of a layer's weights as blocks of Q4_K in memory."""
+    return -(-n_out // BLOCK) * BLOCK * (n_in // FITTED_INPUTS) * _FITTED_BYTES

@@ -21,7 +21,6 @@ from kvcellar.backends.torch.fast.blocks import Kept
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
-from kvcellar.backends.torch.fast.mixtures import n_numbers
 from kvcellar.backends.torch.gguf import makers_of
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import TorchRunner
@@ -174,13 +173,13 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         reading(0.05, "loading weights")
-        network, held, n_parameters = _read_network(found, reading)
+        network, held = _read_network(found, reading)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     said = [] if held is None else [held.said(str(found.weights))]
     said += [] if found.blocks else _expanded(found)
     report(1.0, f"ready: {'; '.join(said)}" if said else "ready")
-    _warn_of_weights(found, options.name, n_parameters)
+    _warn_of_weights(found, options.name)
     return TorchModel(
         name=options.name,
         path=folder,
@@ -264,8 +263,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, int]:
-    """Read the weights; return the module, what the kernel has of it, and how many numbers it has.
+def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None]:
+    """Read the weights; return the module, and what the kernel has of it.
 
     Raises:
         ModelError: weights that are missing, or not this architecture's.
@@ -278,19 +277,18 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         keeps_mxfp4=found.weights is not None,
         kept=found.kept,
     )
-    n_parameters = n_numbers(network)
     bind_network(network, found.facts)
     known = known_path(found.raw, _BY).with_suffix(f".{found.weights or found.dtype}.parts.json")
     if found.weights is None:
         hold_mixers(network, known)
-        return network, None, n_parameters
+        return network, None
     report(0.95, "packing the weights")
     is_first = not known.is_file()
     held = hold_weights(network, found.weights, known=known, blocks=found.blocks)
     if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):
         known.unlink(missing_ok=True)  # the next load looks again
         held = replace(held, decoder=None)
-    return network, held, n_parameters
+    return network, held
 
 
 def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
@@ -312,11 +310,11 @@ def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
     return bool(np.linalg.norm(ours - theirs) <= _APART * np.linalg.norm(theirs))
 
 
-def _warn_of_weights(found: _Found, name: str, n_parameters: int) -> None:
-    """Warn where the weights' format harms the model, or models of its size."""
+def _warn_of_weights(found: _Found, name: str) -> None:
+    """Warn where the weights' format was measured to harm the model."""
     if found.weights is None:
         return
-    harm = harm_of(found.folder, name, found.weights, n_parameters)
+    harm = harm_of(found.folder, name, found.weights)
     if harm:
         warnings.warn(harm, WeightsQualityWarning, stacklevel=4)
 

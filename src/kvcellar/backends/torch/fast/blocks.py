@@ -22,6 +22,10 @@ from kvcellar.backends.torch.kernel import dtype_of
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.kernel import blocks, layers, levels
 from kvcellar.kernel import linear as native
+from kvcellar.models.weights import FITTED_INPUTS
+
+_FITTED_BYTES = 144
+"""Bytes of a block of Q4_K in a file."""
 
 _ALONE = nullcontext()
 """For whoever reads with nobody beside it."""
@@ -72,6 +76,25 @@ class StoredAffine:
     def shape(self) -> tuple[int, ...]:
         """Rows and numbers of each."""
         return self.n_out, self.n_in
+
+
+def fitted(weight: Tensor) -> StoredBlocks:
+    """Return a matrix that becomes blocks of Q4_K when it is read; see ``kernel.blocks.fit_q4_k``.
+
+    Args:
+        weight: ``[n_out, n_in]``, float32 or bfloat16, of whole blocks.
+    """
+    n_out, n_in = weight.shape
+
+    def read() -> Tensor:
+        rows = weight.detach()
+        rows = (rows if rows.dtype == torch.bfloat16 else rows.float()).contiguous()
+        made = torch.empty(n_out, n_in // FITTED_INPUTS * _FITTED_BYTES, dtype=torch.uint8)
+        at = rows.data_ptr(), dtype_of(rows.dtype)
+        blocks.fit_q4_k(*at, n_in, n_out, made.data_ptr())
+        return made
+
+    return StoredBlocks("Q4_K", n_out, n_in, read)
 
 
 Stored: TypeAlias = StoredBlocks | StoredAffine

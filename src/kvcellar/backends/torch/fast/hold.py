@@ -12,7 +12,14 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from kvcellar.backends.torch.fast.blocks import BlockLinear, Kept, Placer, Stored, StoredExperts
+from kvcellar.backends.torch.fast.blocks import (
+    BlockLinear,
+    Kept,
+    Placer,
+    Stored,
+    StoredExperts,
+    fitted,
+)
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.fast.finding import Finder, outermost
 from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
@@ -39,7 +46,7 @@ from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.backends.torch.mixers import Mixer
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
-from kvcellar.models.weights import FILE, MOST_EXACT_BITS, bits_of, can_pack, is_packed
+from kvcellar.models.weights import FILE, MOST_EXACT_BITS, can_pack, is_fitted, is_packed
 
 
 @dataclass(frozen=True)
@@ -262,16 +269,14 @@ class _Holder:
         is_one = self._head is not None and self._head.weight is self._embedding.weight
         if head is None or not is_one or name not in self._embeddings:
             return None
-        if not self._can_hold(head) or self._bits(head, is_head=True) == 16:
+        if not self._can_hold(head) or self._bits(head) == 16:
             return None
         return name, self._embeddings[name]
 
-    def _bits(self, layer: nn.Linear, *, is_head: bool) -> int:
+    def _bits(self, layer: nn.Linear) -> int:
         """Return how many bits each weight of a layer gets."""
-        if self._weights == FILE:
-            return MOST_EXACT_BITS  # or fewer: as the file has it
         if self._is_packed:
-            return bits_of(self._weights, is_most_exact=is_head)
+            return MOST_EXACT_BITS  # or fewer, in blocks
         return 12 if codes_well(layer.weight.detach()) else 16
 
     def put(self, name: str, held: nn.Module) -> None:
@@ -307,8 +312,11 @@ class _Holder:
         if self._weights == FILE:
             stored = [self._blocks[id(one.weight)] for one in linears]
             return BlockLinear(stored, join_biases(linears), self._arena, self._placer)
+        if is_fitted(self._weights, linears[0].in_features, is_head):
+            made = [fitted(one.weight) for one in linears]
+            return BlockLinear(made, join_biases(linears), self._arena)
         layer = join(linears)
-        bits = self._bits(layer, is_head=is_head)
+        bits = self._bits(layer)
         is_moved = bits == 16 and layer.weight is self._embedding.weight
         return KernelLinear(layer, bits, self._expanded, None if is_moved else self._arena)
 

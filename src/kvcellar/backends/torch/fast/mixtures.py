@@ -213,7 +213,7 @@ def bits_of_experts(weights: Weights, name: str) -> float | None:
     if name == FILE:
         return None
     if is_packed(name):
-        return bits_of(name, is_most_exact=False) if can_pack(one.shape[1]) else None
+        return bits_of(name) if can_pack(one.shape[1]) else None
     if one.dtype != torch.bfloat16:
         return None
     return 12 if codes_well(one) else 16

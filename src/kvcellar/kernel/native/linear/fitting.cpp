@@ -62,7 +62,7 @@ Fit fit_group(const float* numbers) {
     sums[1] = add(sums[1], weighted[v]);
   }
   const double n = sum(sums[0]), total = sum(sums[1]);
-  double best = -1., scale = 0., minimum = 0.;
+  double best = -1., scale = kSteps / 15., minimum = 0.;  // of weights that are all the same
   for (int c = 0; c < kCandidates; ++c) {
     const Vec factor = all((kHalves + c) / (2.f * kSteps));
     Vec of_numbers = zeros, of_squares = zeros, of_products = zeros;
