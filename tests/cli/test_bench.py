@@ -111,12 +111,22 @@ def test_float32_is_not_advised_for_a_model_that_computes_in_bfloat16() -> None:
     ]
     assert [row.verdict for row in rows] == ["good", "good", "bad"]
     assert recommended(rows, "bfloat16").kv_dtype == "bfloat16"
-    rows.append(of("int8", 1.001, 0.955, 12240, own=0.965))
+    rows.append(of("int8", 1.001, 0.93, 12240, own=0.965))
     assert rows[-1].verdict == "good", "as far from float32 as what loses nothing"
     assert recommended(rows, "bfloat16").kv_dtype == "int8"
     # A model in float32 rounds nothing: there the same figures are a loss.
-    assert of("int8", 1.001, 0.955, 12240).verdict == "fair"
-    plain = [of("float32", 1.0, 1.0, 46080), of("bfloat16", 1.0, 0.95, 23040)]
+    assert of("int8", 1.001, 0.93, 12240).verdict == "fair"
+    plain = [of("float32", 1.0, 1.0, 46080), of("bfloat16", 1.0, 0.93, 23040)]
+    # A novel through the blocks of its file: nothing is lost that shows, and int4 is bad.
+    read = [
+        of("float32", 1.0, 1.0, 46080),
+        of("bfloat16", 1.0002, 0.955, 23040),
+        of("int8", 0.9969, 0.9536, 12240),
+        of("k8v4", 1.0022, 0.9453, 9720),
+        of("int4", 1.0288, 0.8583, 7200),
+    ]
+    assert [row.verdict for row in read] == ["good"] * 4 + ["bad"]
+    assert recommended(read, "float32").kv_dtype == "k8v4"
     assert recommended(plain, "float32").kv_dtype == "float32"
 
 

@@ -22,7 +22,9 @@ from kvcellar.kv_dtype import parse_kv_dtype
 FILE_NAME = "kv_quality.json"
 SCHEMA_VERSION = 1
 
-GOOD_PPL_RATIO, GOOD_SAME_TOP1 = 1.005, 0.97
+# On a novel, K and V in bfloat16, which lose nothing that shows, move 4.5% of the likeliest tokens
+# of SmolLM2 135M where products round its inputs to 8 bits.
+GOOD_PPL_RATIO, GOOD_SAME_TOP1 = 1.005, 0.94
 BAD_PPL_RATIO, BAD_SAME_TOP1 = 1.02, 0.90
 
 _HEADER_BYTES = 1 << 16
