@@ -125,7 +125,8 @@ def look_around(tokens: list[int]) -> tuple[set[type], set[type]]:
     holders: set[type] = set()
     for one in gc.get_objects():
         kind = type(one)
-        if kind.__module__.startswith("kvcellar.") and kind not in holders:
+        module = str(kind.__module__)  # of a metaclass it need not be a text
+        if module.startswith("kvcellar.") and kind not in holders:
             alive.add(kind)
             slots = {s for base in kind.__mro__ for s in getattr(base, "__slots__", ())}
             fields = {**getattr(one, "__dict__", {}), **{s: getattr(one, s, None) for s in slots}}

@@ -8,12 +8,12 @@ from kvcellar.engine.cell_map import CellMap, CellState
 from kvcellar.engine.conversation import Conversation, encode_chat
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
+from kvcellar.engine.guide import Guide
 from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
 from kvcellar.engine.restore import HeldPrefix, Restore, RowCache
 from kvcellar.engine.sampling import (
     DEFAULTABLE,
     Choice,
-    Guide,
     SamplingParams,
     SamplingState,
     TokenLogprob,

@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvcellar.cache import SeqCache, TreeSeqCache
 from kvcellar.checks import flag, number, text, whole
-from kvcellar.engine.batch import Batch
+from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
+from kvcellar.engine.choosing_kept import choose_kept
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
@@ -29,6 +32,7 @@ from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError, EngineFailedError
 from kvcellar.history import History
+from kvcellar.models.kept_logits import KeptLogits, SamplingRunner
 from kvcellar.models.runner import FeatureRunner, step_limit
 from kvcellar.prefix import PrefixIndex, make_index
 from kvcellar.sight import FULL, Sight
@@ -185,6 +189,7 @@ class Engine:
             runner.vocab_size,
         )
         self._teller = _teller(runner) if isinstance(drafter, FeatureReader) else None
+        self._sampler = runner if isinstance(runner, SamplingRunner) else None
         self._times = StepTimes()
         self._clock = clock
         self._failure: Exception | None = None
@@ -251,7 +256,7 @@ class Engine:
             try:
                 positions = self._claim(batch)
                 logits, features = self._forward(batch, positions)
-                verdicts = choose(batch, logits)
+                verdicts = self._choose(batch, logits)
             except Exception as error:
                 self.cache.cancel_step()
                 self.outcomes.fail(batch, error)
@@ -297,11 +302,23 @@ class Engine:
                 self.scheduler.residency.snapshots.before_guesses(part.sequence)
         return self.cache.begin_step(batch.seq_ids)
 
-    def _forward(self, batch: Batch, positions: list[int]) -> tuple[FloatArray, FloatArray | None]:
+    def _forward(
+        self, batch: Batch, positions: list[int]
+    ) -> tuple[FloatArray | KeptLogits, FloatArray | None]:
         """Return logits of the wanted rows, and features of all where the drafter reads them."""
+        step = batch.token_ids, positions, batch.rows
+        if self._sampler is not None:
+            logits, features = self._sampler.forward_kept(*step, has_features=bool(self._teller))
+            return logits, features if self._teller is not None else None
         if self._teller is None:
-            return self.runner.forward(batch.token_ids, positions, batch.rows), None
-        return self._teller.forward_with_features(batch.token_ids, positions, batch.rows)
+            return self.runner.forward(*step), None
+        return self._teller.forward_with_features(*step)
+
+    def _choose(self, batch: Batch, logits: FloatArray | KeptLogits) -> list[Verdict]:
+        """Return what each part's sequence goes on with, sampled where the logits are."""
+        if isinstance(logits, np.ndarray):
+            return choose(batch, logits)
+        return choose_kept(batch, logits)
 
     # What the cache holds, between steps -------------------------------------------------------
 

@@ -11,14 +11,16 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.checks import flag, number, seen, whole, wholes
-from kvcellar.errors import ConfigError, ModelError
+from kvcellar.engine.guide import Guide
+from kvcellar.errors import ConfigError
 from kvcellar.history import History
+from kvcellar.models.kept_logits import RowSampling, no_probabilities, nothing_may_come
 
 FloatArray = NDArray[np.float32]
 
@@ -42,36 +44,6 @@ DEFAULTABLE = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_p
 """Settings for which models have defaults of their own."""
 
 _NEUTRAL: Mapping[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-class Guide(Protocol):
-    """Constraint on the next token of one sequence, such as a grammar that it has to follow."""
-
-    @property
-    def is_complete(self) -> bool:
-        """True if nothing can follow: the sequence ends."""
-        ...
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """Return ``[vocab]``, true for each token that may come next; the same until ``accept``."""
-        ...
-
-    @property
-    def end_id(self) -> int | None:
-        """The token that stands for all that is not allowed, where it may come.
-
-        Then a sequence ends where the model would rather say something else, instead of going on
-        with what it likes less. None: the likeliest of the allowed comes.
-        """
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """Go on with a token, which was allowed."""
-        ...
-
-    def fork(self) -> Guide:
-        """Return a copy that goes on by itself."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +271,10 @@ class SamplingState:
         if self._guide is not None:
             self._guide.accept(token_id)
 
+    def may_sample(self, token_id: int) -> bool:
+        """Return true if the guide lets a token come next."""
+        return self._guide is None or bool(self._guide.allowed()[token_id])
+
     @property
     def is_complete(self) -> bool:
         """True if the guide lets nothing follow."""
@@ -327,6 +303,33 @@ class SamplingState:
     @property
     def _must_go_on(self) -> bool:
         return self._end_ids.size > 0 and self.n_sampled < self.params.min_tokens
+
+    def row_sampling(self, row: int) -> RowSampling:
+        """Return in numbers how a row is sampled next, for a backend; a guide may raise."""
+        params, counts, numbers = self.params, self._counts, dict[str, Any]()
+        if counts is not None and self._in_prompt is not None:
+            if params.repetition_penalty != 1.0:
+                numbers["held"] = np.flatnonzero(self._in_prompt | (counts > 0))
+            numbers["sampled"] = np.flatnonzero(counts)
+            numbers["times"] = counts[numbers["sampled"]].astype(np.float32)
+        return RowSampling(
+            row,
+            params.temperature,
+            None if params.is_greedy else self.draw(),
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            bias_ids=self._bias_ids,
+            bias=self._bias,
+            allowed=None if self._guide is None else self._guide.allowed(),
+            end_id=None if self._guide is None else self._guide.end_id,
+            barred=self._end_ids if self._must_go_on else self._end_ids[:0],
+            logprobs=params.logprobs,
+            **numbers,
+        )
 
     def adjust(self, logits: FloatArray) -> None:
         """Apply penalties, bias and guide to ``logits`` ``[vocab]``, in place."""
@@ -364,7 +367,7 @@ def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice
         states: one per row; call ``record`` with what each sequence really goes on with.
 
     Raises:
-        ModelError: a row holds NaN or +inf, or nothing but -inf.
+        ModelError: a row holds NaN or +inf, or nothing but -inf, or its guide lets nothing come.
     """
     raw = np.asarray(logits, dtype=np.float32)
     assert raw.ndim == 2 and len(raw) == len(states), "one state per row of logits"
@@ -375,6 +378,9 @@ def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice
         for row, state in enumerate(states):
             state.adjust(adjusted[row])
     token_ids = adjusted.argmax(axis=1)  # the first of equals
+    for row, token_id in enumerate(token_ids):
+        if adjusted[row, token_id] == -np.inf:
+            raise nothing_may_come(row)
     drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
     if drawn:
         token_ids[drawn] = _draw(adjusted[drawn], [states[row] for row in drawn])
@@ -393,10 +399,7 @@ def _best(logits: FloatArray) -> FloatArray:
     best: FloatArray = logits.max(axis=1, initial=-np.inf)
     for row, value in enumerate(best):
         if not math.isfinite(value):
-            raise ModelError(
-                f"row {row} of the logits has the maximum {value}: the model computed no "
-                f"probabilities; load it in another dtype, or check the weights"
-            )
+            raise no_probabilities(row, float(value))
     return best
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray, ModelCacheParams
 
 FloatArray = NDArray[np.float32]
+
+L = TypeVar("L")
+"""Logits, wherever they are."""
 
 
 @runtime_checkable
@@ -110,7 +113,7 @@ class BoundRunner(ABC):
         rows: Sequence[int] | IntArray | None = None,
     ) -> FloatArray:
         """See :meth:`Runner.forward`."""
-        return self._forward(token_ids, positions, rows, has_features=False)[0]
+        return self._forward(self._run, token_ids, positions, rows, has_features=False)[0]
 
     def forward_with_features(
         self,
@@ -119,22 +122,24 @@ class BoundRunner(ABC):
         rows: Sequence[int] | IntArray | None = None,
     ) -> tuple[FloatArray, FloatArray]:
         """See :meth:`FeatureRunner.forward_with_features`."""
-        return self._forward(token_ids, positions, rows, has_features=True)
+        return self._forward(self._run, token_ids, positions, rows, has_features=True)
 
     def _forward(
         self,
+        run: Callable[..., tuple[L, FloatArray]],
         token_ids: Sequence[int] | IntArray,
         positions: Sequence[int] | IntArray,
         rows: Sequence[int] | IntArray | None,
         *,
         has_features: bool,
-    ) -> tuple[FloatArray, FloatArray]:
+    ) -> tuple[L, FloatArray]:
+        """Check a batch and run it with ``_run``, or with what takes the same arguments."""
         cache: Any = self._session.cache
         if not cache.is_step_open:
             cache.end_step()  # from here on cancel_step can only mean this forward's step
         try:
             batch = _checked_batch(token_ids, positions, rows, self.vocab_size)
-            return self._run(cache, *batch, has_features=has_features)
+            return run(cache, *batch, has_features=has_features)
         except BaseException:
             cache.cancel_step()
             self._after_failure(cache)

@@ -22,8 +22,9 @@ from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gguf import makers_of
+from kvcellar.backends.torch.gpu.logits import samples_on
 from kvcellar.backends.torch.networks import empty_network, load_network
-from kvcellar.backends.torch.runner import TorchRunner
+from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError, ModelError
@@ -91,7 +92,8 @@ class TorchModel(LoadedModel):
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """Make a runner of torch; session and model were found to fit."""
-        return TorchRunner(
+        is_kept = samples_on(self.network.device)
+        return (SamplingTorchRunner if is_kept else TorchRunner)(
             self.network,
             self.decoder,
             self.params,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
+from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession, use_cache
@@ -59,16 +60,24 @@ class TorchRunner(BoundRunner):
             whole = self._decoder.forward(cache, ids, at, last, layers, self._rope_length)
             if whole is not None:
                 return whole
-        with use_cache(cache), torch.inference_mode():
-            return self._by_modules(ids, at, rows, self._feature_modules if has_features else [])
+        logits, features = self._by_modules(cache, ids, at, rows, has_features=has_features)
+        return logits.float().cpu().numpy(), features
 
     def _by_modules(
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> tuple[torch.Tensor, FloatArray]:
+        """Run the tokens as transformers does; the logits stay on the device."""
+        modules = self._feature_modules if has_features else []
+        with use_cache(cache), torch.inference_mode():
+            return self._by_network(ids, at, rows, modules)
+
+    def _by_network(
         self,
         ids: IntArray,
         positions: IntArray,
         rows: IntArray | None,
         modules: Sequence[Any],
-    ) -> tuple[FloatArray, FloatArray]:
+    ) -> tuple[torch.Tensor, FloatArray]:
         """Run the tokens as transformers does; features are what these modules are given."""
         # By index: told how many, Gemma 4 leaves tokens out of the layers that share K and V.
         keep = self._tensor(np.array([len(ids) - 1], np.int64) if rows is None else rows)
@@ -82,10 +91,27 @@ class TorchRunner(BoundRunner):
             ).logits[0]
             features = [hidden[0].float().cpu() for hidden in seen]
         joined = torch.cat(features, dim=-1) if features else torch.empty(len(ids), 0)
-        return logits.float().cpu().numpy(), joined.numpy()
+        return logits, joined.numpy()
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+class SamplingTorchRunner(TorchRunner):
+    """Runner on a GPU: a :class:`~kvcellar.models.kept_logits.SamplingRunner` too."""
+
+    def forward_kept(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+        *,
+        has_features: bool = False,
+    ) -> tuple[DeviceLogits, FloatArray]:
+        """See :meth:`kvcellar.models.kept_logits.SamplingRunner.forward_kept`."""
+        run = self._by_modules
+        logits, features = self._forward(run, token_ids, positions, rows, has_features=has_features)
+        return DeviceLogits(logits), features
 
 
 def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.batch import Verdict
@@ -40,5 +41,46 @@ def verify(logits: FloatArray, draft: Draft, state: SamplingState) -> Verdict:
         right = (node for node in draft.children(above) if draft.tokens[node] == choice.token_id)
         node = next(right, None)
         if node is None or trial.is_complete:
+            return Verdict(tuple(choices), tuple(path))
+        path.append(node)
+
+
+def states_of(draft: Draft, state: SamplingState) -> list[SamplingState | None]:
+    """Return the state behind the last known token and behind every guess, if it were right.
+
+    None where a guess cannot be right, or nothing follows it. ``state`` is not changed.
+    """
+    states: list[SamplingState | None] = [state]
+    for token_id, parent in zip(draft.tokens, draft.parents, strict=True):
+        above, here = states[parent + 1], None
+        if above is not None and above.may_sample(token_id):
+            here = above.fork()
+            try:
+                here.record(token_id)
+            except Exception:  # its guide: the sequence meets it where the guess is right
+                here = None
+        states.append(None if here is None or here.is_complete else here)
+    return states
+
+
+def walk(
+    draft: Draft, states: Sequence[SamplingState | None], chosen: Callable[[int], Choice]
+) -> Verdict:
+    """Return the verdict of ``verify`` where all rows were sampled beforehand.
+
+    Args:
+        draft: the ``n`` guesses.
+        states: of the ``1 + n`` rows, as ``states_of`` returns them.
+        chosen: the choice in a row; what it raises goes on to the caller.
+    """
+    choices: list[Choice] = []
+    path: list[int] = []
+    while True:
+        above = path[-1] if path else -1
+        choices.append(chosen(above + 1))
+        token_id = choices[-1].token_id
+        right = (node for node in draft.children(above) if draft.tokens[node] == token_id)
+        node = next(right, None)
+        if node is None or states[node + 1] is None:
             return Verdict(tuple(choices), tuple(path))
         path.append(node)

@@ -1,0 +1,69 @@
+"""Logits that stay on a GPU: what is sampled from them comes to main memory, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcellar.backends.torch.gpu.sampling import sampled
+from kvcellar.backends.torch.gpu.settings import sent
+from kvcellar.models.kept_logits import RowChoice, RowSampling
+from kvcellar.models.runner import FloatArray
+
+ON_CPU = False
+"""Tests set it: a CPU is a GPU then."""
+
+MOST_ROWS = 64
+"""Rows that are sampled at a time: some 25 bytes a logit are needed meanwhile."""
+
+
+def samples_on(device: torch.device) -> bool:
+    """Return true if logits stay on a device and are sampled there, which takes float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return ON_CPU if device.type == "cpu" else device.type == "cuda"
+
+
+class DeviceLogits:
+    """Logits ``[R, vocab]``: :class:`~kvcellar.models.kept_logits.KeptLogits`."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """Keep logits, of any float type, that nobody else writes to."""
+        self._logits = logits
+
+    def read(self, rows: Sequence[int]) -> FloatArray:
+        """See :meth:`kvcellar.models.kept_logits.KeptLogits.read`."""
+        with torch.inference_mode():
+            found: FloatArray = self._logits[list(rows)].float().cpu().numpy()
+        return found
+
+    def sample(self, asked: Sequence[RowSampling]) -> list[RowChoice]:
+        """See :meth:`kvcellar.models.kept_logits.KeptLogits.sample`."""
+        n_vocab = self._logits.shape[1]
+        n_top = min(n_vocab, max(ask.logprobs or 0 for ask in asked))
+        parts = [asked[first : first + MOST_ROWS] for first in range(0, len(asked), MOST_ROWS)]
+        with torch.inference_mode():
+            told = torch.cat([self._sampled(part, n_top) for part in parts]).cpu().numpy()
+        return [_choice(ask, row, n_top) for ask, row in zip(asked, told, strict=True)]
+
+    def _sampled(self, asked: Sequence[RowSampling], n_top: int) -> Tensor:
+        n_vocab = self._logits.shape[1]
+        settings = sent(asked, n_vocab, self._logits.device)
+        ks = [ask.top_k for ask in asked if ask.draw is not None and ask.top_k < n_vocab]
+        raw = self._logits
+        if [ask.row for ask in asked] != list(range(len(raw))):
+            raw = raw[settings.rows]
+        return sampled(raw.float(), settings, n_top, max(ks, default=0))
+
+
+def _choice(ask: RowSampling, told: np.ndarray, n_top: int) -> RowChoice:
+    """Return what was told of a row, as ``sampled`` has it, cut to what was asked."""
+    token_id, best, logprob = int(told[0]), float(told[1]), float(told[2])
+    if ask.logprobs is None:
+        return RowChoice(token_id, best)
+    n = min(ask.logprobs, n_top)
+    ids, values = told[3 : 3 + n].astype(int).tolist(), told[3 + n_top :][:n].tolist()
+    return RowChoice(token_id, best, logprob, tuple(zip(ids, values, strict=True)))

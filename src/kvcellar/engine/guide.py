@@ -1,0 +1,38 @@
+"""Guides: they decide which tokens may come next. Grammars, which are some, are the server's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Guide(Protocol):
+    """Constraint on the next token of one sequence, such as a grammar that it has to follow."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing can follow: the sequence ends."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return ``[vocab]``, true for each token that may come next; the same until ``accept``."""
+        ...
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that stands for all that is not allowed, where it may come.
+
+        Then a sequence ends where the model would rather say something else, instead of going on
+        with what it likes less. None: the likeliest of the allowed comes.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Go on with a token, which was allowed."""
+        ...
+
+    def fork(self) -> Guide:
+        """Return a copy that goes on by itself."""
+        ...

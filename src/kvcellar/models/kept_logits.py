@@ -1,0 +1,127 @@
+"""Logits that stay where a model computed them, and how their rows are sampled there.
+
+Everything here is plain numbers, so that a backend need not know whose rows they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.errors import ModelError
+from kvcellar.models.runner import FloatArray, Runner
+from kvcellar.types import IntArray
+
+BoolArray = NDArray[np.bool_]
+
+_NO_IDS: IntArray = np.empty(0, np.int64)
+_NO_NUMBERS: FloatArray = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSampling:
+    """Settings of one row of logits; they apply in the order of ``SamplingParams``.
+
+    Attributes:
+        row: which one.
+        temperature: above 0; it means nothing where the likeliest token is taken.
+        draw: a random number in [0, 1); None: the likeliest token is taken.
+        top_k: 0 for all.
+        top_p: 1 for all.
+        min_p: 0 for all.
+        repetition_penalty: for the tokens of ``held``.
+        frequency_penalty: for each time that ``sampled`` says.
+        presence_penalty: for each token of ``sampled``.
+        held: tokens of the prompt and the output, each once, where the first penalty needs them.
+        sampled: tokens of the output, each once, where a penalty needs them.
+        times: float32, how often each of them is there.
+        bias_ids: tokens with a bias.
+        bias: float32, the bias of each.
+        allowed: ``[vocab]``: tokens that may come; None: all.
+        end_id: the token that stands for all others, where a guide has one.
+        barred: tokens that may not come, unless nothing else may.
+        logprobs: None for none; else how many of the likeliest tokens come with the chosen one's.
+    """
+
+    row: int
+    temperature: float = 1.0
+    draw: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    held: IntArray = field(default_factory=lambda: _NO_IDS)
+    sampled: IntArray = field(default_factory=lambda: _NO_IDS)
+    times: FloatArray = field(default_factory=lambda: _NO_NUMBERS)
+    bias_ids: IntArray = field(default_factory=lambda: _NO_IDS)
+    bias: FloatArray = field(default_factory=lambda: _NO_NUMBERS)
+    allowed: BoolArray | None = None
+    end_id: int | None = None
+    barred: IntArray = field(default_factory=lambda: _NO_IDS)
+    logprobs: int | None = None
+
+
+class RowChoice(NamedTuple):
+    """Token that was chosen for a row.
+
+    Attributes:
+        token_id: the token; -1 where none may come.
+        best: the highest of the row's logits: no finite number where the model computed nonsense.
+        logprob: natural-log probability of the token under the model; None: not asked for.
+        top: the likeliest tokens with theirs, likeliest first, the lowest id first of equals.
+    """
+
+    token_id: int
+    best: float
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class KeptLogits(Protocol):
+    """Logits ``[R, vocab_size]`` of one forward, of their own: no later forward writes to them."""
+
+    def read(self, rows: Sequence[int]) -> FloatArray:
+        """Return some rows ``[n, vocab_size]`` whole, in main memory."""
+        ...
+
+    def sample(self, asked: Sequence[RowSampling]) -> list[RowChoice]:
+        """Choose a token for each of some rows, all at once; the logits stay as they are."""
+        ...
+
+
+@runtime_checkable
+class SamplingRunner(Runner, Protocol):
+    """A runner that samples where its logits are, so that they need not come to main memory."""
+
+    def forward_kept(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+        *,
+        has_features: bool = False,
+    ) -> tuple[KeptLogits, FloatArray]:
+        """Run the tokens as ``forward_with_features``; the features are empty if not wanted."""
+        ...
+
+
+def no_probabilities(row: int, best: float) -> ModelError:
+    """Return the error of a row of logits whose maximum is no number."""
+    return ModelError(
+        f"row {row} of the logits has the maximum {best}: the model computed no "
+        f"probabilities; load it in another dtype, or check the weights"
+    )
+
+
+def nothing_may_come(row: int) -> ModelError:
+    """Return the error of a row in which the settings leave no token."""
+    return ModelError(
+        f"row {row} of the logits has no token that may come: its guide allows none to which the "
+        f"model gives a probability; end the sequence where the guide is complete"
+    )
