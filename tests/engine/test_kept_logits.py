@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 import kvcellar as kv
 from kvcellar.backends.torch.gpu import logits as device
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
+from kvcellar.backends.torch.gpu.sampling import adjusted
+from kvcellar.backends.torch.gpu.settings import sent
 from kvcellar.engine import Engine, FinishEvent, PromptEvent, Request, TokenEvent
 from kvcellar.engine.choosing_kept import choice_of
-from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample
+from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample, score
 from kvcellar.engine.speculate import Draft, NgramDrafter, verify
 from kvcellar.engine.speculate.verify import states_of, walk
 from kvcellar.errors import ModelError
@@ -27,12 +29,14 @@ VOCAB = 41
 
 
 class Only:
-    """A guide that lets a random half of the tokens come, another one after each token."""
+    """A guide that lets some tokens come, others after each one, and ends behind a few."""
 
-    def __init__(self, seed: int, end_id: int | None, share: float = 0.5) -> None:
-        self.seed, self.end_id, self.share = seed, end_id, share
+    def __init__(self, seed: int, end_id: int | None, share: float, n_left: int) -> None:
+        self.seed, self.end_id, self.share, self.n_left = seed, end_id, share, n_left
 
-    is_complete = False
+    @property
+    def is_complete(self) -> bool:
+        return self.n_left == 0
 
     def allowed(self) -> Any:
         mask = np.random.default_rng(self.seed).random(VOCAB) < self.share
@@ -43,9 +47,10 @@ class Only:
     def accept(self, token_id: int) -> None:
         assert self.allowed()[token_id]
         self.seed = 31 * self.seed + token_id + 1
+        self.n_left -= 1
 
     def fork(self) -> Only:
-        return Only(self.seed, self.end_id, self.share)
+        return Only(self.seed, self.end_id, self.share, self.n_left)
 
 
 GUIDES = st.one_of(
@@ -55,6 +60,7 @@ GUIDES = st.one_of(
         st.integers(0, 99),
         st.sampled_from([None, 3]),
         st.sampled_from([0.0, 0.5, 1.0]),
+        st.sampled_from([2, 4, 99]),
     ),
 )
 
@@ -97,7 +103,7 @@ def state_of(params: SamplingParams, held: list[int]) -> SamplingState:
     """A state behind two tokens of a prompt and some of an output."""
     state = SamplingState(params, VOCAB, History(held[:2]), (0, 5))
     for token_id in held[2:]:
-        if state.may_sample(token_id):
+        if not state.is_complete and state.may_sample(token_id):
             state.record(token_id)
     return state
 
@@ -159,6 +165,8 @@ def test_draws_of_one_seed_choose_the_same_tokens_one_after_another(
         if isinstance(wanted, ModelError) or not state.may_sample(wanted.token_id):
             return
         state.record(wanted.token_id)
+        if state.is_complete:
+            return
 
 
 def test_more_rows_than_are_sampled_at_a_time_are_all_sampled() -> None:
@@ -180,29 +188,47 @@ def test_a_row_without_numbers_is_refused_and_the_others_are_sampled(bad: float)
     assert [found[0], found[2]] == sample(logits[[0, 2]], [states[0], states[2]])
 
 
+def a_draft(logits: Any, state: SamplingState, guesses: list[tuple[bool, int]]) -> Draft:
+    """Guesses behind any of those before them, and many of them right."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    states = [state]
+    for is_right, up in guesses:
+        parent = min(len(tokens) - 1, up)
+        chosen = one_by_one(logits[parent + 1], states[parent + 1])
+        token_id = chosen.token_id if is_right and isinstance(chosen, Choice) else up + 7
+        siblings = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
+        here = states[parent + 1].fork()
+        if token_id in siblings or here.is_complete:
+            continue
+        if here.may_sample(token_id):
+            here.record(token_id)
+        tokens.append(token_id)
+        parents.append(parent)
+        states.append(here)
+    return Draft(tuple(tokens), "any", tuple(parents))
+
+
 @given(
     PARAMS,
-    st.lists(st.tuples(st.integers(0, VOCAB - 1), st.integers(-1, 4)), max_size=6),
+    st.lists(st.tuples(st.booleans(), st.integers(-1, 4)), max_size=6),
     st.integers(0, 2**20),
 )
 def test_guesses_are_verified_at_once_as_they_are_one_by_one(
-    params: SamplingParams, guesses: list[tuple[int, int]], seed: int
+    params: SamplingParams, guesses: list[tuple[bool, int]], seed: int
 ) -> None:
     logits = random_logits(1 + len(guesses), seed, "many tie")
     state = state_of(params, [1, 2, 3])
-    first = one_by_one(logits[0], state)
-    tokens = [
-        first.token_id if i < 2 and isinstance(first, Choice) else token
-        for i, (token, _) in enumerate(guesses)
-    ]
-    draft = Draft(tuple(tokens), "any", tuple(min(i - 1, up) for i, (_, up) in enumerate(guesses)))
+    draft = a_draft(logits, state, guesses)
     states = states_of(draft, state)
     asked = [s.row_sampling(row) for row, s in enumerate(states) if s is not None]
     sampled = DeviceLogits(torch.from_numpy(logits)).sample(asked)
     found = {ask.row: choice for ask, choice in zip(asked, sampled, strict=True)}
     try:
         wanted = verify(logits, draft, state)
-    except (ModelError, AssertionError):  # nothing may come, or what may not came
+    except ModelError:
+        with pytest.raises(ModelError):
+            walk(draft, states, lambda row: choice_of(row, found[row]))
         return
     verdict = walk(draft, states, lambda row: choice_of(row, found[row]))
     assert verdict.accepted == wanted.accepted
@@ -210,11 +236,29 @@ def test_guesses_are_verified_at_once_as_they_are_one_by_one(
         assert_same(mine, theirs)
 
 
-def test_whole_rows_can_be_read() -> None:
-    logits = random_logits(4, 2, "all differ")
-    found = DeviceLogits(torch.from_numpy(logits).bfloat16()).read(range(1, 3))
-    assert found.dtype == np.float32
-    assert (found == torch.from_numpy(logits[1:3]).bfloat16().float().numpy()).all()
+@given(ROWS.filter(bool), st.integers(0, 2**20), KINDS)
+def test_logits_are_adjusted_as_by_numpy(
+    rows: list[tuple[SamplingParams, list[int]]], seed: int, kind: str
+) -> None:
+    states = [state_of(*row) for row in rows]
+    logits = random_logits(len(rows), seed, kind)
+    asked = [state.row_sampling(row) for row, state in enumerate(states)]
+    tensor = torch.from_numpy(logits)
+    adjustments = sent(asked, logits.shape, tensor.device).adjustments
+    found = tensor if adjustments is None else adjusted(tensor, adjustments)
+    wanted = logits.copy()
+    for row, state in zip(wanted, states, strict=True):
+        state.adjust(row)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@given(st.integers(0, 2**20), KINDS, st.sampled_from([0, 3, VOCAB + 1]))
+def test_tokens_of_a_prompt_are_scored_as_by_numpy(seed: int, kind: str, n_top: int) -> None:
+    logits = random_logits(device.MOST_ROWS + 9, seed, kind)
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, device.MOST_ROWS + 5)
+    found = DeviceLogits(torch.from_numpy(logits)).score(2, tokens, n_top)
+    for row, (mine, theirs) in enumerate(zip(found, score(logits[2:], tokens, n_top), strict=True)):
+        assert_same(choice_of(row, mine), theirs)
 
 
 # The engine ------------------------------------------------------------------------------------

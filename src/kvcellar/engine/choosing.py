@@ -29,7 +29,7 @@ def choose(batch: Batch, logits: FloatArray) -> list[Verdict]:
         rows = slice(row, row + part.n_rows)
         row = rows.stop
         if len(part.targets):
-            verdicts[i] = scored(part, logits[rows])
+            verdicts[i] = _scored(part, logits[rows])
         if part.is_last and not verdicts[i].error:
             if part.draft:
                 verdicts[i] = _verified(part, logits[rows])
@@ -40,7 +40,7 @@ def choose(batch: Batch, logits: FloatArray) -> list[Verdict]:
     return verdicts
 
 
-def scored(part: BatchPart, logits: FloatArray) -> Verdict:
+def _scored(part: BatchPart, logits: FloatArray) -> Verdict:
     """Return the log probabilities of a prompt's tokens, or why there are none."""
     n_top = part.sequence.request.prompt_logprobs or 0
     try:

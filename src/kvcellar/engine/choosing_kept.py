@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvcellar.engine.batch import Batch, BatchPart, Verdict
-from kvcellar.engine.choosing import scored
 from kvcellar.engine.sampling import Choice, SamplingState, TokenLogprob
 from kvcellar.engine.speculate.verify import states_of, walk
 from kvcellar.models.kept_logits import (
@@ -44,10 +43,7 @@ class _Rows(NamedTuple):
 
 
 def choose_kept(batch: Batch, logits: KeptLogits) -> list[Verdict]:
-    """Do what ``choose`` does; only tokens and wanted log probabilities come to main memory.
-
-    The logits of a prompt's tokens, where their log probabilities are wanted, do so whole.
-    """
+    """Do what ``choose`` does; only tokens and wanted log probabilities come to main memory."""
     verdicts = [Verdict()] * len(batch.parts)
     asked: list[RowSampling] = []
     sampled: dict[int, _Rows] = {}
@@ -56,8 +52,8 @@ def choose_kept(batch: Batch, logits: KeptLogits) -> list[Verdict]:
         stop += part.n_rows
         try:
             if len(part.targets):
-                verdicts[i] = scored(part, logits.read(range(stop - part.n_rows, stop)))
-            if part.is_last and not verdicts[i].error:
+                verdicts[i] = Verdict(scores=_scores(part, logits, stop - part.n_rows))
+            if part.is_last:
                 states = states_of(part.draft, part.sequence.state)
                 rows = _Rows(part, stop - len(states), states)
                 asked += rows.asked()
@@ -69,6 +65,17 @@ def choose_kept(batch: Batch, logits: KeptLogits) -> list[Verdict]:
     for i, rows in sampled.items():
         verdicts[i] = rows.verdict(found)._replace(scores=verdicts[i].scores)
     return verdicts
+
+
+def _scores(part: BatchPart, logits: KeptLogits, first: int) -> tuple[Choice, ...]:
+    """Return the log probabilities of a prompt's tokens, from a row on.
+
+    Raises:
+        ModelError: the logits were no numbers.
+    """
+    n_top = part.sequence.request.prompt_logprobs or 0
+    found = logits.score(first, part.targets, n_top)
+    return tuple(choice_of(row, chosen) for row, chosen in enumerate(found))
 
 
 def choice_of(row: int, chosen: RowChoice) -> Choice:

@@ -84,10 +84,16 @@ class RowChoice(NamedTuple):
 
 
 class KeptLogits(Protocol):
-    """Logits ``[R, vocab_size]`` of one forward, of their own: no later forward writes to them."""
+    """Logits ``[R, vocab_size]`` of a forward, there until the next one of the same runner."""
 
-    def read(self, rows: Sequence[int]) -> FloatArray:
-        """Return some rows ``[n, vocab_size]`` whole, in main memory."""
+    def score(self, first: int, token_ids: IntArray, n_top: int) -> list[RowChoice]:
+        """Return the log probabilities of tokens ``[n]`` in as many rows, the first one on.
+
+        Args:
+            first: row of the first token.
+            token_ids: what really followed.
+            n_top: the most likely tokens that come with each.
+        """
         ...
 
     def sample(self, asked: Sequence[RowSampling]) -> list[RowChoice]:

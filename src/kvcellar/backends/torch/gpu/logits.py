@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcellar.backends.torch.gpu.sampling import sampled
+from kvcellar.backends.torch.gpu.sampling import sampled, scored
 from kvcellar.backends.torch.gpu.settings import sent
 from kvcellar.models.kept_logits import RowChoice, RowSampling
-from kvcellar.models.runner import FloatArray
+from kvcellar.types import IntArray
 
 ON_CPU = False
 """Tests set it: a CPU is a GPU then."""
@@ -34,11 +35,16 @@ class DeviceLogits:
         """Keep logits, of any float type, that nobody else writes to."""
         self._logits = logits
 
-    def read(self, rows: Sequence[int]) -> FloatArray:
-        """See :meth:`kvcellar.models.kept_logits.KeptLogits.read`."""
+    def score(self, first: int, token_ids: IntArray, n_top: int) -> list[RowChoice]:
+        """See :meth:`kvcellar.models.kept_logits.KeptLogits.score`."""
+        n_top = min(n_top, self._logits.shape[1])
         with torch.inference_mode():
-            found: FloatArray = self._logits[list(rows)].float().cpu().numpy()
-        return found
+            ids = torch.from_numpy(np.array(token_ids, np.int64)).to(self._logits.device)
+            rows = self._logits[first : first + len(ids)]
+            parts = zip(rows.split(MOST_ROWS), ids.split(MOST_ROWS), strict=True)
+            told = torch.cat([scored(raw.float(), part, n_top) for raw, part in parts])
+            found = told.cpu().numpy()
+        return [_choice(row, n_top) for row in found]
 
     def sample(self, asked: Sequence[RowSampling]) -> list[RowChoice]:
         """See :meth:`kvcellar.models.kept_logits.KeptLogits.sample`."""
@@ -47,23 +53,24 @@ class DeviceLogits:
         parts = [asked[first : first + MOST_ROWS] for first in range(0, len(asked), MOST_ROWS)]
         with torch.inference_mode():
             told = torch.cat([self._sampled(part, n_top) for part in parts]).cpu().numpy()
-        return [_choice(ask, row, n_top) for ask, row in zip(asked, told, strict=True)]
+        return [
+            RowChoice(int(row[0]), float(row[1]))
+            if ask.logprobs is None
+            else _choice(row, n_top, ask.logprobs)
+            for ask, row in zip(asked, told, strict=True)
+        ]
 
     def _sampled(self, asked: Sequence[RowSampling], n_top: int) -> Tensor:
         n_vocab = self._logits.shape[1]
-        settings = sent(asked, n_vocab, self._logits.device)
+        settings = sent(asked, self._logits.shape, self._logits.device)
         ks = [ask.top_k for ask in asked if ask.draw is not None and ask.top_k < n_vocab]
-        raw = self._logits
-        if [ask.row for ask in asked] != list(range(len(raw))):
-            raw = raw[settings.rows]
+        raw = self._logits if settings.rows is None else self._logits[settings.rows]
         return sampled(raw.float(), settings, n_top, max(ks, default=0))
 
 
-def _choice(ask: RowSampling, told: np.ndarray, n_top: int) -> RowChoice:
-    """Return what was told of a row, as ``sampled`` has it, cut to what was asked."""
-    token_id, best, logprob = int(told[0]), float(told[1]), float(told[2])
-    if ask.logprobs is None:
-        return RowChoice(token_id, best)
-    n = min(ask.logprobs, n_top)
+def _choice(told: NDArray[np.float64], n_top: int, wanted: int | None = None) -> RowChoice:
+    """Return what ``sampled`` tells of a row with ``n_top`` likeliest tokens, or fewer of them."""
+    n = n_top if wanted is None else min(wanted, n_top)
     ids, values = told[3 : 3 + n].astype(int).tolist(), told[3 + n_top :][:n].tolist()
-    return RowChoice(token_id, best, logprob, tuple(zip(ids, values, strict=True)))
+    top = tuple(zip(ids, values, strict=True))
+    return RowChoice(int(told[0]), float(told[1]), float(told[2]), top)

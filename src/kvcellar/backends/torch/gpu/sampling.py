@@ -28,25 +28,30 @@ def sampled(raw: Tensor, settings: Settings, n_top: int, most_k: int) -> Tensor:
         float64 ``[R, 3 + 2 * n_top]``: the token or -1, the highest logit, the token's log
         probability where it is wanted, then tokens and log probabilities of the likeliest.
     """
-    best = raw.amax(1)
-    logits = adjusted(raw, settings.adjustments)
+    best, logits = raw.amax(1), raw
+    if settings.adjustments is not None:
+        logits = adjusted(raw, settings.adjustments)
     token_ids = logits.argmax(1)  # the first of equals
     highest = logits.gather(1, token_ids[:, None])[:, 0]
-    rows = settings.draws.rows
-    if len(rows):
+    if settings.draws is not None:
+        rows = settings.draws.rows
         token_ids[rows] = drawn(logits[rows], settings.draws, most_k)
-    told = torch.zeros(len(raw), 3 + 2 * n_top, dtype=torch.float64, device=raw.device)
+    told = raw.new_zeros((len(raw), 3 + 2 * n_top), dtype=torch.float64)
     told[:, 0], told[:, 1] = token_ids.masked_fill(highest == _NEVER, -1), best
-    if len(settings.scored):
+    if settings.scored is not None:
         rows = settings.scored
         told[rows, 2:] = logprobs(raw[rows], token_ids[rows], n_top)
     return told
 
 
+def scored(raw: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
+    """Return what ``sampled`` tells, of tokens that were chosen elsewhere, ``[R]``."""
+    found = torch.stack([token_ids.double(), raw.amax(1).double()], 1)
+    return torch.cat([found, logprobs(raw, token_ids, n_top)], 1)
+
+
 def adjusted(raw: Tensor, by: Adjustments) -> Tensor:
-    """Return logits with penalties, bias and guides, a copy if there are any."""
-    if not any(len(places) for places in (by.held, by.sampled, by.biased, by.guided, by.barred)):
-        return raw
+    """Return a copy of logits with penalties, bias and guides."""
     logits = raw.clone()
     flat = logits.view(-1)
     if len(by.held):

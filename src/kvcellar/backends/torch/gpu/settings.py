@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,25 +67,62 @@ class Draws(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Settings of some rows on the device: ``rows`` of the logits, and which are ``scored``."""
+    """Settings of some rows on the device.
 
-    rows: Tensor
-    scored: Tensor
-    adjustments: Adjustments
-    draws: Draws
+    Attributes:
+        rows: which of the logits; None: all, in their order.
+        scored: rows of these whose log probabilities are wanted, likewise the others; None: none.
+        adjustments: None where nothing is done.
+        draws: None where the likeliest tokens are taken.
+    """
 
-
-def sent(asked: Sequence[RowSampling], n_vocab: int, device: torch.device) -> Settings:
-    """Put the settings of some rows on a device, in one transfer."""
-    rows = np.array([ask.row for ask in asked])
-    scored = _where(asked, lambda ask: ask.logprobs is not None)
-    adjustments = _adjustments(asked, n_vocab)
-    arrays = _transferred([rows, scored, *adjustments, *_draws(asked, n_vocab)], device)
-    stop = 2 + len(adjustments)
-    return Settings(arrays[0], arrays[1], Adjustments(*arrays[2:stop]), Draws(*arrays[stop:]))
+    rows: Tensor | None
+    scored: Tensor | None
+    adjustments: Adjustments | None
+    draws: Draws | None
 
 
-def _adjustments(asked: Sequence[RowSampling], n_vocab: int) -> list[NDArray[np.generic]]:
+def sent(asked: Sequence[RowSampling], shape: Sequence[int], device: torch.device) -> Settings:
+    """Put the settings of some rows on a device, in one transfer, or in none.
+
+    Args:
+        asked: of each row.
+        shape: of the logits.
+        device: where they are.
+    """
+    n_rows, n_vocab = shape
+    rows = [ask.row for ask in asked]
+    parts: list[list[NDArray[Any]]] = [
+        [] if rows == list(range(n_rows)) else [np.array(rows, np.int64)],
+        [_where(asked, is_scored)] if any(map(is_scored, asked)) else [],
+        _adjustments(asked, n_vocab) if any(map(_is_adjusted, asked)) else [],
+        _draws(asked, n_vocab) if any(map(_is_drawn, asked)) else [],
+    ]
+    there = iter(_transferred([array for part in parts for array in part], device))
+    of_rows, scored, adjustments, draws = [list(islice(there, len(part))) for part in parts]
+    return Settings(
+        of_rows[0] if of_rows else None,
+        scored[0] if scored else None,
+        Adjustments(*adjustments) if adjustments else None,
+        Draws(*draws) if draws else None,
+    )
+
+
+def is_scored(ask: RowSampling) -> bool:
+    """Return true if log probabilities of a row are wanted."""
+    return ask.logprobs is not None
+
+
+def _is_drawn(ask: RowSampling) -> bool:
+    return ask.draw is not None
+
+
+def _is_adjusted(ask: RowSampling) -> bool:
+    lists = ask.held, ask.sampled, ask.bias_ids, ask.barred
+    return ask.allowed is not None or any(map(len, lists))
+
+
+def _adjustments(asked: Sequence[RowSampling], n_vocab: int) -> list[NDArray[Any]]:
     """Return the arrays of ``Adjustments``, in their order."""
     firsts = [row * n_vocab for row in range(len(asked))]
     guided = _where(asked, lambda ask: ask.allowed is not None)
@@ -121,14 +159,14 @@ def _adjustments(asked: Sequence[RowSampling], n_vocab: int) -> list[NDArray[np.
     ]
 
 
-def _draws(asked: Sequence[RowSampling], n_vocab: int) -> list[NDArray[np.generic]]:
+def _draws(asked: Sequence[RowSampling], n_vocab: int) -> list[NDArray[Any]]:
     """Return the arrays of ``Draws``, in their order."""
-    drawn = [ask for ask in asked if ask.draw is not None]
+    drawn = list(filter(_is_drawn, asked))
     lowest = [np.log(ask.min_p) if ask.min_p > 0.0 else -np.inf for ask in drawn]
     cut_k = _where(drawn, lambda ask: 0 < ask.top_k < n_vocab)
     cut_p = _where(drawn, lambda ask: ask.top_p < 1.0)
     return [
-        _where(asked, lambda ask: ask.draw is not None),
+        _where(asked, _is_drawn),
         np.array([ask.temperature for ask in drawn], np.float32),
         np.array(lowest, np.float32),
         np.array([ask.draw for ask in drawn], np.float64),
@@ -143,8 +181,10 @@ def _where(asked: Sequence[RowSampling], holds: Callable[[RowSampling], bool]) -
     return np.array([i for i, ask in enumerate(asked) if holds(ask)], np.int64)
 
 
-def _transferred(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+def _transferred(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy arrays to a device together, each aligned; return them there, in their shapes."""
+    if not arrays:
+        return []
     sizes = [-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays]
     here = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     starts = np.cumsum([0, *sizes[:-1]])
