@@ -106,4 +106,4 @@ def test_a_packaged_model_whose_file_names_nothing_has_settings_of_its_own(monke
     file.parent.mkdir(parents=True)
     file.write_bytes(b"GGUF")  # what it says is not asked
     settings = sampling_defaults(file)
-    assert settings == {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert settings == {"temperature": 0.2, "top_p": 0.9, "frequency_penalty": 0.5}

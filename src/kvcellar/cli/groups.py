@@ -69,6 +69,7 @@ class SamplingOptions:
     top_k: options.TopK = None
     min_p: options.MinP = None
     repetition_penalty: options.RepetitionPenalty = None
+    frequency_penalty: options.FrequencyPenalty = None
     seed: options.Seed = None
     stop: options.Stop = None
 

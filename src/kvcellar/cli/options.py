@@ -178,6 +178,10 @@ RepetitionPenalty = Annotated[
     float | None,
     in_sampling("X", "Above 1 makes tokens that are there already less likely."),
 ]
+FrequencyPenalty = Annotated[
+    float | None,
+    in_sampling("X", "Above 0 makes tokens less likely for each time that the answer has them."),
+]
 Seed = Annotated[
     int | None,
     in_sampling("N", "The same seed gives the same text, in float32."),

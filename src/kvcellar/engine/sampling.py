@@ -40,10 +40,18 @@ _COLDEST = 1e-5
 """A temperature below it counts as 0."""
 
 
-DEFAULTABLE = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+DEFAULTABLE = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty"}
+)
 """Settings for which models have defaults of their own."""
 
-_NEUTRAL: Mapping[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_NEUTRAL: Mapping[str, float] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True)

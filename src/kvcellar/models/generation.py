@@ -20,6 +20,7 @@ _RANGES = {
     "top_k": (-1, math.inf, "a whole number"),
     "min_p": (0.0, 1.0, "0 to 1"),
     "repetition_penalty": (1e-9, math.inf, "above 0"),
+    "frequency_penalty": (-2.0, 2.0, "-2 to 2"),
 }
 """Settings that are read -> what they may be."""
 
