@@ -19,17 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from harness import run
 from random_models import LLAMA_1B, random_llama
 
 import kvcellar as kv
+from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.models import LoadedModel, load_model
+from kvcellar.models.kept_logits import RowSampling, SamplingRunner
 
 LENGTHS = (128, 2048, 8192, 32_768)
 CHUNK = 2048
 ROUNDS = 7
-TESTS = "tests/backends/gpu/test_on_card.py"
+TESTS = ("tests/backends/gpu/test_on_card.py", "tests/engine/test_kept_logits.py")
+VOCAB = 128_256
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -67,18 +71,22 @@ class Sequences:
 
     def __init__(self, model: LoadedModel, session: Any) -> None:
         """Bind a model to a session."""
-        self.runner, self.cache = model.bind(session), session.cache
+        runner = model.bind(session)
+        assert isinstance(runner, SamplingRunner), "on a GPU logits stay there"
+        self.runner, self.cache = runner, session.cache
 
     def step(self, seq_ids: Sequence[int]) -> None:
-        """Run one forward; each id is a token of its sequence, and the last one's logits come."""
+        """Run one forward; each id is a token of its sequence; sample behind each one's last."""
         positions = self.cache.begin_step(list(seq_ids))
         ends = [i for i, s in enumerate(seq_ids) if i + 1 == len(seq_ids) or seq_ids[i + 1] != s]
-        self.runner.forward([7] * len(seq_ids), positions, ends)
+        logits, _ = self.runner.forward_kept([7] * len(seq_ids), positions, ends)
+        logits.sample([RowSampling(row) for row in range(len(ends))])
 
     def fill(self, seq: int, length: int) -> None:
         """Prefill a sequence in chunks up to a length."""
-        while (there := self.cache.seq_len(seq)) < length:
-            self.step([seq] * min(CHUNK, length - there))
+        there = self.cache.seq_len(seq) if self.cache.has_seq(seq) else 0
+        for start in range(there, length, CHUNK):
+            self.step([seq] * min(CHUNK, length - start))
 
 
 def decode(model: LoadedModel, device: str, kv_dtype: str, lengths: Sequence[int]) -> list[float]:
@@ -133,6 +141,27 @@ def prefill(model: LoadedModel, device: str, length: int) -> float:
         return timed(prompt, device, 3)
 
 
+def sampling(device: str, n: int) -> dict[str, float]:
+    """Return the times, in ms, of sampling a token for each of ``n`` rows of logits."""
+    kept = DeviceLogits(torch.randn(n, VOCAB, device=device))
+    allowed = np.arange(VOCAB) % 2 == 0
+    held = np.arange(0, VOCAB, 64)
+    asked: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "drawn": {"draw": 0.5},
+        "top_k": {"draw": 0.5, "top_k": 40},
+        "top_p": {"draw": 0.5, "top_p": 0.9},
+        "guided": {"allowed": allowed},
+        "penalised": {"held": held, "repetition_penalty": 1.1},
+        "logprobs": {"logprobs": 5},
+    }
+    found = {}
+    for name, settings in asked.items():
+        rows = [RowSampling(row, **settings) for row in range(n)]
+        found[f"sample_{n}_{name}_ms"] = round(timed(lambda r=rows: kept.sample(r), device), 3)
+    return found
+
+
 def transformers_prefill(folder: Path, device: str, length: int) -> float:
     """Return transformers' time for a prompt in the same chunks, by its own cache."""
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -150,9 +179,9 @@ def transformers_prefill(folder: Path, device: str, length: int) -> float:
 
 
 def is_correct() -> bool:
-    """Run the conformance suite with its tensors on the card."""
+    """Run the conformance suite, and the tests of sampling, with their tensors on the card."""
     root = Path(__file__).resolve().parent.parent
-    command = [sys.executable, "-m", "pytest", "-q", "-x", TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *TESTS]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     print(done.stdout[-300:].strip())
@@ -180,6 +209,7 @@ def measure(quick: bool, device: str) -> Mapping[str, Any]:
             found[f"decode_{length}_fraction_of_bandwidth"] = round(least / ms, 3)
         if not quick:
             found |= _ratios(model, folder, device, found["decode_32768_ms"])
+    found |= sampling(device, 8)
     found["is_correct"] = is_correct()
     for key, value in found.items():
         print(f"  {key}: {value}")

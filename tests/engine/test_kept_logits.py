@@ -27,6 +27,8 @@ from kvcellar.models import load_model
 
 VOCAB = 41
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 class Only:
     """A guide that lets some tokens come, others after each one, and ends behind a few."""
@@ -118,7 +120,7 @@ def one_by_one(logits: Any, state: SamplingState) -> Choice | ModelError:
 def kept(logits: Any, states: list[SamplingState]) -> list[Choice | ModelError]:
     asked = [state.row_sampling(row) for row, state in enumerate(states)]
     found: list[Choice | ModelError] = []
-    for row, choice in enumerate(DeviceLogits(torch.from_numpy(logits)).sample(asked)):
+    for row, choice in enumerate(DeviceLogits(torch.from_numpy(logits).to(DEVICE)).sample(asked)):
         try:
             found.append(choice_of(row, choice))
         except ModelError as error:
@@ -222,7 +224,7 @@ def test_guesses_are_verified_at_once_as_they_are_one_by_one(
     draft = a_draft(logits, state, guesses)
     states = states_of(draft, state)
     asked = [s.row_sampling(row) for row, s in enumerate(states) if s is not None]
-    sampled = DeviceLogits(torch.from_numpy(logits)).sample(asked)
+    sampled = DeviceLogits(torch.from_numpy(logits).to(DEVICE)).sample(asked)
     found = {ask.row: choice for ask, choice in zip(asked, sampled, strict=True)}
     try:
         wanted = verify(logits, draft, state)
@@ -236,6 +238,15 @@ def test_guesses_are_verified_at_once_as_they_are_one_by_one(
         assert_same(mine, theirs)
 
 
+def test_nothing_is_guessed_behind_the_end_of_what_a_guide_lets_come() -> None:
+    logits = np.zeros((2, VOCAB), np.float32)
+    params = SamplingParams(guide=lambda: Only(0, None, 1.0, 1))
+    draft = Draft((0,), "any")
+    state = SamplingState(params, VOCAB)
+    assert states_of(draft, state)[1] is None
+    assert verify(logits, draft, state).accepted == ()
+
+
 @given(ROWS.filter(bool), st.integers(0, 2**20), KINDS)
 def test_logits_are_adjusted_as_by_numpy(
     rows: list[tuple[SamplingParams, list[int]]], seed: int, kind: str
@@ -243,20 +254,20 @@ def test_logits_are_adjusted_as_by_numpy(
     states = [state_of(*row) for row in rows]
     logits = random_logits(len(rows), seed, kind)
     asked = [state.row_sampling(row) for row, state in enumerate(states)]
-    tensor = torch.from_numpy(logits)
+    tensor = torch.from_numpy(logits).to(DEVICE)
     adjustments = sent(asked, logits.shape, tensor.device).adjustments
     found = tensor if adjustments is None else adjusted(tensor, adjustments)
     wanted = logits.copy()
     for row, state in zip(wanted, states, strict=True):
         state.adjust(row)
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found.cpu().numpy(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @given(st.integers(0, 2**20), KINDS, st.sampled_from([0, 3, VOCAB + 1]))
 def test_tokens_of_a_prompt_are_scored_as_by_numpy(seed: int, kind: str, n_top: int) -> None:
     logits = random_logits(device.MOST_ROWS + 9, seed, kind)
     tokens = np.random.default_rng(seed).integers(0, VOCAB, device.MOST_ROWS + 5)
-    found = DeviceLogits(torch.from_numpy(logits)).score(2, tokens, n_top)
+    found = DeviceLogits(torch.from_numpy(logits).to(DEVICE)).score(2, tokens, n_top)
     for row, (mine, theirs) in enumerate(zip(found, score(logits[2:], tokens, n_top), strict=True)):
         assert_same(choice_of(row, mine), theirs)
 
