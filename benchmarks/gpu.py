@@ -89,15 +89,18 @@ class Sequences:
             self.step([seq] * min(CHUNK, length - start))
 
 
-def decode(model: LoadedModel, device: str, kv_dtype: str, lengths: Sequence[int]) -> list[float]:
-    """Return the time of a step of one token behind so many."""
+def decode(
+    model: LoadedModel, device: str, kv_dtype: str, lengths: Sequence[int]
+) -> tuple[list[float], int]:
+    """Return the time of a step of one token behind so many, and how many graphs there are."""
     config = config_of(model, max(lengths) + 64, kv_dtype)
     with kv.make_seq_session("torch", config) as session:
         sequences, found = Sequences(model, session), []
         for length in lengths:
             sequences.fill(0, length)
             found.append(timed(lambda: sequences.step([0]), device))
-        return found
+        graphs = sequences.runner.graphs
+        return found, 0 if graphs is None else graphs.n_graphs
 
 
 def together(model: LoadedModel, device: str, n: int, length: int, *, forks: bool) -> float:
@@ -203,7 +206,8 @@ def measure(quick: bool, device: str) -> Mapping[str, Any]:
         weights = 2 * sum(p.numel() for p in model.network.parameters())
         stored = config_of(model, 1).kv
         cell = sum(group.cell_bytes(stored) for group in model.params.groups)
-        for length, ms in zip(lengths, decode(model, device, "bfloat16", lengths), strict=True):
+        times, found["graphs_recorded"] = decode(model, device, "bfloat16", lengths)
+        for length, ms in zip(lengths, times, strict=True):
             least = (weights + length * cell) / (copied * 1e6)
             found[f"decode_{length}_ms"] = round(ms, 3)
             found[f"decode_{length}_fraction_of_bandwidth"] = round(least / ms, 3)
@@ -221,7 +225,7 @@ def _ratios(model: LoadedModel, folder: Path, device: str, decode_32k: float) ->
     one, eight = (together(model, device, n, 4096, forks=False) for n in (1, 8))
     trunk, branches = (together(model, device, n, 16_384, forks=True) for n in (1, 8))
     fork, forks = (first_tokens(model, device, n, 4096) for n in (1, 4))
-    (int8,) = decode(model, device, "int8", (32_768,))
+    (int8,), _ = decode(model, device, "int8", (32_768,))
     ours, theirs = prefill(model, device, 8192), transformers_prefill(folder, device, 8192)
     return {
         "eight_over_one": round(eight / one, 3),

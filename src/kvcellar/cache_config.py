@@ -238,7 +238,8 @@ class CacheUsage:
 
     Attributes:
         groups: cells by layer group.
-        size_bytes: bytes that the pools have allocated for K, V and states.
+        size_bytes: bytes that the pools have allocated for K, V and states, and on a GPU those of
+            captured steps.
         slots: slots of states, counted as cells are; None where no layer is recurrent.
     """
 

@@ -354,6 +354,31 @@ class Steps:
         source = self._source_of[layer]
         return source == layer or (step is not None and bool(step.written[source]))
 
+    def plan_all(self, n_tokens: int, positions: Positions) -> Sequence[StepPlan]:
+        """Return the plan of each layer group in this forward; no layer has had its turn by that.
+
+        Whoever then runs all layers by himself calls ``wrote_all``; else they ask one by one, as
+        if nothing had been asked.
+
+        Args:
+            n_tokens: tokens in the flat batch.
+            positions: one per token.
+
+        Raises:
+            StepError, PositionError: as ``plan`` does.
+        """
+        step = self._turn_of(0, "the forward", n_tokens, positions)
+        step.seen[0] = 0
+        return step.plans
+
+    def wrote_all(self) -> None:
+        """Note that every layer has stored its bytes: the open step's tokens count."""
+        step = self._open
+        assert step is not None and not any(step.seen), "plan_all has opened the step"
+        for index in range(len(step.seen)):
+            step.seen[index] = 1
+            self._wrote(index)
+
     def begun_plans(self) -> Sequence[StepPlan]:
         """Return the plan of each layer group in the step that is begun; none where none is."""
         step = self._open

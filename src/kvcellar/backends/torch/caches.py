@@ -101,7 +101,8 @@ class TorchCache(RowMoves):
         """True if K is stored rotated: who attends rotates queries too."""
         self._prepared: list[Prepared | None] = [None] * (2 * len(pools.groups))
         """Per layer group for those of its layers that store rows, then for those that share."""
-        self._on_gpu: GpuSteps | None = None
+        self.on_gpu: GpuSteps | None = None
+        """What lies on a GPU; None before the first forward there."""
         self._slots = slots_of(pools.config.params)
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
         self._stretches: tuple[StatePlan, tuple[Stretches, ...]] | None = None
@@ -256,9 +257,9 @@ class TorchCache(RowMoves):
         """Return what lies on the GPU, made with the first forward: Triton is imported then."""
         from kvcellar.backends.torch.gpu.steps import GpuSteps
 
-        if self._on_gpu is None:
-            self._on_gpu = GpuSteps()
-        return self._on_gpu
+        if self.on_gpu is None:
+            self.on_gpu = GpuSteps()
+        return self.on_gpu
 
     def _by_kernel(
         self,

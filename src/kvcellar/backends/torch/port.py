@@ -46,12 +46,14 @@ class TorchPools:
         state = config.params.state
         self.states = None if state is None else StatePools(state, config)
         """States of recurrent layers; None: there are none."""
+        self.graph_bytes = 0
+        """Bytes of captured steps over these pools, as whoever captured them counts."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the pools have allocated."""
-        of_states = 0 if self.states is None else self.states.size_bytes
-        return sum(pool.size_bytes for pool in self._stored) + of_states
+        """Bytes that the pools have allocated, and those of captured steps over them."""
+        beside = self.graph_bytes + (0 if self.states is None else self.states.size_bytes)
+        return sum(pool.size_bytes for pool in self._stored) + beside
 
     @property
     def home(self) -> torch.device:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
+from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
+
+if TYPE_CHECKING:
+    from kvcellar.backends.torch.gpu.graphs import StepGraphs
 
 
 class TorchRunner(BoundRunner):
@@ -50,6 +54,8 @@ class TorchRunner(BoundRunner):
         self._decoder = decoder
         self._rope_length = rope_length
         self._device: torch.device = model.device
+        self.graphs = _graphs_of(model)
+        """Small forwards on a card as graphs; None: all are the modules' own."""
 
     def _run(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
@@ -66,9 +72,13 @@ class TorchRunner(BoundRunner):
     def _by_modules(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[torch.Tensor, FloatArray]:
-        """Run the tokens as transformers does; the logits stay on the device."""
+        """Run the tokens as transformers does, or by a graph; the logits stay on the device."""
         modules = self._feature_modules if has_features else []
         with use_cache(cache), torch.inference_mode():
+            if self.graphs is not None and not has_features:
+                logits = self.graphs.run(cache, ids, at, rows, self._rope_length)
+                if logits is not None:
+                    return logits, np.empty((len(ids), 0), np.float32)
             return self._by_network(ids, at, rows, modules)
 
     def _by_network(
@@ -112,6 +122,14 @@ class SamplingTorchRunner(TorchRunner):
         run = self._by_modules
         logits, features = self._forward(run, token_ids, positions, rows, has_features=has_features)
         return DeviceLogits(logits), features
+
+
+def _graphs_of(model: Any) -> StepGraphs | None:
+    if not choice.has_graphs(model.device):
+        return None
+    from kvcellar.backends.torch.gpu.graphs import graphs_for  # it imports Triton
+
+    return graphs_for(model)
 
 
 def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:

@@ -41,6 +41,11 @@ def has_cells(pool: LayerPool, device: torch.device) -> TypeGuard[Pool | BlockFi
     return is_gpu and not isinstance(pool, PoolBeside)
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Return true if small forwards on a device are recorded as graphs."""
+    return device.type == "cuda" and _has_triton()
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
 from kvcellar.backends.torch.gpu import kernels, stores
-from kvcellar.backends.torch.gpu.lists import lists_of
+from kvcellar.backends.torch.gpu.lists import idle_lists, lists_of
 from kvcellar.backends.torch.gpu.plans import SECTIONS, Form, PackedPlan, Tiling, pack, rounded_up
 from kvcellar.backends.torch.pools import Placed
 from kvcellar.sight import Sight
@@ -97,6 +97,26 @@ def _side(parts: Parts, codec: Codec, block: int) -> Side:
     return Side(parts[0], parts[0], flat, codec.dim, pad, bits, 0)
 
 
+class PlanOnDevice(Protocol):
+    """Protocol of a plan whose integers lie on the device."""
+
+    @property
+    def form(self) -> Form | None:
+        """Form of the plan; None: there is none yet."""
+        ...
+
+    @property
+    def sections(self) -> Mapping[str, Tensor]:
+        """Integers of the plan by the names of ``SECTIONS``."""
+        ...
+
+
+def sections_of(form: Form, numbers: Tensor) -> dict[str, Tensor]:
+    """Return views of a plan's integers by section."""
+    found = dict(zip(SECTIONS, numbers.split(form.sections), strict=True))
+    return found | {"masks": found["masks"].view(torch.uint8)}
+
+
 class DevicePlan:
     """The plan of a layer group on the device: one buffer, whose address stays while it is enough.
 
@@ -119,9 +139,7 @@ class DevicePlan:
         self._buffer[:n].copy_(torch.from_numpy(packed.numbers), non_blocking=True)
         if packed.form != self.form:
             self.form = packed.form
-            found = self._buffer[:n].split(packed.form.sections)
-            self.sections = dict(zip(SECTIONS, found, strict=True))
-            self.sections["masks"] = self.sections["masks"].view(torch.uint8)
+            self.sections = sections_of(packed.form, self._buffer[:n])
 
 
 def tiling_of(
@@ -153,12 +171,17 @@ def shared_bytes(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", 0))
 
 
-def compiled(plan: StepPlan, sight: Sight, tiling: Tiling) -> PackedPlan:
-    """Return what the kernels do for a plan."""
-    return pack(plan, lists_of(plan, sight), tiling)
+def compiled(
+    plan: StepPlan, sight: Sight, tiling: Tiling, n_tokens: int | None = None
+) -> PackedPlan:
+    """Return what the kernels do for a plan; they give zeros to tokens that pad it to n_tokens."""
+    lists = lists_of(plan, sight)
+    if n_tokens is not None:
+        lists = [*lists, *idle_lists(plan.n_tokens, n_tokens)]
+    return pack(plan, lists, tiling, n_tokens)
 
 
-def write(plan: DevicePlan, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
+def write(plan: PlanOnDevice, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
     """Write rows ``[1, n_kv_heads, T, dim]`` to the cells of the plan; one launch."""
     cells = plan.sections["writes"]
     if not len(cells):
@@ -190,7 +213,7 @@ def move(pool: PoolArguments, base: int, cells: Tensor) -> None:
 
 
 def attend(
-    plan: DevicePlan,
+    plan: PlanOnDevice,
     pool: PoolArguments,
     tiling: Tiling,
     q: Tensor,

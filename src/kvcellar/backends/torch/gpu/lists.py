@@ -49,6 +49,11 @@ class CellList:
         return sum(run.length for run in self.runs)
 
 
+def idle_lists(first: int, stop: int) -> list[CellList]:
+    """Return a list without cells for each query that only pads a batch: its result is zeros."""
+    return [CellList(((token, 1),), (), 0, ALL) for token in range(first, stop)]
+
+
 def lists_of(plan: StepPlan, sight: Sight) -> list[CellList]:
     """Return the lists of a plan: shared cells first, then what is left of each read.
 

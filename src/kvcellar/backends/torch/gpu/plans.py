@@ -96,14 +96,18 @@ class PackedPlan:
     numbers: Ints
 
 
-def pack(plan: StepPlan, lists: Sequence[CellList], tiling: Tiling) -> PackedPlan:
+def pack(
+    plan: StepPlan, lists: Sequence[CellList], tiling: Tiling, n_tokens: int | None = None
+) -> PackedPlan:
     """Put a plan's writes and its lists in one array.
 
     Args:
         plan: of a step.
         lists: of its reads.
         tiling: sizes of the launches.
+        n_tokens: of the batch with those that pad it, a power of two; None: nothing pads it.
     """
+    n_tokens = plan.n_tokens if n_tokens is None else n_tokens
     few = [one for one in lists if one.n_tokens * tiling.group <= FEW_ROWS]
     many = [one for one in lists if one.n_tokens * tiling.group > FEW_ROWS]
     rows = max((one.n_tokens * tiling.group for one in few), default=1)
@@ -112,7 +116,7 @@ def pack(plan: StepPlan, lists: Sequence[CellList], tiling: Tiling) -> PackedPla
     ordered = [*few, *many]
     splits = [n_splits] * len(few) + [1] * len(many)
     tokens = [_tokens_of(one) for one in ordered]
-    slots, merged, n_slots = _slots(tokens, splits, plan.n_tokens)
+    slots, merged, n_slots = _slots(tokens, splits, n_tokens)
     table = np.zeros((len(ordered), LIST_INTS), np.int32)
     runs: list[tuple[int, int, int]] = []
     index: list[IntArray] = []

@@ -9,15 +9,32 @@ from torch import Tensor
 
 from kvcellar.backends.torch.exact import LayerPool, PoolBeside
 from kvcellar.backends.torch.gpu import launch
-from kvcellar.backends.torch.gpu.launch import DevicePlan, PoolArguments
+from kvcellar.backends.torch.gpu.launch import DevicePlan, PlanOnDevice, PoolArguments
 from kvcellar.backends.torch.gpu.plans import Tiling
+from kvcellar.backends.torch.pools import Placed
 from kvcellar.types import LayerGroup, StepPlan
+
+Places = tuple[tuple[int, int], ...]
+"""Address and stride of heads of each part of a pool: another pool may come to lie where one lay
+that has grown, and its rows are farther apart."""
+
+
+def placed_of(pool: LayerPool) -> Placed:
+    """Return where a pool's bytes lie."""
+    assert not isinstance(pool, PoolBeside), "those are not Triton's"
+    return pool.placed()
+
+
+def places_of(pool: LayerPool) -> Places:
+    """Return by what graphs and kernels know a pool, until it grows."""
+    placed = placed_of(pool)
+    return tuple((part.data_ptr(), part.stride(1)) for part in (*placed.k, *placed.v))
 
 
 class GroupPlan(NamedTuple):
     """Plan of the layers of a group in one forward, on the device."""
 
-    plan: DevicePlan
+    plan: PlanOnDevice
     tiling: Tiling
 
 
@@ -30,7 +47,9 @@ class GpuSteps:
     def __init__(self) -> None:
         """Keep nothing yet."""
         self._plans: dict[int, DevicePlan] = {}
-        self._pools: dict[int, tuple[tuple[int, ...], PoolArguments]] = {}
+        self._pools: dict[int, tuple[Places, PoolArguments]] = {}
+        self.tilings: dict[int, Tiling] = {}
+        """Sizes of the last launches, by slot: what the queries of a model ask for."""
 
     def prepare(
         self, slot: int, plan: StepPlan, group: LayerGroup, pool: LayerPool, q: Tensor
@@ -47,7 +66,8 @@ class GpuSteps:
         if slot not in self._plans:
             with torch.inference_mode(False):  # it outlives any inference_mode block
                 self._plans[slot] = DevicePlan(q.device)
-        tiling = launch.tiling_of(q.shape[1], self._arguments(-1, pool), q.dtype, q.device)
+        tiling = launch.tiling_of(q.shape[1], self.arguments(-1, pool), q.dtype, q.device)
+        self.tilings[slot] = tiling
         self._plans[slot].update(launch.compiled(plan, group.sight, tiling))
         return GroupPlan(self._plans[slot], tiling)
 
@@ -65,18 +85,16 @@ class GpuSteps:
         sinks: Tensor | None,
     ) -> Tensor:
         """Write a layer's K and V and attend; arguments as of ``update_and_attend``."""
-        places = self._arguments(layer, pool)
+        places = self.arguments(layer, pool)
         launch.write(prepared.plan, places, k, v)
         return launch.attend(
             prepared.plan, places, prepared.tiling, q, scale, out_dtype, softcap, sinks
         )
 
-    def _arguments(self, layer: int, pool: LayerPool) -> PoolArguments:
+    def arguments(self, layer: int, pool: LayerPool) -> PoolArguments:
         """Return how the kernels are told a layer's pool, made anew where it has grown."""
-        assert not isinstance(pool, PoolBeside), "those are not Triton's"
-        placed = pool.placed()
-        where = tuple(part.data_ptr() for part in (*placed.k, *placed.v))
+        where = places_of(pool)
         known = self._pools.get(layer)
         if known is None or known[0] != where:
-            known = self._pools[layer] = where, launch.pool_arguments(placed)
+            known = self._pools[layer] = where, launch.pool_arguments(placed_of(pool))
         return known[1]
