@@ -252,12 +252,16 @@ class SamplingState:
         self._end_ids = np.array(sorted(known), dtype=np.int64)
         self._counts: NDArray[np.int32] | None = None
         self._in_prompt: NDArray[np.bool_] | None = None
+        self._prompt_ids = np.empty(0, np.int64)
+        self._sampled: list[int] = []
+        """Tokens that are counted, each once."""
         self._guide = params.guide() if params.guide is not None else None
         if params.has_penalties:
             self._counts = np.zeros(vocab_size, dtype=np.int32)
             self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
             if prompt is not None:
                 self._in_prompt[prompt.tokens] = True
+                self._prompt_ids = np.flatnonzero(self._in_prompt)
 
     def fork(self) -> SamplingState:
         """Return a copy that goes on by itself, with the same random draws."""
@@ -266,7 +270,7 @@ class SamplingState:
         other = copy.copy(self)
         other._random = None
         if self._counts is not None:
-            other._counts = self._counts.copy()
+            other._counts, other._sampled = self._counts.copy(), self._sampled.copy()
         if self._guide is not None:
             other._guide = self._guide.fork()
         return other
@@ -275,6 +279,8 @@ class SamplingState:
         """Go on with ``token_id``."""
         self.n_sampled += 1
         if self._counts is not None:
+            if not self._counts[token_id]:
+                self._sampled.append(token_id)
             self._counts[token_id] += 1
         if self._guide is not None:
             self._guide.accept(token_id)
@@ -316,10 +322,11 @@ class SamplingState:
         """Return in numbers how a row is sampled next, for a backend; a guide may raise."""
         params, counts, numbers = self.params, self._counts, dict[str, Any]()
         if counts is not None and self._in_prompt is not None:
+            numbers["sampled"] = sampled = np.array(self._sampled, np.int64)
+            numbers["times"] = counts[sampled].astype(np.float32)
             if params.repetition_penalty != 1.0:
-                numbers["held"] = np.flatnonzero(self._in_prompt | (counts > 0))
-            numbers["sampled"] = np.flatnonzero(counts)
-            numbers["times"] = counts[numbers["sampled"]].astype(np.float32)
+                new = sampled[~self._in_prompt[sampled]]
+                numbers["held"] = np.concatenate([self._prompt_ids, new])
         return RowSampling(
             row,
             params.temperature,
