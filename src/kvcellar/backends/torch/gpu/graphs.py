@@ -269,10 +269,10 @@ class StepGraphs:
         try:
             self._device.warm_up(call)
             recorded = Recorded(*self._device.capture(call))
+            n_bytes = self._device.size_bytes + self._buffer.nbytes
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
             return None
-        n_bytes = self._device.size_bytes + self._buffer.nbytes
         if not self._asked.ask(n_bytes):
             self._give_up(f"the memory budget has no room for {format_size(n_bytes)}")
             return None
