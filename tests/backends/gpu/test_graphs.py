@@ -187,6 +187,20 @@ def test_histories_are_cut_and_go_on(model, kind) -> None:
         assert pair.device.n_played >= 3
 
 
+def test_drafts_are_verified_by_a_graph(model) -> None:
+    with both(model, "tree") as pair:
+        pair.step(prompt(18))
+        for i in range(3):
+            found = []
+            for player in (pair.ours, pair.plain):
+                choice.ON_CPU = player is pair.ours
+                positions = player.cache.propose([-1, 0, 0, 1])
+                found.append(player.runner.forward([5, 6, 7, 8 + i], positions, range(4)))
+                player.cache.commit([0, 2])
+            np.testing.assert_allclose(*found, atol=2e-5)
+        assert pair.device.n_played >= 1
+
+
 def test_layers_with_windows_caps_and_quantised_cells_are_recorded_too(tmp_path) -> None:
     with on_cpu():
         model = load_model(make_checkpoint("gemma2", tmp_path / "gemma2"))
