@@ -33,11 +33,17 @@ SCALES = {
     "IQ4_XS": (0,),
 }
 """Bytes of a block at which its float16 numbers lie."""
+PLAIN = ("F16", "BF16")
+"""Types whose numbers stand by themselves; inputs are not rounded where they meet them."""
 
 
 def stored(name: str, seed: int) -> np.ndarray:
     """Rows of random blocks ``[N_OUT, bytes]``, whose scales are of a usual size."""
     rng = np.random.default_rng(seed)
+    if name in PLAIN:
+        numbers = rng.normal(0, 0.1, (N_OUT, N_IN)).astype(np.float32)
+        halves = numbers.astype(np.float16) if name == "F16" else to_bfloat16_bits(numbers)
+        return halves.view(np.uint8)
     n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
     rows = rng.integers(0, 256, (N_OUT, N_IN // blocks.INPUTS[name], n_bytes), np.uint8)
     for at in SCALES.get(name, ()):
@@ -69,7 +75,10 @@ class Affine:
         return scales * self.numbers.astype(np.float32) + minima
 
 
-FORMS = [*blocks.INPUTS, *((bits, group) for bits in (4, 8) for group in (32, 64, 128, 384, N_IN))]
+FORMS = [
+    *(name for name in blocks.INPUTS if name not in PLAIN),
+    *((bits, group) for bits in (4, 8) for group in (32, 64, 128, 384, N_IN)),
+]
 """Names of blocks, and bits and groups of affine weights."""
 
 
@@ -136,7 +145,7 @@ def test_weights_are_the_files_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.usefixtures("level")
-@pytest.mark.parametrize("form", FORMS[len(blocks.INPUTS) :], ids=str)
+@pytest.mark.parametrize("form", FORMS[-10:], ids=str)
 def test_affine_weights_are_a_product_and_a_sum_in_float32(form: tuple[int, int]) -> None:
     placed, weights = made(form, 1)
     assert np.array_equal(placed.rows().view(np.uint32), weights.view(np.uint32))
@@ -171,6 +180,19 @@ def test_products_differ_by_the_rounding_of_inputs_alone(
         assert np.all(np.abs(got - rounded @ weights.T) <= doubt + 4e-6 * size)
         bound = np.repeat(steps / 2, 32, -1).reshape(n_tokens, N_IN) @ np.abs(weights).T
         assert np.all(np.abs(got - numbers @ weights.T) <= 1.001 * bound + 4e-6 * size)
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("n_tokens", [1, 3, 11])
+def test_plain_numbers_meet_inputs_as_they_are(name: str, n_tokens: int) -> None:
+    placed, weights = made(name, 2)
+    x = np.random.default_rng(3).normal(0, 1, (n_tokens, N_IN)).astype(np.float32)
+    in_bf16 = to_bfloat16_bits(x)
+    for given, numbers in ((x, x), (in_bf16, from_bfloat16_bits(in_bf16))):
+        size = np.abs(numbers) @ np.abs(weights).T.astype(np.float64)
+        off = placed.multiply(given) - numbers.astype(np.float64) @ weights.T
+        assert np.all(np.abs(off) <= 4e-6 * size)
 
 
 @pytest.mark.usefixtures("level")

@@ -306,6 +306,10 @@ class BlockType(enum.Enum):
 
     mxfp4 = 10
 
+    f16 = 11
+
+    bf16 = 12
+
 class LinearWeights:
     """Weights of a linear layer. Inputs and outputs are addresses."""
 
@@ -348,9 +352,9 @@ class LinearWeights:
 
     def gather(self, outputs: int, n: int, dtype: Dtype, to: int) -> None:
         """
-        Write the weights of n outputs, int64, as ``[n, n_in]``; not of bf16.
+        Write the weights of n outputs, int64, as ``[n, n_in]``.
 
-        In bfloat16, packed ones also in float32. The outputs have to be there.
+        In bfloat16, all but coded ones also in float32. The outputs have to be there.
         """
 
 def pack(

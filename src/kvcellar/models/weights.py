@@ -24,6 +24,9 @@ step takes as long; K and V of twice the bytes gain nothing beside that.
 _MOST = 0.75
 """Share of a model's numbers from which on its file's blocks are the default."""
 
+_CODED_BITS = 12
+"""Bits of a bfloat16 weight that is written so that nothing is lost."""
+
 PLAIN = "none"
 """Linear layers as torch has them, with weights in the model's own type."""
 
@@ -148,12 +151,16 @@ def wants_blocks(asked: str | None, dtype: object) -> bool:
 def are_blocks(sizes: Mapping[str, int], matrices: Mapping[str, Matrix]) -> bool:
     """Return true if most of a model is in blocks that the kernel multiplies as they are.
 
+    Not of a file in 16 bits, which has as many numbers so: in bfloat16 these take 12 in memory.
+
     Args:
         sizes: numbers of every parameter, by name.
         matrices: those that the kernel may hold.
     """
-    n_blocks = sum(sizes[name] for name, one in matrices.items() if one.block_bytes)
-    return n_blocks >= _MOST * sum(sizes.values())
+    held = {name: one.block_bytes for name, one in matrices.items() if one.block_bytes}
+    n_held = sum(sizes[name] for name in held)
+    is_smaller = sum(held.values()) < n_held * _CODED_BITS // 8
+    return n_held >= _MOST * sum(sizes.values()) and is_smaller
 
 
 def own_kv_dtype(dtype: str, weights: str | None = None) -> str:

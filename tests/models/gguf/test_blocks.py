@@ -39,24 +39,28 @@ def stored_rows(kind: gguf.GGMLQuantizationType, n_out: int, n_in: int) -> np.nd
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrices_of_several_types_are_one_layer(dtype: torch.dtype) -> None:
-    """So are q, k and v of a file whose v has more bits, and affine ones beside them."""
+    """So are q, k and v of a file whose v has more bits, and others beside them."""
     stored, plain = [], []
     for kind, n_out in (("Q4_K", 48), ("Q4_K", 16), ("Q6_K", 24)):
         number = gguf.GGMLQuantizationType[kind]
         rows = stored_rows(number, n_out, 512)
         plain.append(torch.from_numpy(gguf.dequantize(rows, number)))
         stored.append(StoredBlocks(kind, n_out, 512, lambda rows=rows: torch.from_numpy(rows)))
+    for kind, made in (("F16", torch.float16), ("BF16", torch.bfloat16)):
+        halves = (1e-3 * torch.randn(8, 512, generator=torch.Generator().manual_seed(4))).to(made)
+        plain.append(halves.float())
+        stored.append(StoredBlocks(kind, 8, 512, lambda halves=halves: halves.view(torch.uint8)))
     random = torch.Generator().manual_seed(3)
     numbers = torch.randint(0, 16, (32, 512), generator=random, dtype=torch.uint8)
     scales, minima = (1e-3 * torch.randn(32, 4, generator=random) for _ in range(2))
     plain.append(numbers * scales.repeat_interleave(128, -1) + minima.repeat_interleave(128, -1))
     stored.append(StoredAffine(4, 128, 32, 512, lambda: (numbers, scales, minima)))
-    bias = torch.randn(120, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(136, generator=torch.Generator().manual_seed(1)).to(dtype)
     layer = BlockLinear(stored, bias)
     x = torch.randn(1, 5, 512, generator=torch.Generator().manual_seed(2)).to(dtype)
     want = F.linear(x.float(), torch.cat(plain), bias.float())
     got = layer(x)
-    assert got.dtype == dtype and layer.out_features == 120
+    assert got.dtype == dtype and layer.out_features == 136
     assert (got.float() - want).norm() < 0.01 * want.norm()
     found = layer.rows(torch.tensor([47, 0]), torch.float32)
     assert torch.equal(found, plain[0][[47, 0]])
@@ -83,6 +87,22 @@ def test_a_file_runs_on_its_blocks(name: str, kind: str, tmp_path) -> None:
     assert torch.equal(embedding.weight, plain.network.get_input_embeddings().weight)
     # What a store keeps of one is not taken for the other's.
     assert held.fingerprint() != plain.fingerprint()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_matrices_of_16_bits_lose_nothing(kind: str, tmp_path: Path) -> None:
+    """They stay so where it is asked for; else they are numbers as of any checkpoint."""
+    path = tmp_path / "model.gguf"
+    CASES["qwen3"].write(path, kind=gguf.GGMLQuantizationType[kind])
+    found = []
+    for weights in ("none", "file"):
+        model = load_model(path, weights=weights, dtype="float32", is_unchecked=True)
+        with Player(model, "contiguous") as player:
+            found.append(torch.from_numpy(np.stack([*player.feed(IDS), *player.feed([5])])))
+    assert any(isinstance(one, BlockLinear) for one in model.network.modules())
+    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
+    asked_for_nothing = load_model(path, is_unchecked=True)
+    assert not any(isinstance(one, BlockLinear) for one in asked_for_nothing.network.modules())
 
 
 MIXTURES = ["mixtral", "qwen3moe", "gpt-oss", "lfm2moe"]

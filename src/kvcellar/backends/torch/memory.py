@@ -39,7 +39,9 @@ class Arena:
         self._at = self._stop = 0
 
     def take(self, n_bytes: int) -> Tensor:
-        """So many bytes, at least one, of any value, on a cache line's boundary."""
+        """So many bytes of any value, on a cache line's boundary."""
+        if not n_bytes:
+            return torch.empty(0, dtype=torch.uint8)
         if self._memory is None or self._at + n_bytes > self._stop:
             self._memory = self._map(max(n_bytes, _CHUNK))
         taken = torch.frombuffer(self._memory, dtype=torch.uint8, count=n_bytes, offset=self._at)
