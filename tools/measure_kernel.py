@@ -1,8 +1,9 @@
 """Measure every level of the CPU kernel that this machine has, operation by operation.
 
-    python tools/measure_kernel.py [--write]
+    python tools/measure_kernel.py [--write] [WORD...]
 
-One thread; each time is the shortest of many, of the processor's time, levels by turns. With
+One thread; each time is the shortest of many, of the processor's time, levels by turns. Words
+choose the operations whose names have one of them; others keep what was measured last. With
 ``--write`` the values go to ``src/kvcellar/kernel/measured.json`` and the table made of them into
 the README beside it; levels that this machine lacks keep what was measured last, with the name of
 the machine.
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.kernel import attend, experts, layers, levels, linear
+from kvcellar.kernel import attend, blocks, experts, layers, levels, linear, recurrent
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 
 FOLDER = Path(levels.__file__).parent
@@ -126,6 +127,59 @@ def product_mxfp4(n_tokens: int, held: list[np.ndarray]) -> Operation:
     return lambda: weights.linear(x.ctypes.data, n_tokens, bf16, out.ctypes.data, bf16)
 
 
+def product_of_blocks(name: str, n_tokens: int, held: list[np.ndarray]) -> Operation:
+    """Return the same product of weights in the blocks of a GGUF file, all of whose bytes are 1."""
+    kind = blocks.block_type(name)
+    n_stored, n_data, n_beside = blocks.block_sizes(kind, N_IN, N_OUT)
+    stored, data, beside = (np.ones(n, np.uint8) for n in (n_stored, n_data, n_beside))
+    to = data.ctypes.data, beside.ctypes.data
+    blocks.place_blocks(kind, stored.ctypes.data, N_IN, N_OUT, *to)
+    weights = blocks.block_weights(kind, N_IN, N_OUT, *to)
+    x, out = random_bits((n_tokens, N_IN), np.uint16), np.empty((n_tokens, N_OUT), np.uint16)
+    held += [data, beside, x, out]
+    bf16 = attend.Dtype.bfloat16
+    return lambda: weights.linear(x.ctypes.data, n_tokens, bf16, out.ctypes.data, bf16)
+
+
+def floats(n: int, held: list[np.ndarray]) -> int:
+    """Return the address of so many numbers in float32."""
+    held.append(np.full(n, 0.5, np.float32))
+    return int(held[-1].ctypes.data)
+
+
+def tokens(n_tokens: int, width: int, held: list[np.ndarray]) -> int:
+    """Return the address of rows of tokens in bfloat16."""
+    held.append(random_bits((n_tokens, width), np.uint16))
+    return int(held[-1].ctypes.data)
+
+
+def recurrence(name: str, n_tokens: int, held: list[np.ndarray]) -> Operation:
+    """Return a recurrent layer's states and results for tokens of one sequence.
+
+    The delta rule has 32 heads on 16 key heads of 128 numbers, Mamba 2 has 64 heads of 64 and
+    states of 128; a convolution goes over 4 inputs of 8,192 channels.
+    """
+    batch = recurrent.StateBatch(n_tokens, attend.Dtype.bfloat16, [(0, n_tokens, 0, 1)])
+    out = tokens(n_tokens, 8192, held)
+    if name == "convolution":
+        made = recurrent.Convolution(8192, 4, floats(4 * 8192, held), has_silu=True)
+        states, x = floats(2 * 8192 * 4, held), tokens(n_tokens, 8192, held)
+        return lambda: made.run(batch, states, 2, x, 8192, out)
+    beside = tokens(n_tokens, 64, held)
+    at, width = tokens(n_tokens, 8192, held), 2
+    if name == "gated delta rule":
+        of = floats(32, held), floats(32, held)
+        rule = recurrent.DeltaRule(32, 16, 128, 128, *of, n_decays=1, beta_scale=1.0)
+        states = floats(2 * 32 * 128 * 128, held)
+        qkv = at, at + 2048 * width, at + 4096 * width, 8192
+        ab = beside, 64, beside + 32 * width, 64
+        return lambda: rule.run(batch, states, 2, *qkv, *ab, out)
+    scan = recurrent.Scan(64, 8, 64, 128, *(floats(64, held) for _ in range(3)))
+    states = floats(2 * 64 * 64 * 128, held)
+    xbc = at, at + 4096 * width, at + 5120 * width, 8192
+    return lambda: scan.run(batch, states, 2, *xbc, beside, 64, out)
+
+
 def mixture(n_tokens: int, held: list[np.ndarray]) -> Operation:
     """Return a mixture in 4 bits of which each token chooses 8 experts."""
 
@@ -181,15 +235,23 @@ def operations(held: list[np.ndarray]) -> dict[str, Operation]:
         found[f"linear, {said}, MXFP4"] = product_mxfp4(n_tokens, held)
     for n_tokens, said in ((1, "1 token"), (64, "64 tokens")):
         found[f"8 of 32 experts, {said}, 4 bits"] = mixture(n_tokens, held)
+    for name in ("Q4_K", "Q6_K", "F16"):
+        for n_tokens, said in ((1, "1 token"), (64, "64 tokens")):
+            found[f"linear, {said}, {name}"] = product_of_blocks(name, n_tokens, held)
+    for name in ("convolution", "gated delta rule", "Mamba 2"):
+        for n_tokens, said in ((1, "1 token"), (64, "64 tokens")):
+            found[f"{name}, {said}"] = recurrence(name, n_tokens, held)
     return found
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """Return milliseconds of each level and operation."""
+def measure(words: list[str]) -> dict[str, dict[str, float]]:
+    """Return milliseconds of each level and operation, of those that have one of these words."""
     held: list[np.ndarray] = []
     levels.set_num_threads(1)
     best: dict[str, dict[str, float]] = {found.name: {} for found in levels.levels()}
     for name, operation in operations(held).items():
+        if words and not any(word in name for word in words):
+            continue
         for _ in range(ROUNDS):
             for level in levels.levels():
                 levels.set_level(level)
@@ -251,11 +313,15 @@ def readme_with(measured: dict[str, Any]) -> str:
 
 def main() -> int:
     """Measure, print the table, and with ``--write`` keep it."""
-    found = measure()
+    words = [word for word in sys.argv[1:] if word != "--write"]
+    found = measure(words)
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     for name, ms in found.items():
         rounded = {row: round(value, 4) for row, value in ms.items()}
         plain = {row: round(value, 4) for row, value in found["scalar"].items()}
+        if words:
+            rounded = measured[name]["ms"] | rounded
+            plain = measured[name]["scalar_ms"] | plain
         measured[name] = {"machine": machine(), "ms": rounded, "scalar_ms": plain}
     print(table(measured))
     if "--write" in sys.argv[1:]:

@@ -14,9 +14,11 @@ from kvcellar.backends.torch.fast import mixtures
 from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredAffine, StoredBlocks
 from kvcellar.backends.torch.fast.experts import KernelExperts
 from kvcellar.backends.torch.fast.layers import KernelEmbedding
+from kvcellar.backends.torch.gguf import other_types
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model
+from kvcellar.models.gguf.reader import GgufFile, GgufTensor
 from tests.models.gguf.families import CASES
 from tests.models.players import Player
 
@@ -160,6 +162,15 @@ def test_a_recurrent_layer_reads_blocks_beside_matrices_that_are_plain(tmp_path)
             found.append(np.stack([*player.feed(IDS, rows="all"), *player.feed([5])]))
     want, got = found
     assert np.linalg.norm(got - want) < 0.06 * np.linalg.norm(want)
+
+
+def test_types_that_become_plain_numbers_are_named(tmp_path: Path) -> None:
+    kinds = ("Q3_K", "Q4_K", "F32", "Q3_K", "F16")
+    tensors = {
+        str(i): GgufTensor(tmp_path, (2, 256), int(gguf.GGMLQuantizationType[kind]), 0, 100 + i)
+        for i, kind in enumerate(kinds)
+    }
+    assert other_types(GgufFile(tmp_path, (tmp_path,), {}, tensors)) == {"Q3_K": 203}
 
 
 def test_blocks_are_asked_of_a_gguf_file_alone() -> None:

@@ -129,6 +129,18 @@ def blocks_of(file: GgufFile, network: Any) -> dict[str, Kept]:
     return found
 
 
+def other_types(file: GgufFile) -> dict[str, int]:
+    """Return the bytes of a file's matrices that the kernel does not multiply as they are, by type.
+
+    Not of those in float32, which are plain numbers already.
+    """
+    found: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1 and tensor.type_name not in (*INPUTS, "F32"):
+            found[tensor.type_name] = found.get(tensor.type_name, 0) + tensor.n_bytes
+    return found
+
+
 def _experts_of(file: GgufFile, stored: Stored, shape: tuple[int, ...]) -> StoredExperts | None:
     """Return matrices of experts as the file has them; None: the kernel has no such form.
 

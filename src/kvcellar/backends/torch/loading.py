@@ -21,11 +21,12 @@ from kvcellar.backends.torch.fast.blocks import Kept
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
-from kvcellar.backends.torch.gguf import makers_of
+from kvcellar.backends.torch.gguf import makers_of, other_types
 from kvcellar.backends.torch.gpu.logits import samples_on
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
+from kvcellar.budget import format_size
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.check import VERSION, Verdict, demand_exact, keep_verdict, verdict_of
@@ -178,7 +179,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         network, held = _read_network(found, reading)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
-    said = [] if held is None else [held.said(str(found.weights))]
+    said = [] if held is None else [_said(found, held)]
     said += [] if found.blocks else _expanded(found)
     report(1.0, f"ready: {'; '.join(said)}" if said else "ready")
     _warn_of_weights(found, options.name)
@@ -310,6 +311,17 @@ def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
         found.append(np.concatenate(logits))
     ours, theirs = found
     return bool(np.linalg.norm(ours - theirs) <= _APART * np.linalg.norm(theirs))
+
+
+def _said(found: _Found, held: Held) -> str:
+    """Say in one line how much of a model the kernel has, and what became of other blocks."""
+    said = held.said(str(found.weights))
+    is_ours = found.weights == FILE and found.folder.is_file()
+    others = other_types(read_gguf(found.folder)) if is_ours else {}
+    if others:
+        sizes = ", ".join(f"{kind} ({format_size(n)})" for kind, n in sorted(others.items()))
+        said += f"; what the file has in {sizes} became plain numbers"
+    return said
 
 
 def _warn_of_weights(found: _Found, name: str) -> None:
