@@ -15,6 +15,7 @@ from kvcellar.models import hub
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.options import no_progress
 from kvcellar.models.places import find_in_place, found_models, quant_of
+from kvcellar.models.sizing import find_config
 
 
 @pytest.fixture
@@ -175,8 +176,23 @@ def test_one_quantisation_of_a_repository_is_downloaded_and_no_other(home, monke
     file = hub.pull("some/Model-GGUF:q4_k_m", no_progress)
     assert file == home / "repo" / "Q4_K_M" / "Some-Q4_K_M.gguf"
     assert asked == [("some/Model-GGUF", ["*q4_k_m*.gguf", "*Q4_K_M*.gguf"], [])]
+    assert find_config("some/Model-GGUF:Q4_K_M") == file
     with pytest.raises(ModelError, match=r"no whole GGUF file of Q8_0; .*some/Model-GGUF:Q4_K_M"):
         hub.pull("some/Model-GGUF:Q8_0", no_progress)
+
+
+def test_names_of_the_hub_have_dots_and_names_of_gguf_files_are_not_looked_for(home, monkeypatch):
+    asked: list[str] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.append(name)
+        return str(home / "repo")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert find_config("some/Model2.5-0.5B") == home / "repo" / "config.json"
+    with pytest.raises(ModelError, match=r"there is no file nowhere\.gguf; give .* a GGUF file"):
+        find_checkpoint("nowhere.gguf", no_progress)
+    assert asked == ["some/Model2.5-0.5B"]
 
 
 # The commands -------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-_HUB_QUANT = re.compile(rf"(?P<id>{HUB_ID.pattern}):(?P<quant>[A-Za-z0-9][\w.-]*)")
+HUB_QUANT = re.compile(rf"(?P<id>{HUB_ID.pattern}):(?P<quant>[A-Za-z0-9][\w.-]*)")
 
 
 def is_local(name_or_path: str | Path) -> bool:
@@ -49,7 +49,7 @@ def is_local(name_or_path: str | Path) -> bool:
         name_or_path == DEMO
         or Path(name_or_path).expanduser().exists()
         or isinstance(name_or_path, Path)
-        or not (HUB_ID.fullmatch(name_or_path) or _HUB_QUANT.fullmatch(name_or_path))
+        or not (HUB_ID.fullmatch(name_or_path) or HUB_QUANT.fullmatch(name_or_path))
         or name_or_path.startswith(PREFIXES)
     )
 
@@ -87,14 +87,17 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
         there = find_in_place(name_or_path)
         if there is not None:
             return there
-        if HUB_ID.fullmatch(name_or_path):
+        if HUB_ID.fullmatch(name_or_path) and name_or_path != path.stem + ".gguf":
             return from_hub(name_or_path, report)
-        if _HUB_QUANT.fullmatch(name_or_path):
+        if HUB_QUANT.fullmatch(name_or_path):
             return pull_quant(name_or_path, report)
-    what = "file" if path.suffix == ".gguf" else "folder"
     raise ModelError(
-        f"there is no {what} {path}; give a checkpoint's folder, a GGUF file, or {DEMO!r}"
+        f"there is no {_kind(path)} {path}; give a checkpoint's folder, a GGUF file, or {DEMO!r}"
     )
+
+
+def _kind(path: Path) -> str:
+    return "file" if path.suffix == ".gguf" else "folder"
 
 
 def in_folder(folder: Path) -> Path:
@@ -139,7 +142,7 @@ def pull(name: str, report: ProgressFn) -> Path:
     if name != DEMO and not name.startswith(PREFIXES):
         if HUB_ID.fullmatch(name):
             return _checked(from_hub(name, report), name, report)
-        if _HUB_QUANT.fullmatch(name):
+        if HUB_QUANT.fullmatch(name):
             file = pull_quant(name, report)
             for part in files_of(file):
                 _checked(part, name, report)
@@ -244,9 +247,9 @@ def from_hub(
         if isinstance(error.__cause__, HfHubHTTPError):
             raise ModelError(_broken_off(name, error.__cause__)) from error
         raise ModelError(
-            f"there is no folder {name!r} here, no copy of a model of that name from an earlier "
-            f"download, and the Hugging Face hub cannot be reached (offline?); connect, or give a "
-            f"checkpoint's folder, or {DEMO!r}"
+            f"there is no {_kind(Path(name))} {name!r} here, no copy of a model of that name from "
+            f"an earlier download, and the Hugging Face hub cannot be reached (offline?); connect, "
+            f"or give a checkpoint's folder, or {DEMO!r}"
         ) from error
     except Exception as error:  # of the library's HTTP client, which is another in each version
         raise ModelError(_broken_off(name, error)) from error

@@ -35,7 +35,7 @@ from kvcellar.models.formats import (
 )
 from kvcellar.models.gguf.described import quantisation_of, type_bytes
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub, in_folder
+from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, HUB_QUANT, from_hub, in_folder, pull_quant
 from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.packaged import PACKAGED, fetch_packaged
@@ -52,6 +52,9 @@ from kvcellar.models.weights import (
     wants_blocks,
 )
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
+
+_OF_FILES = (".json", ".gguf")
+"""Endings of names that are files', never the hub's; versions of models have dots, too."""
 
 _NOT_TEXT = tuple(
     f"{whole}{part}"
@@ -168,12 +171,18 @@ def find_config(name_or_path: str | Path) -> Path:
         raise ModelError(
             f"{path} is neither a folder nor a config.json; give one of these, the checkpoint's"
         )
-    if isinstance(name_or_path, Path) or path.suffix or not HUB_ID.fullmatch(name_or_path):
+    if (
+        isinstance(name_or_path, Path)
+        or path.suffix in _OF_FILES
+        or not (HUB_ID.fullmatch(name_or_path) or HUB_QUANT.fullmatch(name_or_path))
+    ):
         raise ModelError(
             f"there is no folder and no config at {path}; give a checkpoint's folder, its "
-            f"config.json, or {DEMO!r}"
+            f"config.json, a GGUF file, or {DEMO!r}"
         )
     try:
+        if HUB_QUANT.fullmatch(name_or_path):
+            return pull_quant(name_or_path, no_progress)
         folder = from_hub(name_or_path, no_progress, ("config.json",))
     except ModuleNotFoundError as error:
         raise BackendError(
