@@ -448,7 +448,8 @@ double one_mixture() {
     results.emplace_back();
     append(results.back(), out.data, n_tokens * hidden, size);
   }
-  return worst_apart(results) / (dtype == Dtype::f32 ? 1 : 30);
+  // The matrix unit's inputs are not rounded to 8 bits: of 32 of them alone results are up to 4% apart.
+  return worst_apart(results) / (dtype == Dtype::f32 ? 1 : 60);
 }
 
 // A level of an EAGLE-3 head over memory of exact sizes: whether all that it says is in range.
