@@ -75,7 +75,8 @@ class Held:
         Args:
             weights: what was asked for.
         """
-        share = f"{100 * self.n_held / max(1, self.n_weights):.0f}% of the weights are {weights}"
+        held = "the file's own" if weights == FILE else weights
+        share = f"{100 * self.n_held / max(1, self.n_weights):.0f}% of the weights are {held}"
         if self.decoder is not None:
             return f"{share}, and a step is one call of the kernel"
         if self.n_compiled:
