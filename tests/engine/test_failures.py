@@ -197,9 +197,10 @@ def test_compaction_that_raises_stops_the_engine_before_a_wrong_cell_is_read(mon
 def test_a_thread_that_ends_for_any_reason_leaves_nobody_waiting():
     engine = make_engine(capacity=300)
     told: list[FinishEvent] = []
-    gate = threading.Event()
+    gate, is_in_step = threading.Event(), threading.Event()
 
     def dies() -> list[Any]:
+        is_in_step.set()
         gate.wait(PATIENCE_S)
         raise SystemExit("killed from inside")
 
@@ -207,6 +208,7 @@ def test_a_thread_that_ends_for_any_reason_leaves_nobody_waiting():
 
     async def main(service: EngineService) -> None:
         stream = await service.submit(Request((1, 2), ENDLESS), told.append)
+        await asyncio.to_thread(is_in_step.wait, PATIENCE_S)
         asked = asyncio.wrap_future(service.run(lambda engine: engine.stats()))
         gate.set()
         events = [event async for event in stream]

@@ -208,9 +208,9 @@ def test_sequences_that_see_each_other_are_found_in_flat_batches_alone(tiny, mon
     bound = checking.TorchRunner
 
     class Mixing(bound):  # type: ignore[misc,valid-type]
-        def _by_modules(self, ids: Any, positions: Any, rows: Any, modules: Any) -> Any:
-            logits, features = super()._by_modules(ids, positions, rows, modules)
-            if (np.diff(positions) < 0).any():
+        def _run(self, cache: Any, ids: Any, at: Any, rows: Any, **how: Any) -> Any:
+            logits, features = super()._run(cache, ids, at, rows, **how)
+            if (np.diff(at) < 0).any():
                 logits = logits[::-1].copy()
             return logits, features
 
