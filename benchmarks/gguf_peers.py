@@ -1,7 +1,7 @@
 """One GGUF file in kvcellar and in llama.cpp (xllamacpp's server), for ``peers.py --gguf``.
 
 Both run whole: our engine, and llama.cpp's own server in its process, asked without HTTP, which
-says itself how long prompts and tokens took.
+says itself how long prompts and tokens took, and for which instructions it was built.
 """
 
 from __future__ import annotations
@@ -89,6 +89,13 @@ class TheirFile:
         self._server = api.Server(options)
         self.prefill([1])
 
+    def built_for(self) -> str:
+        """Return the instructions that it was built for, as it says them."""
+        import xllamacpp as api
+
+        said = str(api.get_system_info())
+        return said.strip(" |").replace(" = 1", "").replace(" |", "")
+
     def prefill(self, tokens: Sequence[int]) -> float:
         """See :class:`OurFile`."""
         said = self._ask(tokens, 1, is_kept=False)
@@ -118,18 +125,21 @@ class TheirFile:
 def measure_file(path: Path, quick: bool) -> dict[str, Any]:
     """Load a file in both, and take turns: prompts of 512, tokens at 128 and at 8,192.
 
-    Where the file's context is shorter, tokens are decoded near its end, and the key says where.
+    Where the file's context is shorter, tokens are decoded near its end; ``depth`` says where. With
+    ``--quick`` that is 2,048, and llama.cpp has its flash attention alone.
     """
     n_vocab, context = _facts(path)
-    depth = min(DEPTH, context - ROOM)
+    depth = min(2048 if quick else DEPTH, context - ROOM)
     capacity = depth + ROOM
     engines = [Remote("ours", OurFile, path, capacity)]
-    for has_flash in (True, False):
+    for has_flash in (True,) if quick else (True, False):
         name = "llama.cpp" + ("" if has_flash else ", no flash")
         engines.append(Remote(name, TheirFile, path, capacity, has_flash))
-    found: dict[str, Any] = {"file": path.name}
+    found: dict[str, Any] = {"file": path.name, "depth": depth}
     for engine in engines[:2]:
         found["load_s" if engine.name == "ours" else "llamacpp_load_s"] = round(engine.made_s, 2)
+    found["llamacpp_built_for"] = engines[1].call("built_for")
+    print(f"  llama.cpp was built for: {found['llamacpp_built_for']}")
     print(f"  loaded to a first token: {', '.join(f'{e.name} {e.made_s:.2f} s' for e in engines)}")
     random = np.random.default_rng(0)
 
@@ -144,7 +154,8 @@ def measure_file(path: Path, quick: bool) -> dict[str, Any]:
     _show(found, "prefill_512", _turns(engines, "prefill", prompts))
     at = prompt(depth)
     _turns(engines, "decode", [(at, 4)])
-    _show(found, f"decode_{depth}", _turns(engines, "decode", [(at, 16)] * rounds))
+    deep = f"decode_{2048 if quick else DEPTH}"
+    _show(found, deep, _turns(engines, "decode", [(at, 16)] * rounds))
     for engine in engines:
         engine.close()
     return found
