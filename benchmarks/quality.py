@@ -121,6 +121,8 @@ def _perplexity(file: str, token_ids: list[int]) -> float:
     params = xllamacpp.CommonParams()
     params.model.path = file
     params.n_ctx, params.n_parallel = CONTEXT + 64, 1
+    # One thread: several wait by spinning, and a token at a time leaves them little to do.
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.verbosity = -1
     server = xllamacpp.Server(params)
     total, n = 0.0, 0
