@@ -309,7 +309,7 @@ def requests(model: Any) -> list[Request]:
 
 
 def outputs(model: Any, drafter: Any = None) -> tuple[dict[int, list[Any]], type]:
-    """What the requests get, all at once, and the class of the runner."""
+    """Run all requests at once; return what each was told, and the class of the runner."""
     with kv.make_tree_session("torch", kv.make_config(model.params, 2048)) as session:
         runner = model.bind(session)
         engine = Engine(runner, session.cache, model.tokenizer, drafter=drafter)

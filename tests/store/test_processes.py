@@ -16,7 +16,7 @@ from tests.processes import started
 from tests.store.fakes import History, load_all, make_key, save, tokens_of
 
 N_SAVES = 40
-"""Of each process."""
+"""Times that each process saves."""
 
 
 @pytest.mark.parametrize("cold_bytes", [1 << 30, 40_000])

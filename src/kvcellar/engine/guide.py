@@ -22,7 +22,7 @@ class Guide(Protocol):
 
     @property
     def end_id(self) -> int | None:
-        """The token that stands for all that is not allowed, where it may come.
+        """Id of the token that stands for all that is not allowed, where it may come.
 
         Then a sequence ends where the model would rather say something else, instead of going on
         with what it likes less. None: the likeliest of the allowed comes.

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,37 +19,14 @@ from typing import Any
 from kvcellar.errors import ModelError
 from kvcellar.home import default_models
 from kvcellar.models import ollama
-from kvcellar.models.gguf.reader import GgufFile, read_gguf
+from kvcellar.models.gguf.described import quantisation_of
+from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.packaged import PACKAGED, remove_packaged
 
 HUGGING_FACE, LM_STUDIO, OLLAMA, OWN = "hugging face", "lm studio", "ollama", "kvcellar"
 
 OLLAMA_PREFIX, LM_STUDIO_PREFIX = ollama.PREFIX, "lmstudio:"
 """Beginnings of names of models that lie in another program's folder."""
-
-_FILE_TYPES = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    7: "Q8_0",
-    8: "Q5_0",
-    9: "Q5_1",
-    10: "Q2_K",
-    11: "Q3_K_S",
-    12: "Q3_K_M",
-    13: "Q3_K_L",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    25: "IQ4_NL",
-    30: "IQ4_XS",
-    32: "BF16",
-    38: "MXFP4",
-}
-"""Kinds of files, whose matrices may be of several types, by the format's numbers."""
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANT = re.compile(r"(?i)(?:^|[-._])((?:IQ|Q|TQ)\d\w*|MXFP4\w*|BF16|F16|F32)$")
@@ -238,19 +213,8 @@ def described(model: FoundModel) -> FoundModel:
         return model
     with contextlib.suppress(ModelError):
         file = read_gguf(model.path)
-        return replace(model, family=file.architecture or None, stored=stored_as(file))
+        return replace(model, family=file.architecture or None, stored=quantisation_of(model.path))
     return model
-
-
-def stored_as(file: GgufFile) -> str:
-    """Return how a GGUF file's matrices are stored: by its own word, or by most of them."""
-    said = file.whole("general.file_type")
-    if said in _FILE_TYPES:
-        return _FILE_TYPES[said]
-    numbers: Counter[str] = Counter()
-    for one in file.tensors.values():
-        numbers[one.type_name] += math.prod(one.shape)
-    return numbers.most_common(1)[0][0] if numbers else "empty"
 
 
 def quant_of(file: Path) -> str:

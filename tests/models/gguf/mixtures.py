@@ -76,7 +76,7 @@ def _key_heads(name: str, values: np.ndarray) -> Any:
 
 
 def _recurrent(n_groups: int, change: Callable[[Any], Any] = lambda config: lambda n, v: v) -> Any:
-    """What the converter does to Mamba 2 layers."""
+    """Write Mamba 2 layers as the converter does."""
 
     def of(config: Any) -> Any:
         others = change(config)

@@ -180,7 +180,7 @@ def tensors_of(
 
 
 def _usual(name: str, values: np.ndarray) -> dict[str, np.ndarray] | None:
-    """What converters store in place of parameters that transformers has in another form."""
+    """Write parameters that transformers has in another form as converters store them."""
     if name.endswith("experts.gate_up_proj"):
         gate, up = np.split(values, 2, axis=1)
         return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}

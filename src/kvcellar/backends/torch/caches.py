@@ -78,7 +78,7 @@ class Prepared:
     exact_by_kernel: native.Plan | None = None
     """Plan for the kernel."""
     on_gpu: GroupPlan | None = None
-    """What Triton's kernels do: all writes and reads."""
+    """The step's writes and reads on a GPU, as Triton's kernels take them."""
 
 
 class TorchCache(RowMoves):
@@ -102,7 +102,7 @@ class TorchCache(RowMoves):
         self._prepared: list[Prepared | None] = [None] * (2 * len(pools.groups))
         """Per layer group for those of its layers that store rows, then for those that share."""
         self.on_gpu: GpuSteps | None = None
-        """What lies on a GPU; None before the first forward there."""
+        """Plans of steps on a GPU; None before the first forward there."""
         self._slots = slots_of(pools.config.params)
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
         self._stretches: tuple[StatePlan, tuple[Stretches, ...]] | None = None

@@ -60,5 +60,5 @@ def quantisation_of(path: Path) -> str:
     """
     file = read_gguf(path)
     named = file.metadata.get("general.file_type")
-    of_bytes = next(iter(type_bytes(file)), "")
+    of_bytes = next(iter(type_bytes(file)), "empty")
     return _FILE_TYPES.get(named, of_bytes) if type(named) is int else of_bytes

@@ -118,7 +118,7 @@ def sections_of(form: Form, numbers: Tensor) -> dict[str, Tensor]:
 
 
 class DevicePlan:
-    """The plan of a layer group on the device: one buffer, whose address stays while it is enough.
+    """Plan of a layer group on the device: one buffer, whose address stays while it is enough.
 
     Plans of equal form have their sections at equal places.
     """
