@@ -487,6 +487,10 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
         groups = range(len(self.windows))
         return all(self.n_blocks_after(cache, g, batch, let_go) <= self.n_blocks for g in groups)
 
+    def promised(self):
+        """Tokens [(seq, n)] whose cells nobody else is given."""
+        return []
+
     def can_extend(self, cache, n):
         """What ``can_extend`` promises: for any one sequence."""
         return all(self.has_blocks(cache, [(seq, n)]) for seq in [*self.want, 99])
@@ -636,7 +640,8 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
             return
         before = settled(self.cache)
         needed = [len({p // self.size for p in np.flatnonzero(t >= 0)}) for t in saved.tables]
-        used = [self.n_blocks_after(before, group, []) for group in range(len(self.windows))]
+        promised = self.promised()
+        used = [self.n_blocks_after(before, g, promised) for g in range(len(self.windows))]
         if any(n + u > self.n_blocks for n, u in zip(needed, used, strict=True)):
             self.refused(CacheFullError, self.cache.seq_claim, seq, saved.tables)
             return
@@ -703,12 +708,11 @@ class TreesInBlocksAgainstHistories(TreeCacheAgainstHistories, PagedCacheAgainst
     def end_of(self, seq):
         return super().end_of(seq) + len(self.nodes_of(seq))
 
+    def promised(self):
+        return [(seq, len(tree.frontier())) for seq, tree in self.trees.items()]
+
     def has_blocks(self, cache, batch, let_go=True):
-        promised = [
-            (seq, len(tree.frontier()))
-            for seq, tree in self.trees.items()
-            if seq not in dict(batch)
-        ]
+        promised = [(seq, n) for seq, n in self.promised() if seq not in dict(batch)]
         return super().has_blocks(cache, [*promised, *batch], let_go)
 
     def can_extend(self, cache, n):
