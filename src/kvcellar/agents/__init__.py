@@ -8,6 +8,7 @@ from kvcellar.agents.conversation import Message
 from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.host import ModelHost, check_host, open_host
+from kvcellar.agents.hosting import Hosting
 from kvcellar.agents.infos import AgentInfo, TurnRecord
 from kvcellar.agents.joining import Joined, n_system_of
 from kvcellar.agents.manager import AgentManager
@@ -32,6 +33,7 @@ __all__ = [
     "Capacity",
     "Dropped",
     "Gate",
+    "Hosting",
     "Joined",
     "MemoryPlan",
     "Message",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcellar.cli import options
-from kvcellar.cli.hosting import Hosting
+from kvcellar.cli.hosting import hosting_of, open_shown
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.packaged import NAMES
@@ -57,11 +57,12 @@ def opened_agents(
         mine = [i for i in agents.directory.infos() if (i.agent_id, i.model) == (agent_id, name)]
         return mine[-1].kv_dtype if mine else None
 
-    hosting = Hosting.of(loading or LoadOptions(), memory)
+    hosting = hosting_of(loading or LoadOptions(), memory)
     hosting.kv_dtype_of = kv_dtype_of
     with Store((folder or default_store()).expanduser(), hosting.store) as store:
         models = ModelRegistry(
-            lambda name: hosting.open(name, progress_bar(f"loading {name}")), **hosting.registry
+            lambda name: open_shown(hosting, name, progress_bar(f"loading {name}")),
+            **hosting.registry,
         )
         try:
             agents = AgentManager(store, models, verify=verify)

@@ -15,7 +15,7 @@ import typer
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.groups import CacheOptions
-from kvcellar.cli.hosting import Hosting
+from kvcellar.cli.hosting import hosting_of, open_shown
 from kvcellar.cli.serving import (
     EngineOptions,
     LimitOptions,
@@ -37,7 +37,7 @@ from kvcellar.models.options import DEMO
 from kvcellar.models.packaged import NAMES, PACKAGED, fetch_packaged
 
 if TYPE_CHECKING:
-    from kvcellar.agents import ModelHost
+    from kvcellar.agents import Hosting, ModelHost
     from kvcellar.engine import EngineConfig
     from kvcellar.server.config import ServerConfig
     from kvcellar.server.models import ServedModels
@@ -178,7 +178,7 @@ def _hosting(
             f"one --chat-template is for one model, and {len(paths)} are offered; start a server "
             f"for each"
         )
-    hosting = Hosting.of(
+    hosting = hosting_of(
         replace(loading.options_for(), speculate=speculate), loading.memory, engine
     )
     hosting.share_among(paths)
@@ -204,7 +204,7 @@ def _served(
     from kvcellar.server.models import ServedModels
 
     def load(path: str, progress: ProgressFn) -> ModelHost:
-        opened = hosting.open(path, _told_twice(path, progress))
+        opened = open_shown(hosting, path, _told_twice(path, progress))
         facts = {"weights": opened.weights, "cache": str(opened.capacity)}
         if opened.resumes:
             facts["resumes"] = opened.resumes

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcellar.budget import MemoryBudget, format_size, parse_size, resident_bytes
+from kvcellar.budget import MemoryBudget, format_size, resident_bytes
 from kvcellar.cache import Cache
 from kvcellar.cli.terminal import progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
@@ -16,7 +16,7 @@ from kvcellar.registry import load_backend
 from kvcellar.types import ModelCacheParams
 
 if TYPE_CHECKING:
-    from kvcellar.agents import Capacity, MemoryPlan
+    from kvcellar.agents import Capacity
     from kvcellar.models import LoadedModel, LoadOptions, Runner
 
 
@@ -51,7 +51,9 @@ def bound_model(
             not hold the model.
         BackendError, ModelError: from loading.
     """
-    limit_bytes = _limit_bytes(memory, options.device)
+    from kvcellar.agents.hosting import limit_of
+
+    limit_bytes = limit_of(memory, options.device)
     capacity = 1 if options.capacity is None else options.capacity
     options.config_for(ModelCacheParams(1, 1, 128), "float32", capacity)
     model, chosen, reserve_bytes = _load(options, limit_bytes, n_sequences)
@@ -89,29 +91,6 @@ def _load(
         # Without a limit loading says first what is wrong with a model.
         chosen = chosen or choose_capacity(options, most_sequences=n_sequences)
     return model, chosen, reserve_bytes
-
-
-def _limit_bytes(memory: str | None, device: str | None) -> int | None:
-    """Return the bytes that the whole process may hold; None: any number."""
-    limit_bytes = None if memory is None else parse_size(memory)
-    if limit_bytes is not None and device not in (None, "cpu"):
-        raise ConfigError(
-            f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
-            f"there; leave one of the two out, or give a --capacity"
-        )
-    return limit_bytes
-
-
-def memory_plan(memory: str | None, options: LoadOptions) -> MemoryPlan | None:
-    """Divide ``--memory`` among models and store; None without it. Loads the backend, no model."""
-    limit_bytes = _limit_bytes(memory, options.device)
-    if limit_bytes is None:
-        return None
-    with progress_bar(f"starting {options.backend}"):
-        load_backend(options.backend)
-        from kvcellar.agents import MemoryPlan
-
-        return MemoryPlan.divide(limit_bytes, resident_bytes())
 
 
 def _reserve(options: LoadOptions, limit_bytes: int, capacity: int) -> int:

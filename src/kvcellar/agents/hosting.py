@@ -1,0 +1,127 @@
+"""Models of one process, each loaded within its share of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvcellar.agents.host import ModelHost, check_host, open_host
+from kvcellar.agents.memory import MemoryPlan, planned_context
+from kvcellar.budget import parse_size, resident_bytes
+from kvcellar.engine import EngineConfig
+from kvcellar.errors import ConfigError
+from kvcellar.models import LoadOptions
+from kvcellar.models.options import ProgressFn
+from kvcellar.registry import load_backend
+from kvcellar.store import StoreConfig
+
+
+def limit_of(memory: str | None, device: object) -> int | None:
+    """Return the bytes that the whole process may hold; None: any number.
+
+    Args:
+        memory: a size as a text, such as ``8GB``; None: no limit.
+        device: where the models run, as the backend knows it.
+
+    Raises:
+        ConfigError: it is no size, or K and V are not in main memory.
+    """
+    limit_bytes = None if memory is None else parse_size(memory)
+    if limit_bytes is not None and device not in (None, "cpu"):
+        raise ConfigError(
+            f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
+            f"there; leave one of the two out, or give a --capacity"
+        )
+    return limit_bytes
+
+
+@dataclass(slots=True)
+class Hosting:
+    """Loader of the models of one process.
+
+    Attributes:
+        loading: options of all models.
+        config: policy of their engines.
+        plan: how models and store share the process's memory; None where nothing bounds it.
+        capacities: tokens of the cache, per model that has to share memory with others.
+        kv_dtype_of: how K and V of a model are stored where nobody said it.
+    """
+
+    loading: LoadOptions
+    config: EngineConfig | None = None
+    plan: MemoryPlan | None = None
+    capacities: Mapping[str, int | None] = field(default_factory=dict)
+    kv_dtype_of: Callable[[str], str | None] = lambda _: None
+
+    @classmethod
+    def within(
+        cls, limit_bytes: int | None, loading: LoadOptions, config: EngineConfig | None = None
+    ) -> Hosting:
+        """Divide what the process may hold; its backend is loaded for that, and no model.
+
+        Raises:
+            ConfigError: it is too little for any model.
+            BackendError: there is no such backend.
+        """
+        if limit_bytes is None:
+            return cls(loading, config)
+        load_backend(loading.backend)
+        return cls(loading, config, MemoryPlan.divide(limit_bytes, resident_bytes()))
+
+    def share_among(self, names: Sequence[str]) -> None:
+        """Have several models share the memory so that all of them stay in it, where they can."""
+        if self.plan is not None and self.loading.capacity is None:
+            self.capacities = self.plan.shared_capacities(names, self.loading, self.config)
+
+    def options_of(self, name: str) -> LoadOptions:
+        """Return how one model is loaded, inside of its share of the memory."""
+        options = replace(
+            self.loading,
+            model=name,
+            capacity=self.capacities.get(name, self.loading.capacity),
+            kv_dtype=self.loading.kv_dtype or self.kv_dtype_of(name),
+        )
+        if self.plan is None:
+            return options
+        return replace(options, memory_bytes=self.plan.size_of(options, self.config))
+
+    def size_of(self, name: str) -> int:
+        """Return the bytes that one model may hold, for a process that is bounded."""
+        size_bytes = self.options_of(name).memory_bytes
+        assert size_bytes is not None
+        return size_bytes
+
+    @property
+    def registry(self) -> dict[str, Any]:
+        """The bounds of a ``ModelRegistry``, as it takes them."""
+        if self.plan is None:
+            return {}
+        return {"budget_bytes": self.plan.models_bytes, "size_of": self.size_of}
+
+    @property
+    def store(self) -> StoreConfig:
+        """Settings of the store beside these models."""
+        if self.plan is None:
+            return StoreConfig()
+        return StoreConfig(warm_bytes=self.plan.warm_bytes, queue_bytes=self.plan.queue_bytes)
+
+    def context_of(self, name: str) -> tuple[int, int]:
+        """Return the longest conversation that a model will take and what it was made for."""
+        return planned_context(self.options_of(name), self.config)
+
+    def check(self, name: str) -> None:
+        """Find what would keep a model from being loaded; no weight is read.
+
+        Raises:
+            ModelError, BackendError, ConfigError: as ``open_host``.
+        """
+        check_host(self.options_of(name), self.config)
+
+    def open(self, name: str, progress: ProgressFn | None = None) -> ModelHost:
+        """Load a model and start its engine.
+
+        Raises:
+            ModelError, BackendError, ConfigError, StoreError: as ``open_host``.
+        """
+        return open_host(self.options_of(name), config=self.config, progress=progress)
