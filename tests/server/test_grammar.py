@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvcellar.engine import SamplingParams, SamplingState, sample
 from kvcellar.errors import PromptError
-from kvcellar.server.calls import CALL_BEGIN, CALL_END, CallParser, call_head
+from kvcellar.server.dialects import DIALECTS, AnswerParser
+from kvcellar.server.dialects.parser import CALL_BEGIN, CALL_END, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import Grammars
 from kvcellar.server.loosening import loosened
@@ -275,7 +276,7 @@ def test_a_grammar_knows_thoughts_as_the_parser_does(host):
     assert takes(host, held.begin, begun)
     assert takes(host, held.begin, f"<think>{CALL_BEGIN} never ends")
     assert not takes(host, held.begin, f"</think>{CALL_BEGIN} no call", False)
-    parser = CallParser("c")
+    parser = AnswerParser(DIALECTS["hermes"], "c")
     parser.push(begun)
     assert len(parser.calls) == 1
 

@@ -16,16 +16,32 @@ from kvcellar.engine import TokenEvent
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import ModelError
 from kvcellar.history import History
-from kvcellar.server.calls import CallParser, Part, TextPart, as_message, is_whole, say_calls
 from kvcellar.server.conversations import Seat
-from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Question, Started, TextEvent
+from kvcellar.server.dialects import (
+    AnswerParser,
+    Part,
+    ReasoningPart,
+    TextPart,
+    dialect_of,
+    is_whole,
+)
+from kvcellar.server.dialects.messages import as_message, say_calls
+from kvcellar.server.dialogue import (
+    CallEvent,
+    ChatEvent,
+    Ended,
+    Question,
+    ReasoningEvent,
+    Started,
+    TextEvent,
+)
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import MOST_CALLS, Constraint
 from kvcellar.server.guide import TokenGuide
 from kvcellar.server.service import Service
 from kvcellar.server.streams import Stream
 from kvcellar.server.tools import chosen
-from kvcellar.server.wording import Wording, opens_thought, word
+from kvcellar.server.wording import Wording, opens_reasoning, word
 
 
 async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEvent, None]:
@@ -82,7 +98,7 @@ async def whole(
     ends: dict[int, Ended] = {}
     async with Stream.of(*(answer(service, question) for question in questions)) as events:
         async for number, event in events:
-            if isinstance(event, TextEvent) and event.token is not None:
+            if isinstance(event, TextEvent | ReasoningEvent) and event.token is not None:
                 tokens[number].append(event.token)
             elif isinstance(event, Ended):
                 ends[number] = event
@@ -141,9 +157,11 @@ class _Answer:
         self._seat = seat
         self._reads_calls = bool(chosen(question.tools, question.choice))
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
-        self._is_forced = self._reads_calls and question.choice.mode == "required"
-        self._parser = CallParser(self._call_ids, is_forced=self._is_forced)
-        self._is_in_thought = False
+        self._dialect = dialect_of(host)
+        if question.form is not None:  # which leaves no room for reasoning
+            self._dialect = replace(self._dialect, reasoning=None)
+        self._is_in_reasoning = False
+        self._parser = self._new_parser()
         self._pinned: History | None = History()
         self._start: Started | None = None
         self._guide_troubles: Sequence[str] = ()
@@ -186,8 +204,8 @@ class _Answer:
         service.check_fits(host, prompt)
         wanted = len(prompt) + (self._question.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-        if self._question.form is None:  # a form leaves no room for a thought
-            self._is_in_thought = self._parser.is_in_thought = opens_thought(host, prompt)
+        self._is_in_reasoning = opens_reasoning(host, self._dialect, prompt)
+        self._parser.is_in_reasoning = self._is_in_reasoning
         n_pinned = len(prompt)
         if self._pinned is not None:
             n_pinned = prompt.common_prefix(self._pinned)
@@ -198,18 +216,23 @@ class _Answer:
         """Begin to hold the answer to its grammar, once the prompt is known."""
         held = self._held
         assert held is not None and held.begin is not None and held.begin_in_thought is not None
-        guide = held.begin_in_thought() if self._is_in_thought else held.begin()
+        guide = held.begin_in_thought() if self._is_in_reasoning else held.begin()
         self._guide_troubles = guide.troubles
         return guide
 
     def _kept(self, text: str) -> dict[str, Any]:
         """Make the message that clients will send back for this answer."""
-        again = CallParser(self._call_ids, self._is_in_thought, self._is_forced)
-        if self._reads_calls:
-            again.push(text)
-            again.flush()
-        message = as_message(again.text if self._reads_calls else text, again.calls)
+        again = self._new_parser()
+        again.push(text)
+        again.flush()
+        message = as_message(again.text, again.calls, again.reasoning)
         return message if self._wording.knows_calls else say_calls(message)
+
+    def _new_parser(self) -> AnswerParser:
+        is_forced = self._reads_calls and self._question.choice.mode == "required"
+        return AnswerParser(
+            self._dialect, self._call_ids, self._is_in_reasoning, self._reads_calls, is_forced
+        )
 
     # What it says ------------------------------------------------------------------------------
 
@@ -220,12 +243,13 @@ class _Answer:
         is_first, self._last_s = self._last_s is None, now
         self._n_seen += len(token.text)
         said: list[ChatEvent] = [self._start] if is_first and self._start is not None else []
-        if not self._reads_calls:
-            self._parser.text += token.text
-            return [*said, TextEvent(token.text, token)]
-        if token.logprob is not None:
-            said.append(TextEvent("", token))
-        return [*said, *map(_event_of, self._parser.push(token.text))]
+        is_thought = self._parser.is_in_reasoning
+        events = [_event_of(part) for part in self._parser.push(token.text)]
+        if len(events) == 1 and isinstance(events[0], TextEvent | ReasoningEvent):
+            events[0] = replace(events[0], token=token)
+        elif token.logprob is not None:
+            said.append(ReasoningEvent("", token) if is_thought else TextEvent("", token))
+        return [*said, *events]
 
     async def end(self, event: TurnEnd) -> list[ChatEvent]:
         """Turn the end of the turn into events: what was held back, and the end of the answer.
@@ -239,12 +263,7 @@ class _Answer:
             message = f"no cell was left for an answer: {event.finish.finish.detail}"
             raise ApiError(503, message, "cache_full", retry_after_s=5)
         rest = event.finish.text[self._n_seen :]  # held back for a stop text that never came
-        said: list[ChatEvent] = []
-        if self._reads_calls:
-            said += map(_event_of, (*self._parser.push(rest), *self._parser.flush()))
-        elif rest:
-            self._parser.text += rest
-            said.append(TextEvent(rest))
+        said = [_event_of(part) for part in (*self._parser.push(rest), *self._parser.flush())]
         n_pinned = self._start.pinned_tokens if self._start else 0
         if n_pinned:
             ttl_s = max(pin.ttl_s for pin in self._question.pins)
@@ -263,6 +282,7 @@ class _Answer:
             cause=finish.cause,
             stop_text=finish.stop_text,
             text=self._parser.text,
+            reasoning=self._parser.reasoning,
             calls=tuple(calls),
             usage=replace(event.usage, notes=(*event.usage.notes, *notes)),
             agent_id=event.agent_id,
@@ -277,4 +297,6 @@ class _Answer:
 def _event_of(part: Part) -> ChatEvent:
     if isinstance(part, TextPart):
         return TextEvent(part.text)
+    if isinstance(part, ReasoningPart):
+        return ReasoningEvent(part.text)
     return CallEvent(part.index, part.call, part.text)

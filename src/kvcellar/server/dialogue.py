@@ -9,8 +9,8 @@ from typing import Any
 from kvcellar.agents import AgentUsage
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.generate import GeneratedToken
-from kvcellar.server.calls import Call, is_whole
 from kvcellar.server.conversations import Whose
+from kvcellar.server.dialects import Call, is_whole
 from kvcellar.server.forms import Form
 from kvcellar.server.tools import Toolbox, ToolChoice
 
@@ -80,9 +80,17 @@ class Started:
 class TextEvent:
     """A token, and the text that became certain with it, which may be none.
 
-    Where the answer may have calls, a token has no text and a text no token: what is held back for
-    a call that may begin is another's text. Tokens come at all where log probabilities are wanted.
+    Where the answer may have calls or reasoning, a token may have no text and a text no token: what
+    is held back for a mark that may begin is another's text.
     """
+
+    text: str
+    token: GeneratedToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningEvent:
+    """A token of what the model thinks, and the text that became certain with it, as with text."""
 
     text: str
     token: GeneratedToken | None = None
@@ -105,7 +113,7 @@ class Ended:
         reason: ``stop``, ``length`` or ``tool_calls``; the last where all calls are whole.
         cause: why, as ``engine.generate.Finish`` has it.
         stop_text: the stop text that ended it, if one did.
-        text: all text that is in no call.
+        text: all text that is in no call and no reasoning.
         calls: all calls.
         usage: what it took.
         agent_id: whose turn it was.
@@ -115,6 +123,7 @@ class Ended:
         notice: as in :class:`Started`.
         added: messages of the agent's history that were read behind the system messages of the
             request, which did not have them.
+        reasoning: all that the model thought, without the marks around it.
     """
 
     reason: str
@@ -129,6 +138,7 @@ class Ended:
     pinned_tokens: int = 0
     notice: str | None = None
     added: Sequence[Mapping[str, Any]] = ()
+    reasoning: str = ""
 
     @property
     def is_inside_call(self) -> bool:
@@ -136,4 +146,4 @@ class Ended:
         return bool(self.calls) and not is_whole(self.calls[-1])
 
 
-ChatEvent = Started | TextEvent | CallEvent | Ended
+ChatEvent = Started | TextEvent | ReasoningEvent | CallEvent | Ended

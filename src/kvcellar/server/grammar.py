@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.hf import from_tokenizer
 
 from kvcellar.agents import ModelHost
-from kvcellar.server.calls import CALL_BEGIN, CALL_END, THOUGHT_BEGIN, THOUGHT_END, call_head
+from kvcellar.server.dialects.parser import CALL_BEGIN, CALL_END, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
 from kvcellar.server.guide import GuideFn, TokenGuide, one_line
@@ -36,6 +36,9 @@ from kvcellar.server.loosening import ANYTHING
 
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""
+
+THOUGHT_BEGIN = "<think>"
+THOUGHT_END = "</think>"
 
 MOST_CALLS = 8
 """In one answer that has to call."""

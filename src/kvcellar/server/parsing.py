@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from kvcellar.engine import DEFAULTABLE, SamplingParams
-from kvcellar.server.calls import read_arguments
 from kvcellar.server.conversations import Whose
+from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import ChatMessage, NamedTool, SamplingFields, ToolCall
 from kvcellar.server.tools import ToolChoice, told

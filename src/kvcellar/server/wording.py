@@ -9,7 +9,8 @@ from typing import Any
 from kvcellar.agents import ModelHost, Turn, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.history import History
-from kvcellar.server.calls import THOUGHT_BEGIN, THOUGHT_END, say_calls, say_tools, without_tools
+from kvcellar.server.dialects import Dialect
+from kvcellar.server.dialects.messages import say_calls, say_tools, without_tools
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service
 
@@ -80,11 +81,13 @@ def knows_calls(host: ModelHost) -> bool:
     return "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
 
 
-def opens_thought(host: ModelHost, prompt: History) -> bool:
-    """Return true if a prompt ends with the mark of a thought, whose end comes as text."""
+def opens_reasoning(host: ModelHost, dialect: Dialect, prompt: History) -> bool:
+    """Return true if a prompt ends with the mark of reasoning, whose end comes as text."""
     assert host.tokenizer is not None
-    end = host.tokenizer.decode(prompt[-16:].tolist(), skip_special_tokens=False)
-    if not end.rstrip().endswith(THOUGHT_BEGIN):
+    if dialect.reasoning is None:
         return False
-    mark = host.tokenizer.encode(THOUGHT_END, add_special_tokens=False)
-    return THOUGHT_END in host.tokenizer.decode(mark, skip_special_tokens=True)
+    end = host.tokenizer.decode(prompt[-16:].tolist(), skip_special_tokens=False)
+    if not end.rstrip().endswith(dialect.reasoning.begin):
+        return False
+    mark = host.tokenizer.encode(dialect.reasoning.end, add_special_tokens=False)
+    return dialect.reasoning.end in host.tokenizer.decode(mark, skip_special_tokens=True)

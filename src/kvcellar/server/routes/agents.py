@@ -20,7 +20,7 @@ from kvcellar.agents import Dropped, Turn, TurnEnd, checked_id
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import StoreError
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.calls import without_tools
+from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.errors import ApiError
 from kvcellar.server.parsing import sampling_of
 from kvcellar.server.replies import Frames, frame, sse

@@ -20,6 +20,7 @@ from kvcellar.server.dialogue import (
     Ended,
     PinWish,
     Question,
+    ReasoningEvent,
     Started,
     TextEvent,
 )
@@ -271,6 +272,8 @@ def _stop_reason(end: Ended) -> str:
 
 def _content(end: Ended) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
+    if end.reasoning:
+        blocks.append({"type": "thinking", "thinking": end.reasoning, "signature": ""})
     if end.text or not end.calls:
         blocks.append({"type": "text", "text": end.text, "citations": None})
     for call in end.calls:
@@ -300,13 +303,15 @@ class MessageFrames(AnswerFrames):
         self._body = body
         self._message_id = message_id
         self._index = -1
-        self._call: int | None = None
-        """The call that the open block is of; None where it is of text."""
+        self._open: str | int = ""
+        """The open block: ``text``, ``thinking``, or the number of a call."""
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event."""
         if isinstance(item, TextEvent):
-            return self._text(item.text) if item.text else b""
+            return self._text("text", item.text) if item.text else b""
+        if isinstance(item, ReasoningEvent):
+            return self._text("thinking", item.text) if item.text else b""
         if isinstance(item, CallEvent):
             return self._called(item)
         return self._start(item) if isinstance(item, Started) else self._end(item)
@@ -327,15 +332,16 @@ class MessageFrames(AnswerFrames):
             message["kvcellar"] = agent_facts(event)
         return _said("message_start", message=message)
 
-    def _text(self, text: str) -> bytes:
+    def _text(self, kind: str, text: str) -> bytes:
         begun = b""
-        if self._index < 0 or self._call is not None:
-            begun = self._begin({"type": "text", "text": ""}, None)
-        return begun + self._delta({"type": "text_delta", "text": text})
+        if self._open != kind:
+            more = {"signature": ""} if kind == "thinking" else {}
+            begun = self._begin({"type": kind, kind: "", **more}, kind)
+        return begun + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _called(self, event: CallEvent) -> bytes:
         begun, call = b"", event.call
-        if event.index != self._call:
+        if event.index != self._open:
             block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
             begun = self._begin(block, event.index)
         if not event.text:
@@ -350,10 +356,10 @@ class MessageFrames(AnswerFrames):
         delta = _said("message_delta", delta=ending, usage=usage, kvcellar=extra)
         return self._close() + delta + _said("message_stop")
 
-    def _begin(self, block: dict[str, Any], call: int | None) -> bytes:
+    def _begin(self, block: dict[str, Any], what: str | int) -> bytes:
         """Begin a block, behind the one that is open, if one is."""
         closed = self._close()
-        self._index, self._call = self._index + 1, call
+        self._index, self._open = self._index + 1, what
         return closed + _said("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:

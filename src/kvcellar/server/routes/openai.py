@@ -13,7 +13,15 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import answer, whole
-from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Question, Started, TextEvent
+from kvcellar.server.dialogue import (
+    CallEvent,
+    ChatEvent,
+    Ended,
+    Question,
+    ReasoningEvent,
+    Started,
+    TextEvent,
+)
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import form_of
 from kvcellar.server.logprobs import ChatLogprobs
@@ -163,6 +171,8 @@ def _tools(body: ChatRequest) -> Toolbox:
 
 def _message(end: Ended) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": end.text, "refusal": None}
+    if end.reasoning:
+        message["reasoning_content"] = end.reasoning
     if end.calls:
         message["content"] = end.text or None
         message["tool_calls"] = [
@@ -223,7 +233,7 @@ class ChatFrames(AnswerFrames):
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event of a choice."""
-        if isinstance(item, TextEvent):
+        if isinstance(item, TextEvent | ReasoningEvent):
             return self._text(number, item)
         if isinstance(item, Started):
             said = {} if item.notice is None else {"kvcellar": agent_facts(item)}
@@ -244,7 +254,7 @@ class ChatFrames(AnswerFrames):
         value = {**self._head, "choices": [], "usage": usage, "kvcellar": extra}
         return frame(value) + frame("[DONE]")
 
-    def _text(self, number: int, event: TextEvent) -> bytes:
+    def _text(self, number: int, event: TextEvent | ReasoningEvent) -> bytes:
         logprobs = None
         if event.token is not None and event.token.logprob is not None:
             if number not in self._logprobs:
@@ -254,7 +264,8 @@ class ChatFrames(AnswerFrames):
             logprobs = self._logprobs[number].of([event.token])
         if not event.text and logprobs is None:
             return b""
-        return self._chunk(number, {"content": event.text}, logprobs=logprobs)
+        key = "content" if isinstance(event, TextEvent) else "reasoning_content"
+        return self._chunk(number, {key: event.text}, logprobs=logprobs)
 
     def _chunk(
         self, number: int, delta: dict[str, Any], said: Mapping[str, Any] | None = None, **of: Any

@@ -8,7 +8,8 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.errors import StoreError
-from kvcellar.server.calls import Call, without_tools
+from kvcellar.server.dialects import Call
+from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.dialogue import Ended
 from kvcellar.server.schemas.openai import NamedTool
 from kvcellar.server.schemas.responses import ResponseRequest

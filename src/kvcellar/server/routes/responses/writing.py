@@ -6,8 +6,15 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.server.calls import is_whole
-from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Started, TextEvent
+from kvcellar.server.dialects import is_whole
+from kvcellar.server.dialogue import (
+    CallEvent,
+    ChatEvent,
+    Ended,
+    ReasoningEvent,
+    Started,
+    TextEvent,
+)
 from kvcellar.server.errors import as_api_error
 from kvcellar.server.replies import frame
 from kvcellar.server.routes.responses.value import (
@@ -41,6 +48,8 @@ class ResponseFrames(AnswerFrames):
             return self._text(item.text) if item.text else b""
         if isinstance(item, CallEvent):
             return self._called(item)
+        if isinstance(item, ReasoningEvent):
+            return b""
         return self._start(item) if isinstance(item, Started) else await self._end(item)
 
     def failed(self, error: Exception) -> bytes:

@@ -1,4 +1,4 @@
-"""Calls of tools inside an answer's text: how they are written, and how they are read as they come.
+"""Reads an answer as it comes: its reasoning, its text, and its calls of tools.
 
 The way is that of Hermes and Qwen: ``<tool_call>`` around one JSON object with name and arguments.
 """
@@ -7,27 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from kvcellar.errors import PromptError
-from kvcellar.valid import read_json, valid_json
+from kvcellar.server.dialects.dialect import Dialect
+from kvcellar.server.dialects.parts import Call, CallPart, Part, ReasoningPart, TextPart
 
 CALL_BEGIN = "<tool_call>"
 CALL_END = "\n</tool_call>"
 
-THOUGHT_BEGIN = "<think>"
-THOUGHT_END = "</think>"
-
 _END = CALL_END.strip()
 _BRACE = re.compile(r"\A\s*\}?\s*")
 """What closes the object around the arguments."""
-_TOOLS_HEAD = "You can call these functions:"
-_TOOLS_TAIL = (
-    "To call one, write its name and arguments as JSON, and nothing behind it:\n"
-    f'{CALL_BEGIN}\n{{"name": "...", "arguments": {{...}}}}{CALL_END}'
-)
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -39,67 +30,44 @@ def call_head(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Call:
-    """One call.
-
-    Attributes:
-        call_id: what the result will refer to.
-        name: of the tool.
-        arguments: JSON, as the model wrote it.
-    """
-
-    call_id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """A piece of text that is in no call."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """A piece of a call's arguments; the first piece of a call is empty."""
-
-    index: int
-    call: Call
-    text: str
-
-
-Part = TextPart | CallPart
-
-
-@dataclass(slots=True)
-class CallParser:
-    """Reads an answer piece by piece: text, and calls. However it is cut, it means the same.
+class AnswerParser:
+    """Reads an answer piece by piece: parts of it. However it is cut, it means the same.
 
     What may be the beginning of a call is held back; what turns out to be none comes as text.
     Spaces and line ends with nothing but calls and the answer's ends around them are no text; nor
-    is a line end right before a call, since templates write one there themselves. A call inside
-    ``<think>`` and ``</think>`` is a thought, which is text.
+    is a line end right before a call, since templates write one there themselves. Reasoning comes
+    without the marks and spaces around it, and a call inside of it is none; line ends behind it are
+    no text.
 
     Attributes:
+        dialect: that the answer is in.
         call_ids: how the ids of the calls begin.
-        is_in_thought: whether what comes next is inside ``<think>``; true at the beginning where
-            the prompt ends with the mark.
+        is_in_reasoning: whether what comes next is reasoning; true at the beginning where the
+            prompt ends with the mark.
+        reads_calls: whether calls are looked for; else they are text.
         is_forced: whether there is nothing but calls: the beginning of one that was cut is no text.
-        text: all text so far that is in no call.
+        text: all text so far that is in no call and no reasoning.
+        reasoning: all reasoning so far.
         calls: all calls so far.
     """
 
+    dialect: Dialect
     call_ids: str
-    is_in_thought: bool = False
+    is_in_reasoning: bool = False
+    reads_calls: bool = True
     is_forced: bool = False
     text: str = ""
+    reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     _held: str = ""
     _spaces: str = ""
     """Spaces behind a call, or at the beginning, that are text where text follows."""
     _has_said: bool = False
-    """Whether there was text since the last call."""
+    """Whether there was text since the last call or reasoning."""
+    _is_behind_reasoning: bool = False
+    """Whether nothing but spaces came since reasoning, whose line ends are no text."""
+    _has_thought: bool = False
+    """Whether there was more than spaces since reasoning began."""
     _state: str = "text"
     _depth: int = 0
     _is_in_string: bool = False
@@ -118,7 +86,10 @@ class CallParser:
         parts: list[Part] = []
         if self.is_forced:
             self._drop_begun()
-        if self._state == "text":
+        if self.is_in_reasoning:
+            self._think(self._held, parts)
+            self._spaces = ""
+        elif self._state == "text":
             self._say(self._held, parts)
         elif self._state == "head":
             self._take_whole(self._held, "", parts)
@@ -126,7 +97,7 @@ class CallParser:
             rest = self._held[: len(self._held) - _overlap(self._held, _END)]
             self._say(_BRACE.sub("", rest, count=1), parts)
         self._held, self._state = "", "text"
-        if self._spaces and not self.calls:
+        if self._spaces and not (self.calls or self._is_behind_reasoning):
             self.text += self._spaces
             parts.append(TextPart(self._spaces))
         self._spaces = ""
@@ -146,21 +117,40 @@ class CallParser:
         )(parts)
 
     def _in_text(self, parts: list[Part]) -> bool:
-        marks = (THOUGHT_END,) if self.is_in_thought else (CALL_BEGIN, THOUGHT_BEGIN)
+        if self.is_in_reasoning:
+            return self._in_reasoning(parts)
+        marks = [CALL_BEGIN] if self.reads_calls else []
+        begin = self.dialect.reasoning.begin if self.dialect.reasoning else None
+        if begin and not (self.text or self._has_said):
+            marks.append(begin)
         at, mark = _first(self._held, marks)
-        if mark is None:
-            held_back = marks if self.is_in_thought else (*marks, f"\n{CALL_BEGIN}")
-            n = len(self._held) - max(_overlap(self._held, mark) for mark in held_back)
+        if mark is None or (mark == begin and self._held[:at].strip()):
+            held_back = [*marks, f"\n{CALL_BEGIN}"] if self.reads_calls else marks
+            n_held = max((_overlap(self._held, mark) for mark in held_back), default=0)
+            n = len(self._held) - n_held if mark is None else at + len(mark)
             sure, self._held = self._held[:n], self._held[n:]
             self._say(sure, parts)
-            return False
+            return mark is not None
         if mark == CALL_BEGIN:
             self._say(self._held[:at].removesuffix("\n"), parts)
             self._state = "head"
         else:
-            self._say(self._held[: at + len(mark)], parts)
-            self.is_in_thought = mark == THOUGHT_BEGIN
+            self.is_in_reasoning, self._spaces = True, ""
         self._held = self._held[at + len(mark) :]
+        return True
+
+    def _in_reasoning(self, parts: list[Part]) -> bool:
+        assert self.dialect.reasoning is not None
+        end = self.dialect.reasoning.end
+        at = self._held.find(end)
+        n = at if at >= 0 else len(self._held) - _overlap(self._held, end)
+        self._think(self._held[:n], parts)
+        self._held = self._held[n:]
+        if at < 0:
+            return False
+        self._held = self._held[len(end) :]
+        self.is_in_reasoning = self._has_thought = self._has_said = False
+        self._spaces, self._is_behind_reasoning = "", True
         return True
 
     def _in_head(self, parts: list[Part]) -> bool:
@@ -232,96 +222,28 @@ class CallParser:
             self.calls[-1].arguments += text
             parts.append(CallPart(len(self.calls) - 1, self.calls[-1], text))
 
+    def _think(self, text: str, parts: list[Part]) -> None:
+        """Take reasoning without the spaces around it."""
+        text = self._spaces + text
+        text = text if self._has_thought else text.lstrip()
+        sure = text.rstrip()
+        self._spaces = text[len(sure) :]
+        if sure:
+            self._has_thought = True
+            self.reasoning += sure
+            parts.append(ReasoningPart(sure))
+
     def _say(self, text: str, parts: list[Part]) -> None:
         if not self._has_said:
             text = self._spaces + text
             if not text.strip():
                 self._spaces = text
                 return
-            self._spaces, self._has_said = "", True
+            text = text.lstrip("\n") if self._is_behind_reasoning else text
+            self._spaces, self._has_said, self._is_behind_reasoning = "", True, False
         if text:
             self.text += text
             parts.append(TextPart(text))
-
-
-def is_whole(call: Call) -> bool:
-    """Return whether a call's arguments are JSON to their end; else the answer ended inside it."""
-    try:
-        json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """Make an answer the message that a client sends back, with arguments as objects."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": read_arguments(call.arguments)},
-            }
-            for call in calls
-        ]
-    return message
-
-
-def read_arguments(text: str) -> Any:
-    """Arguments as templates want them: an object where the text is one."""
-    try:
-        return valid_json(read_json(text))
-    except (ValueError, RecursionError, PromptError):
-        return text
-
-
-def say_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a message for a template that knows no calls: they become text, always the same way."""
-    if not message.get("tool_calls"):
-        return {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
-    parts = [message["content"]] if message.get("content") else []
-    for call in message["tool_calls"]:
-        inside = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        parts.append(f"{CALL_BEGIN}\n{json.dumps(inside, ensure_ascii=False)}{CALL_END}")
-    return {"role": message["role"], "content": "\n".join(parts)}
-
-
-def say_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Write a conversation for a template that knows no tools: a system message ends with them."""
-    listed = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    said = "\n".join([_TOOLS_HEAD, *listed, _TOOLS_TAIL])
-    first = dict(messages[0]) if messages else {}
-    if first.get("role") == "system":
-        before = _without_tools(str(first["content"]))  # said once is enough
-        first["content"] = f"{before}\n\n{said}" if before else said
-        return [first, *map(dict, messages[1:])]
-    return [{"role": "system", "content": said}, *map(dict, messages)]
-
-
-def without_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation as it was before ``say_tools``: without what nobody said in it."""
-    found = [dict(message) for message in messages]
-    if found and found[0].get("role") == "system":
-        content = str(found[0].get("content"))
-        before = _without_tools(content)
-        if before != content:
-            found[0]["content"] = before
-            if not before:
-                del found[0]
-    return found
-
-
-def _without_tools(text: str) -> str:
-    """Return a system message without the end that ``say_tools`` wrote, if it wrote one."""
-    if not text.endswith(_TOOLS_TAIL):
-        return text
-    before, found, _ = text.rpartition(f"\n\n{_TOOLS_HEAD}\n")
-    if found:
-        return before
-    return "" if text.startswith(_TOOLS_HEAD) else text
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str | None]:

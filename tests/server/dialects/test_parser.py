@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import SamplingParams, SamplingState, sample
-from kvcellar.server.calls import (
-    CALL_BEGIN,
-    CALL_END,
-    CallParser,
+from kvcellar.server.dialects import (
+    DIALECTS,
+    AnswerParser,
     CallPart,
+    ReasoningPart,
     TextPart,
-    as_message,
-    call_head,
-    say_calls,
-    say_tools,
-    without_tools,
+    choose_dialect,
 )
+from kvcellar.server.dialects.messages import as_message, say_calls, say_tools, without_tools
+from kvcellar.server.dialects.parser import CALL_BEGIN, CALL_END, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import Grammars
 
@@ -43,7 +41,7 @@ def written(calls, **how):
 
 
 def read(pieces, is_in_thought=False):
-    parser = CallParser("c", is_in_thought)
+    parser = AnswerParser(DIALECTS["hermes"], "c", is_in_thought)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
     return parser, parts
 
@@ -98,10 +96,10 @@ def joined(parts):
     """What clients make of the parts, in order: texts, and calls with their arguments."""
     made = []
     for part in parts:
-        kind = "text" if isinstance(part, TextPart) else part.index
+        kind = part.index if isinstance(part, CallPart) else type(part)
         if made and made[-1][0] == kind:
             made[-1][-1] += part.text
-        elif isinstance(part, TextPart):
+        elif not isinstance(part, CallPart):
             made.append([kind, part.text])
         else:
             assert part.text == ""
@@ -119,6 +117,8 @@ def test_any_cutting_of_any_text_gives_the_same_events(data, text, is_in_thought
     assert parser.calls == again.calls == slowly.calls
     assert parser.text == again.text == slowly.text
     assert parser.text == "".join(part.text for part in parts if isinstance(part, TextPart))
+    thought = "".join(part.text for part in parts if isinstance(part, ReasoningPart))
+    assert thought == parser.reasoning == again.reasoning == slowly.reasoning == thought.strip()
     json.dumps([call.name for call in parser.calls]).encode()
 
 
@@ -138,15 +138,31 @@ def test_spaces_behind_a_call_are_kept_where_text_follows():
     assert parser.text == "".join(part.text for part in parts) == " \n"
 
 
-def test_a_call_inside_a_thought_is_no_call():
+def test_reasoning_is_apart_and_a_call_inside_is_no_call():
     call = f"{call_head('f')}{{}}}}{CALL_END}"
-    thought = f"<think>I could say {call}.</think>\n\n"
-    parser, _ = read(list(f"{thought}{call}"))
-    assert len(parser.calls) == 1 and parser.text == thought.removesuffix("\n")
-    parser, _ = read(list(f"I could say {call}.</think>Or not."), is_in_thought=True)
-    assert not parser.calls and parser.text == f"I could say {call}.</think>Or not."
+    parser, parts = read(list(f"\n<think>\nI could say {call}.\n</think>\n\nSo{call}"))
+    assert len(parser.calls) == 1 and parser.text == "So"
+    assert parser.reasoning == f"I could say {call}."
+    assert isinstance(parts[0], ReasoningPart)
+    parser, _ = read(list(f" I could say {call}.</think>Or not."), is_in_thought=True)
+    assert not parser.calls and (parser.text, parser.reasoning) == (
+        "Or not.",
+        f"I could say {call}.",
+    )
     parser, _ = read(list(f"<think>never ends {call}"))
-    assert not parser.calls
+    assert not parser.calls and parser.reasoning == f"never ends {call}"
+    parser, _ = read(["<think>\n\n</think>\n\n", call])
+    assert (parser.text, parser.reasoning, len(parser.calls)) == ("", "", 1)
+    parser, _ = read(["A tag <think>is text</think> here"])
+    assert (parser.text, parser.reasoning) == ("A tag <think>is text</think> here", "")
+
+
+def test_a_model_without_reasoning_has_no_marks_of_it():
+    parser = AnswerParser(choose_dialect("{{ m.content }}"), "c")
+    parser.push("<think>a</think>b")
+    parser.flush()
+    assert (parser.text, parser.reasoning) == ("<think>a</think>b", "")
+    assert choose_dialect("{{ m.reasoning_content }}").reasoning_key == "reasoning_content"
 
 
 def test_what_stands_between_a_call_that_never_closes_and_the_next_is_not_lost():
@@ -189,7 +205,8 @@ def test_a_call_that_was_cut_short_keeps_what_there_is():
 
 @pytest.mark.parametrize("begun", ["<tool", "<tool_call>", '<tool_call>\n{"na'])
 def test_a_call_that_has_to_come_and_was_cut_before_its_name_is_no_text(begun):
-    forced, free = CallParser("c", is_forced=True), CallParser("c")
+    hermes = DIALECTS["hermes"]
+    forced, free = AnswerParser(hermes, "c", is_forced=True), AnswerParser(hermes, "c")
     for parser in (forced, free):
         parser.push(begun)
         parser.flush()

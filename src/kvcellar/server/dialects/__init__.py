@@ -1,0 +1,24 @@
+"""Dialects of models: how an answer marks its reasoning and its calls of tools, and how it is read.
+
+Start in ``dialect.py``, which says what a dialect is, then ``known.py``, which has all of them.
+"""
+
+from kvcellar.server.dialects.dialect import Dialect, ReasoningMarks
+from kvcellar.server.dialects.known import DIALECTS, choose_dialect, dialect_of
+from kvcellar.server.dialects.parser import AnswerParser
+from kvcellar.server.dialects.parts import Call, CallPart, Part, ReasoningPart, TextPart, is_whole
+
+__all__ = [
+    "DIALECTS",
+    "AnswerParser",
+    "Call",
+    "CallPart",
+    "Dialect",
+    "Part",
+    "ReasoningMarks",
+    "ReasoningPart",
+    "TextPart",
+    "choose_dialect",
+    "dialect_of",
+    "is_whole",
+]
