@@ -66,6 +66,10 @@ class BackendError(KVCellarError):
     """A backend is unknown, or the package that it needs is not installed."""
 
 
+class DeviceMemoryError(KVCellarError, MemoryError):
+    """A forward found no memory on its device. Its step was taken back; what was held still is."""
+
+
 class ModelError(KVCellarError):
     """A checkpoint cannot be loaded: missing, half copied, or of an unknown architecture."""
 

@@ -371,6 +371,11 @@ class Steps:
         step.seen[0] = 0
         return step.plans
 
+    def begun_states(self) -> StatePlan | None:
+        """Return the plan of the recurrent layers in the step that ``plan_all`` has opened."""
+        assert self._open is not None, "plan_all has opened the step"
+        return self._open.states
+
     def wrote_all(self) -> None:
         """Note that every layer has stored its bytes: the open step's tokens count."""
         step = self._open

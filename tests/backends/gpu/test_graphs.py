@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,49 +18,17 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from kvcellar.backends.torch import loading  # noqa: E402
 from kvcellar.backends.torch.gpu import choice, graphs, launch, lists, plans  # noqa: E402
 from kvcellar.backends.torch.gpu.graphs import StepGraphs  # noqa: E402
 from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
 from kvcellar.budget import MemoryBudget  # noqa: E402
 from kvcellar.models import LoadedModel, load_model  # noqa: E402
+from tests.backends.gpu.fake_device import FakeDevice  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.models.hybrid_checkpoints import write_hybrid  # noqa: E402
 from tests.models.players import Player  # noqa: E402
 from tests.models.tiny_checkpoints import make_checkpoint  # noqa: E402
-
-
-class FakeGraph:
-    def __init__(self, device: FakeDevice, call: Callable[[], Any], out: Any) -> None:
-        self.device, self.call, self.out = device, call, out
-
-    def replay(self) -> None:
-        self.device.n_played += 1
-        self.out.copy_(self.call())
-
-
-class FakeDevice:
-    """Records calls; a graph's result has no value before it was played."""
-
-    def __init__(self) -> None:
-        self.n_warm = self.n_captured = self.n_played = self.n_forgotten = 0
-        self.size_bytes = 0
-        self.error: Exception | None = None
-
-    def warm_up(self, call: Callable[[], Any]) -> None:
-        self.n_warm += 1
-        self.seen = call()
-
-    def capture(self, call: Callable[[], Any]) -> tuple[FakeGraph, Any]:
-        if self.error is not None:
-            raise self.error
-        self.n_captured += 1
-        self.size_bytes += 1000
-        out = torch.full_like(self.seen, torch.nan)
-        return FakeGraph(self, call, out), out
-
-    def forget(self) -> None:
-        self.n_forgotten += 1
-        self.size_bytes = 0
 
 
 @pytest.fixture(autouse=True)
@@ -220,14 +188,41 @@ def test_a_forward_that_cannot_be_recorded_is_said_once_and_runs_by_itself(model
         assert "not permitted when stream is capturing" in caplog.text
 
 
-def test_recurrent_layers_run_by_themselves(tmp_path) -> None:
-    write_hybrid("lfm2", tmp_path)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_decode_steps_of_recurrent_layers_are_recorded_too(tmp_path, family, monkeypatch) -> None:
+    monkeypatch.setattr(loading, "hold_mixers", lambda *_: None)  # the CPU kernel's are not a GPU's
+    write_hybrid(family, tmp_path)
     with on_cpu():
         model = load_model(tmp_path)
     with both(model) as pair:
         pair.step(prompt(3))
-        pair.decode(1, 2)
-        assert pair.graphs.is_off and pair.device.n_warm == 0
+        pair.fork(3)
+        for n in (3, 1):
+            pair.decode(n, 3)
+        assert pair.graphs.n_graphs == 2 and pair.device.n_played >= 3
+        pair.step([*prompt(2), (1, 8)])  # two tokens of one sequence are not a decode step
+        n_played = pair.device.n_played
+        pair.decode(3)
+        assert pair.device.n_played == n_played + 1
+
+
+def test_steps_whose_features_are_wanted_have_graphs_of_their_own(model) -> None:
+    with both(model) as pair:
+        for player in (pair.ours, pair.plain):
+            player.runner = model.bind(player.session, feature_layers=(0, 2))
+        runner = pair.ours.runner
+        runner.graphs = StepGraphs(model.network, pair.device, runner._feature_modules)
+        pair.step(prompt(18))
+        for i in range(6):
+            found = []
+            for player in (pair.ours, pair.plain):
+                choice.ON_CPU = player is pair.ours
+                run = player.runner.forward_with_features if i % 2 else player.runner.forward
+                result = run([7 + i], player.cache.begin_step([0]))
+                found.append(result if i % 2 else (result,))
+            for ours, wanted in zip(*found, strict=True):
+                np.testing.assert_allclose(ours, wanted, atol=2e-5)
+        assert pair.device.n_captured == 2 and found[0][1].shape == (1, runner.n_features)
 
 
 def test_graphs_last_used_are_kept(model, monkeypatch) -> None:
@@ -252,7 +247,7 @@ def test_memory_of_graphs_is_reported_and_held_of_the_budget(model) -> None:
         budget, cache = pair.ours.cache.config.budget, pair.ours.cache
         held, reported = budget.held_bytes, cache.usage().size_bytes
         pair.decode(1)
-        n_bytes = 1000 + 4 * graphs.LEAST_BUFFER
+        n_bytes = 1000 + 10 + 4 * graphs.LEAST_BUFFER
         assert budget.held_bytes == held + n_bytes
         assert cache.usage().size_bytes == reported + n_bytes
         pair.graphs.clear()

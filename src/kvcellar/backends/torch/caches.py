@@ -17,7 +17,7 @@ from kvcellar.backends.torch.codecs import rotate, rotate_queries
 from kvcellar.backends.torch.exact import ExactPool, LayerPool
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.port import TorchPools
-from kvcellar.backends.torch.state_pools import StateArrays, Stretches, stretches_of
+from kvcellar.backends.torch.state_pools import StateArrays, StateKeeper, Stretches, stretches_of
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ShapeError
@@ -81,7 +81,7 @@ class Prepared:
     """The step's writes and reads on a GPU, as Triton's kernels take them."""
 
 
-class TorchCache(RowMoves):
+class TorchCache(RowMoves, StateKeeper):
     """Cache of tensors, without a kind of bookkeeping: writes, reads and attention.
 
     A cache is this and a face of the bookkeeping, whose steps say what to write and read.
@@ -159,27 +159,27 @@ class TorchCache(RowMoves):
     def begin_states(
         self, layer: int, n_tokens: int, position: Tensor | None, device: torch.device
     ) -> list[Tensor]:
-        """Let a recurrent layer have its turn in a forward, whose plan is then in ``stretches``.
-
-        Args:
-            layer: its number among the recurrent layers.
-            n_tokens: of the flat batch.
-            position: one per token; None where they are known.
-            device: of the layer's states.
-
-        Returns:
-            Its states ``[n_slots, *shape]``, which hold all slots of the plan. Whoever has written
-            them calls ``steps.wrote_states``.
-
-        Raises:
-            StepError, PositionError: from the steps.
-        """
+        """Let a recurrent layer have its turn; see :class:`StateKeeper`."""
         assert self.pools.states is not None, "the model has recurrent layers"
         positions = self._positions(position) if self.steps.needs_positions() else None
         plan = self.steps.plan_states(layer, n_tokens, positions)
         if self._stretches is None or self._stretches[0] is not plan:
             self._stretches = plan, stretches_of(plan, device)
         return self.pools.states.ensure(layer, plan.n_slots, device)
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if the model has recurrent layers."""
+        return self.pools.states is not None
+
+    def states_of(self, layer: int) -> list[Tensor]:
+        """Return the states of a layer that has had its turn; see :class:`StateKeeper`."""
+        assert self.pools.states is not None, "the model has recurrent layers"
+        return self.pools.states.of_layer[layer]
+
+    def wrote_states(self, layer: int) -> None:
+        """Note that a recurrent layer's states are stored."""
+        self.steps.wrote_states(layer)
 
     @property
     def stretches(self) -> tuple[Stretches, ...]:

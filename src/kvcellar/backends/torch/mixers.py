@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.positions import current_positions
-from kvcellar.backends.torch.state_pools import Stretches
+from kvcellar.backends.torch.state_pools import StateKeeper, Stretches
 from kvcellar.errors import ModelError
 from kvcellar.models.facts import ModelFacts, StateFacts
 from kvcellar.registry import active_cache
@@ -105,19 +104,19 @@ class Mixer:
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Run the module on a flat batch ``[1, T, ...]``, or as it is where no cache is ours."""
         cache = active_cache()
-        if not isinstance(cache, TorchCache) or cache.pools.states is None:
+        if not isinstance(cache, StateKeeper) or not cache.keeps_states:
             return self._run(given, named)
         named = self.named(given, named)
         hidden = next(value for value in named.values() if isinstance(value, Tensor))
         n_tokens = hidden.shape[1]
         if self._is_first:
             begin_states(cache, self.number, hidden)
-        states = cache.pools.states.of_layer[self.number]
+        states = cache.states_of(self.number)
         joined = _Joined(n_tokens)
         for stretches in self._calls(cache.stretches):
             joined.add(stretches, self.advance(stretches, states, named, hidden))
         if self._is_last:
-            cache.steps.wrote_states(self.number)
+            cache.wrote_states(self.number)
         return joined.result
 
     def named(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +161,7 @@ class Mixer:
         return type(self.module).forward(self.module, *given, **named)
 
 
-def begin_states(cache: TorchCache, layer: int, hidden: Tensor) -> list[Tensor]:
+def begin_states(cache: StateKeeper, layer: int, hidden: Tensor) -> list[Tensor]:
     """Let a recurrent layer have its turn in the forward that this thread runs.
 
     Args:
@@ -171,7 +170,7 @@ def begin_states(cache: TorchCache, layer: int, hidden: Tensor) -> list[Tensor]:
         hidden: ``[1, T, ...]``, the flat batch.
 
     Returns:
-        Its states ``[n_slots, *shape]``; whoever has written them calls ``steps.wrote_states``.
+        Its states ``[n_slots, *shape]``; whoever has written them calls ``wrote_states``.
     """
     said = current_positions()
     at = None if said is None else said[0]

@@ -42,6 +42,10 @@ class PoolSide:
 
     def grow(self, n_cells: int, device: torch.device) -> None:
         """Allocate ``n_cells`` and keep what is there."""
+        self.parts, self.n_cells = self.grown(n_cells, device), n_cells
+
+    def grown(self, n_cells: int, device: torch.device) -> Parts:
+        """Return parts of ``n_cells`` with a copy of what is there; nothing is changed."""
         with torch.inference_mode(False):  # pools outlive any inference_mode block
             grown = []
             for old in self.parts:
@@ -49,7 +53,7 @@ class PoolSide:
                 new = memory.empty(shape, old.dtype, device)
                 new[:, :, : self.n_cells] = old
                 grown.append(new)
-        self.parts, self.n_cells = tuple(grown), n_cells
+        return tuple(grown)
 
     def write_run(self, start: int, rows: Tensor) -> None:
         """Store rows ``[1, n_kv_heads, T, dim]`` in cells ``[start, start + T)``."""
@@ -171,18 +175,20 @@ class Pool:
         return self.k.size_bytes + self.v.size_bytes
 
     def ensure(self, n_cells: int, device: torch.device) -> None:
-        """Hold at least ``n_cells``: doubles from ``min_chunk``, never past ``capacity``."""
+        """Hold at least ``n_cells``: doubles from ``min_chunk``, never past ``capacity``.
+
+        Whatever it raises, the pool is as it was.
+        """
         have = self.k.n_cells
         if n_cells > have:
             size = grown_size(n_cells, have, self._config.pool_chunk, self._config.capacity)
             if self.is_joined:
                 with torch.inference_mode(False):  # pools outlive any inference_mode block
                     parts = grown_jointly(self.k.parts, self.v.parts, 2, size, device)
-                self.k.parts, self.v.parts = parts
-                self.k.n_cells = self.v.n_cells = size
             else:
-                self.k.grow(size, device)
-                self.v.grow(size, device)
+                parts = self.k.grown(size, device), self.v.grown(size, device)
+            self.k.parts, self.v.parts = parts  # both, or where memory has run out neither
+            self.k.n_cells = self.v.n_cells = size
             self._for_kernel = None
 
     def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:

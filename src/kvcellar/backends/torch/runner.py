@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +11,29 @@ import torch
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
+from kvcellar.backends.torch.inputs import inputs_of, modules_given
 from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.shortage import within_memory
 from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.gpu.graphs import StepGraphs
+
+
+class Computed(NamedTuple):
+    """Results of a forward, of which the first two are still on the device.
+
+    Attributes:
+        logits: ``[R, vocab_size]``.
+        likeliest: each row's likeliest token and its logit, where a graph has found them.
+        features: ``[T, n_features]``, or of no numbers.
+    """
+
+    logits: torch.Tensor
+    likeliest: torch.Tensor | None
+    features: FloatArray
 
 
 class TorchRunner(BoundRunner):
@@ -54,7 +68,7 @@ class TorchRunner(BoundRunner):
         self._decoder = decoder
         self._rope_length = rope_length
         self._device: torch.device = model.device
-        self.graphs = _graphs_of(model)
+        self.graphs = _graphs_of(model, self._feature_modules)
         """Small forwards on a card as graphs; None: all are the modules' own."""
 
     def _run(
@@ -66,19 +80,35 @@ class TorchRunner(BoundRunner):
             whole = self._decoder.forward(cache, ids, at, last, layers, self._rope_length)
             if whole is not None:
                 return whole
-        logits, features = self._by_modules(cache, ids, at, rows, has_features=has_features)
-        return logits.float().cpu().numpy(), features
+        computed = self._by_modules(cache, ids, at, rows, has_features=has_features)
+        return computed.logits.float().cpu().numpy(), computed.features
 
     def _by_modules(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
-    ) -> tuple[torch.Tensor, FloatArray]:
-        """Run the tokens as transformers does, or by a graph; the logits stay on the device."""
+    ) -> Computed:
+        """Run the tokens as transformers does, or by a graph; the logits stay on the device.
+
+        Raises:
+            DeviceMemoryError: it has no memory for them.
+        """
+        graphs = self.graphs
+        return within_memory(
+            lambda: self._tried(cache, ids, at, rows, has_features=has_features),
+            self._device,
+            lambda: None if graphs is None else graphs.clear(),
+        )
+
+    def _tried(
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> Computed:
         modules = self._feature_modules if has_features else []
         with use_cache(cache), torch.inference_mode():
-            if self.graphs is not None and not has_features:
-                logits = self.graphs.run(cache, ids, at, rows, self._rope_length)
-                if logits is not None:
-                    return logits, np.empty((len(ids), 0), np.float32)
+            if self.graphs is not None:
+                length, wanted = self._rope_length, bool(modules)
+                played = self.graphs.run(cache, ids, at, rows, length, has_features=wanted)
+                if played is not None:
+                    features = played.features.cpu().numpy() if wanted else _none_of(ids)
+                    return Computed(played.logits, played.likeliest, features)
             return self._by_network(ids, at, rows, modules)
 
     def _by_network(
@@ -87,7 +117,7 @@ class TorchRunner(BoundRunner):
         positions: IntArray,
         rows: IntArray | None,
         modules: Sequence[Any],
-    ) -> tuple[torch.Tensor, FloatArray]:
+    ) -> Computed:
         """Run the tokens as transformers does; features are what these modules are given."""
         # By index: told how many, Gemma 4 leaves tokens out of the layers that share K and V.
         keep = self._tensor(np.array([len(ids) - 1], np.int64) if rows is None else rows)
@@ -101,7 +131,7 @@ class TorchRunner(BoundRunner):
             ).logits[0]
             features = [hidden[0].float().cpu() for hidden in seen]
         joined = torch.cat(features, dim=-1) if features else torch.empty(len(ids), 0)
-        return logits, joined.numpy()
+        return Computed(logits, None, joined.numpy())
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -119,47 +149,24 @@ class SamplingTorchRunner(TorchRunner):
         has_features: bool = False,
     ) -> tuple[DeviceLogits, FloatArray]:
         """See :meth:`kvcellar.models.kept_logits.SamplingRunner.forward_kept`."""
-        run = self._by_modules
-        logits, features = self._forward(run, token_ids, positions, rows, has_features=has_features)
-        return DeviceLogits(logits), features
+        run, given = self._run_kept, (token_ids, positions, rows)
+        return self._forward(run, *given, has_features=has_features)
+
+    def _run_kept(
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> tuple[DeviceLogits, FloatArray]:
+        computed = self._by_modules(cache, ids, at, rows, has_features=has_features)
+        return DeviceLogits(computed.logits, computed.likeliest), computed.features
 
 
-def _graphs_of(model: Any) -> StepGraphs | None:
+def _none_of(ids: IntArray) -> FloatArray:
+    """Return the features of tokens of which none are wanted."""
+    return np.empty((len(ids), 0), np.float32)
+
+
+def _graphs_of(model: Any, modules: Sequence[Any]) -> StepGraphs | None:
     if not choice.has_graphs(model.device):
         return None
     from kvcellar.backends.torch.gpu.graphs import graphs_for  # it imports Triton
 
-    return graphs_for(model)
-
-
-def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:
-    """Return, for each layer, the module of a transformers model that is given its input.
-
-    Behind the last layer that is the last norm.
-    """
-    if not layers:
-        return []
-    modules = [*model.model.layers, model.model.norm]
-    return [modules[layer] for layer in layers]
-
-
-@contextmanager
-def inputs_of(modules: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that gets the first argument of each module's next call, in their order.
-
-    Calls of this thread alone: others may run the same modules at the same time. Nothing stays
-    behind.
-    """
-    mine = threading.get_ident()
-    seen: list[torch.Tensor] = []
-
-    def see(module: Any, given: tuple[torch.Tensor, ...]) -> None:
-        if threading.get_ident() == mine:
-            seen.append(given[0])
-
-    hooks = [module.register_forward_pre_hook(see) for module in modules]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return graphs_for(model, modules)

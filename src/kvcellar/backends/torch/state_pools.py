@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -134,7 +136,73 @@ class Stretches:
         states.index_copy_(0, self.dst, given.to(states.dtype))
 
 
-def stretches_of(plan: StatePlan, device: torch.device) -> tuple[Stretches, ...]:
+class StateKeeper(ABC):
+    """The face that a cache has for recurrent layers: their turns, states and slots."""
+
+    @property
+    @abstractmethod
+    def keeps_states(self) -> bool:
+        """True if the model has recurrent layers whose states are here."""
+
+    @abstractmethod
+    def begin_states(
+        self, layer: int, n_tokens: int, position: Tensor | None, device: torch.device
+    ) -> list[Tensor]:
+        """Let a recurrent layer have its turn in a forward, whose plan is then in ``stretches``.
+
+        Args:
+            layer: its number among the recurrent layers.
+            n_tokens: of the flat batch.
+            position: one per token; None where they are known.
+            device: of the layer's states.
+
+        Returns:
+            Its states ``[n_slots, *shape]``, which hold all slots of the plan. Whoever has written
+            them calls ``wrote_states``.
+
+        Raises:
+            StepError, PositionError: from the steps.
+        """
+
+    @abstractmethod
+    def states_of(self, layer: int) -> list[Tensor]:
+        """Return the states ``[n_slots, *shape]`` of a layer that has had its turn."""
+
+    @property
+    @abstractmethod
+    def stretches(self) -> tuple[Stretches, ...]:
+        """Advances of the last forward that has come to a recurrent layer, in tensors."""
+
+    @abstractmethod
+    def wrote_states(self, layer: int) -> None:
+        """Note that a layer's states are stored."""
+
+
+class Together(NamedTuple):
+    """Advances that can run as one call, in integers.
+
+    Attributes:
+        n: how many.
+        n_tokens: of each.
+        tokens: ``[n * n_tokens]``, their tokens in the flat batch, one advance after the other.
+        src: ``[n]`` slots that they go on from; None: they have no past.
+        dst: ``[n]`` slots that they come to.
+    """
+
+    n: int
+    n_tokens: int
+    tokens: IntArray
+    src: IntArray | None
+    dst: IntArray
+
+    @property
+    def is_run(self) -> bool:
+        """True if the tokens are consecutive."""
+        first = int(self.tokens[0])
+        return bool((self.tokens == np.arange(first, first + len(self.tokens))).all())
+
+
+def together(plan: StatePlan) -> list[Together]:
     """Return a plan's advances in groups that can run as one call each, in an order that works.
 
     Advances of one group have as many tokens each, all of them a past or none, and none goes on
@@ -147,22 +215,30 @@ def stretches_of(plan: StatePlan, device: torch.device) -> tuple[Stretches, ...]
         levels[advance.dst] = level + 1
         key = level, advance.n_tokens, advance.src != NO_SLOT
         groups.setdefault(key, []).append(advance)
+    return [_joined(advances) for _, advances in sorted(groups.items(), key=lambda g: g[0])]
+
+
+def _joined(advances: Sequence[Advance]) -> Together:
+    """Put advances of one length in arrays."""
+    starts, lengths, src, dst = np.array(advances, np.int64).T
+    n_tokens = int(lengths[0])
+    tokens = (starts[:, None] + np.arange(n_tokens)).reshape(-1)
+    return Together(len(advances), n_tokens, tokens, None if src[0] == NO_SLOT else src, dst)
+
+
+def stretches_of(plan: StatePlan, device: torch.device) -> tuple[Stretches, ...]:
+    """Return what ``together`` finds in tensors on a device."""
     with torch.inference_mode(False):
-        return tuple(
-            _joined(advances, device) for _, advances in sorted(groups.items(), key=lambda g: g[0])
-        )
+        return tuple(_on_device(one, device) for one in together(plan))
 
 
-def _joined(advances: Sequence[Advance], device: torch.device) -> Stretches:
-    """Put advances of one length in tensors."""
-    n, n_tokens = len(advances), advances[0].n_tokens
-    at = np.array([advance.q_start for advance in advances])[:, None] + np.arange(n_tokens)
-    flat = at.reshape(-1)
-    tokens: Tensor | slice = torch.from_numpy(flat).to(device)
-    if flat[-1] - flat[0] == len(flat) - 1 and bool((np.diff(flat) == 1).all()):
-        tokens = slice(int(flat[0]), int(flat[-1]) + 1)
+def _on_device(one: Together, device: torch.device) -> Stretches:
+    tokens: Tensor | slice = slice(int(one.tokens[0]), int(one.tokens[-1]) + 1)
+    if not one.is_run:
+        tokens = torch.from_numpy(one.tokens).to(device)
     src, dst = (
-        torch.tensor(slots, device=device)
-        for slots in zip(*((advance.src, advance.dst) for advance in advances), strict=True)
+        None if slots is None else torch.tensor(slots, device=device)
+        for slots in (one.src, one.dst)
     )
-    return Stretches(n, n_tokens, tokens, None if advances[0].src == NO_SLOT else src, dst)
+    assert dst is not None, "every advance comes to a slot"
+    return Stretches(one.n, one.n_tokens, tokens, src, dst)

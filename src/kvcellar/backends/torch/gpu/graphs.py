@@ -1,7 +1,8 @@
 """Small forwards of a network as graphs: all layers are recorded once and played again as one.
 
 A step transfers its tokens and its plans in one buffer, and plays the graph of its shape. Batches
-are padded to powers of two, so that a few graphs serve all of them.
+are padded to powers of two, so that a few graphs serve all of them; those of models with recurrent
+layers are not, since a token that pads would move a state on.
 """
 
 from __future__ import annotations
@@ -10,25 +11,27 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any
 from weakref import finalize
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvcellar.backends.host_rows import slots_of
 from kvcellar.backends.torch.caches import TorchCache
-from kvcellar.backends.torch.codecs import rotate, rotate_queries
 from kvcellar.backends.torch.gpu import choice, launch
 from kvcellar.backends.torch.gpu.capture import CudaGraphs, Graph, GraphDevice
-from kvcellar.backends.torch.gpu.launch import PoolArguments
-from kvcellar.backends.torch.gpu.plans import Form, Ints, PackedPlan, Tiling, rounded_up
-from kvcellar.backends.torch.gpu.steps import GroupPlan, Places, places_of
-from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.gpu.plans import PackedPlan, Tiling, rounded_up
+from kvcellar.backends.torch.gpu.recording import (
+    BufferedForward,
+    Played,
+    Shape,
+    StepNumbers,
+    form_of,
+)
+from kvcellar.backends.torch.gpu.steps import Places, places_of
+from kvcellar.backends.torch.state_pools import Together, together
 from kvcellar.budget import MemoryBudget, format_size
-from kvcellar.errors import StepError
-from kvcellar.registry import use_cache
 from kvcellar.types import IntArray
 
 log = logging.getLogger("kvcellar.torch")
@@ -49,91 +52,12 @@ LEAST_BUFFER = 65_536
 """Integers of the smallest buffer of a step: its tokens and the plans of all layer groups."""
 
 
-class Shape(NamedTuple):
-    """Shape of a padded step: of equal shapes the launches are equal, over the same addresses.
-
-    Attributes:
-        n_tokens: of the batch.
-        n_rows: tokens whose logits come.
-        rope_length: the length of text whose RoPE factors turn positions.
-        forms: of the plans, in the order of their slots.
-    """
-
-    n_tokens: int
-    n_rows: int
-    rope_length: int
-    forms: tuple[Form, ...]
-
-    @property
-    def input_ints(self) -> int:
-        """Integers of 32 bits before the plans: ids, positions and rows of 64, rounded up."""
-        return -(-2 * (2 * self.n_tokens + self.n_rows) // 4) * 4
-
-
-class OnDevice(NamedTuple):
-    """A plan whose integers lie on the device."""
-
-    form: Form
-    sections: dict[str, Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A graph, and where its result comes."""
+    """A graph, and where its results come."""
 
     graph: Graph
-    logits: Tensor
-
-
-class PlannedForward:
-    """A forward whose plans and cells lie where they lie: its layers launch, and count nothing.
-
-    It stands for the cache in the op while a network is recorded.
-    """
-
-    takes_tensors = True
-
-    def __init__(
-        self, cache: TorchCache, plans: Sequence[GroupPlan], pools: Sequence[PoolArguments]
-    ) -> None:
-        """Hold the plan and the pool of each layer."""
-        self.config = cache.config
-        self._steps, self._is_rotated = cache.steps, cache.is_rotated
-        self._plans, self._pools = plans, pools
-        self._left = set(range(len(pools)))
-
-    def update_and_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        layer_id: int,
-        scale: float,
-        out_dtype: torch.dtype,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Write and attend one layer; see :func:`kvcellar.op.eager_update_and_attend`.
-
-        Raises:
-            StepError: its queries are others than those that the plan was made for.
-        """
-        (plan, tiling), pool = self._plans[layer_id], self._pools[layer_id]
-        if self._is_rotated:
-            q, k = rotate_queries(q.float(), k.shape[-1]), rotate(k.float())
-        q = q.to(v.dtype)
-        found = launch.tiling_of(q.shape[1], pool, q.dtype, q.device)
-        if found != tiling:
-            raise StepError(f"layer {layer_id} wants tiles of {found}; planned were {tiling}")
-        launch.write(plan, pool, k, v)
-        self._left.discard(layer_id)
-        softcap = self._steps.groups[self._steps.group_of(layer_id)].softcap
-        return launch.attend(plan, pool, tiling, q, scale, out_dtype, softcap, sinks)
-
-    def check(self) -> None:
-        """Raise StepError if a layer has not attended."""
-        if self._left:
-            raise StepError(f"layers {sorted(self._left)} have not attended in this forward")
+    results: Played
 
 
 class StepGraphs:
@@ -143,9 +67,9 @@ class StepGraphs:
     recorded over has moved: pools that have grown, or the buffer of plans.
     """
 
-    def __init__(self, network: Any, device: GraphDevice) -> None:
-        """Record nothing yet."""
-        self._network, self._device = network, device
+    def __init__(self, network: Any, device: GraphDevice, modules: Sequence[Any] = ()) -> None:
+        """Record nothing yet; the inputs of ``modules`` are the features."""
+        self._network, self._device, self._modules = network, device, modules
         self._graphs: OrderedDict[Shape, Recorded] = OrderedDict()
         self._met: set[Shape] = set()
         self._places: tuple[Places, ...] = ()
@@ -163,8 +87,15 @@ class StepGraphs:
         return len(self._graphs)
 
     def run(
-        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, rope_length: int
-    ) -> Tensor | None:
+        self,
+        cache: Any,
+        ids: IntArray,
+        at: IntArray,
+        rows: IntArray | None,
+        rope_length: int,
+        *,
+        has_features: bool = False,
+    ) -> Played | None:
         """Run a step by a graph; complete afterwards.
 
         Args:
@@ -173,10 +104,11 @@ class StepGraphs:
             at: ``[T]`` positions.
             rows: ``[R]`` tokens whose logits are wanted; None: the last one.
             rope_length: the length of text whose RoPE factors turn the positions.
+            has_features: the inputs of the modules are wanted.
 
         Returns:
-            Logits ``[R, vocab_size]`` on the device, of their own; None where this step is for the
-            modules themselves, whose turn it is then.
+            What came, until the next step; None where this step is for the modules themselves,
+            whose turn it is then.
 
         Raises:
             StepError, PositionError: the tokens are not those that the cache expects.
@@ -184,22 +116,32 @@ class StepGraphs:
         wanted = np.array([len(ids) - 1], np.int64) if rows is None else rows
         if self.is_off or len(ids) > MOST_TOKENS or not len(wanted) or not self._follow(cache):
             return None
-        packed = self._pack(cache, ids, at)
-        forms = tuple(one.form for one in packed)
-        shape = Shape(rounded_up(len(ids)), rounded_up(len(wanted)), rope_length, forms)
-        numbers = _numbers(shape, ids, at, wanted, packed)
+        plans, advances = self._pack(cache, len(ids), at)
+        if any(one.src is None or one.n_tokens > 1 for one in advances):
+            return None  # a prompt's modules may ask the device for numbers
+        shape = Shape(
+            len(ids) if advances else rounded_up(len(ids)),
+            rounded_up(len(wanted)),
+            rope_length,
+            has_features,
+            tuple(map(form_of, advances)),
+            tuple(one.form for one in plans),
+        )
+        numbers = StepNumbers(ids, at, wanted, advances, plans).joined(shape)
         self._settle(cache, len(numbers))
         recorded = self._graphs.get(shape)
         if recorded is None and not self._is_wanted(shape):
             return None
-        self._buffer[: len(numbers)].copy_(torch.from_numpy(numbers), non_blocking=True)
+        self._device.send(numbers, self._buffer[: len(numbers)])
         recorded = recorded or self._record(cache, shape)
         if recorded is None:
             return None
         self._graphs.move_to_end(shape)
         recorded.graph.replay()
         cache.steps.wrote_all()
-        return recorded.logits[: len(wanted)].clone()
+        logits, likeliest, features = recorded.results
+        n = len(wanted)
+        return Played(logits[:n], likeliest[:n], features[: len(ids)])
 
     def clear(self) -> None:
         """Let all graphs go, and their memory; their shapes are recorded when they come again."""
@@ -213,7 +155,7 @@ class StepGraphs:
 
     def _follow(self, cache: object) -> bool:
         """Return true if a cache's layers all launch Triton's kernels, and have done so before."""
-        if not isinstance(cache, TorchCache) or cache.on_gpu is None:
+        if not isinstance(cache, TorchCache):
             return False
         if cache is not self._cache:
             self.clear()
@@ -221,24 +163,33 @@ class StepGraphs:
             self._asked = _Asked(cache.config.budget)
             finalize(self, self._asked.give_back)
             device = self._network.device
-            self.is_off = cache.config.params.state is not None or not all(
-                choice.has_cells(pool, device) for pool in cache.pools.of_layer
-            )
-        return not self.is_off and set(self._slots) <= cache.on_gpu.tilings.keys()
+            self.is_off = not all(choice.has_cells(pool, device) for pool in cache.pools.of_layer)
+        known = () if cache.on_gpu is None else cache.on_gpu.tilings.keys()
+        return not self.is_off and set(self._slots) <= set(known)
 
-    def _pack(self, cache: TorchCache, ids: IntArray, at: IntArray) -> list[PackedPlan]:
-        """Return the padded plans of the open step, by slot; pools hold what they write then."""
-        assert cache.on_gpu is not None, "looked at in _follow"
-        plans, n_groups = cache.steps.plan_all(len(ids), at), len(cache.pools.groups)
+    def _pack(
+        self, cache: TorchCache, n_tokens: int, at: IntArray
+    ) -> tuple[list[PackedPlan], list[Together]]:
+        """Return the padded plans of the open step, by slot, and what recurrent layers run.
+
+        Pools hold what they write then.
+        """
+        plans, n_groups = cache.steps.plan_all(n_tokens, at), len(cache.pools.groups)
+        states, device = cache.steps.begun_states(), self._network.device
         for slot, pool in zip(self._slots, cache.pools.of_layer, strict=True):
-            pool.ensure(plans[slot % n_groups].n_cells, self._network.device)
+            pool.ensure(plans[slot % n_groups].n_cells, device)
+        if states is not None and cache.pools.states is not None:
+            for layer in range(len(cache.pools.states.of_layer)):
+                cache.pools.states.ensure(layer, states.n_slots, device)
+        n_padded = rounded_up(n_tokens) if states is None else n_tokens
         found = []
         for slot in sorted(set(self._slots)):
             plan, group = plans[slot % n_groups], cache.pools.groups[slot % n_groups]
             own = plan if slot < n_groups else replace(plan, writes=())
+            assert cache.on_gpu is not None, "looked at in _follow"
             tiling: Tiling = cache.on_gpu.tilings[slot]
-            found.append(launch.compiled(own, group.sight, tiling, rounded_up(len(ids))))
-        return found
+            found.append(launch.compiled(own, group.sight, tiling, n_padded))
+        return found, [] if states is None else together(states)
 
     def _settle(self, cache: TorchCache, n_ints: int) -> None:
         """Have a buffer of so many integers; let graphs go where it, or a pool, lies elsewhere."""
@@ -248,6 +199,9 @@ class StepGraphs:
                 self._buffer = torch.empty(size, dtype=torch.int32, device=self._network.device)
             self.clear()
         where = tuple(places_of(pool) for pool in cache.pools.of_layer)
+        if cache.pools.states is not None:
+            states = cache.pools.states.of_layer
+            where += tuple(tuple((part.data_ptr(), 0) for part in layer) for layer in states)
         if where != self._places:
             self.clear()
             self._places = where
@@ -265,19 +219,21 @@ class StepGraphs:
         """Record the step that is in the buffer; None: it cannot be, or there is no memory."""
         if len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)
-        call = _Call(self._network, cache, shape, self._buffer, self._slots)
+        modules = self._modules if shape.has_features else ()
+        call = BufferedForward(self._network, cache, shape, self._buffer, self._slots, modules)
         try:
             self._device.warm_up(call)
             recorded = Recorded(*self._device.capture(call))
-            n_bytes = self._device.size_bytes + self._buffer.nbytes
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
             return None
+        self._graphs[shape] = recorded
+        of_driver = sum(one.graph.driver_bytes for one in self._graphs.values())
+        n_bytes = self._device.size_bytes + self._buffer.nbytes + of_driver
         if not self._asked.ask(n_bytes):
             self._give_up(f"the memory budget has no room for {format_size(n_bytes)}")
             return None
         self._is_full = n_bytes >= MOST_BYTES
-        self._graphs[shape] = recorded
         cache.pools.graph_bytes = n_bytes
         return recorded
 
@@ -286,61 +242,6 @@ class StepGraphs:
         self.is_off = True
         self.clear()
         log.warning("steps are not recorded as graphs, each layer is launched: %s", why)
-
-
-def _numbers(
-    shape: Shape, ids: IntArray, at: IntArray, rows: IntArray, packed: Sequence[PackedPlan]
-) -> Ints:
-    """Return what a step transfers: tokens, positions and rows, padded with zeros, and plans."""
-    first = np.zeros(shape.input_ints, np.int32)
-    inputs, n = first.view(np.int64), shape.n_tokens
-    inputs[: len(ids)], inputs[n : n + len(at)] = ids, at
-    inputs[2 * n : 2 * n + len(rows)] = rows
-    return np.concatenate([first, *(one.numbers for one in packed)])
-
-
-class _Call:
-    """A whole forward over the buffer: what is recorded, with the addresses of that moment."""
-
-    def __init__(
-        self,
-        network: Any,
-        cache: TorchCache,
-        shape: Shape,
-        buffer: Tensor,
-        slots: Sequence[int],
-    ) -> None:
-        """Take views of the buffer, and where the pools lie."""
-        assert cache.on_gpu is not None, "looked at in _follow"
-        self._network, self._cache, self._rope_length = network, cache, shape.rope_length
-        n = shape.n_tokens
-        inputs = buffer[: shape.input_ints].view(torch.int64)
-        self._ids, self._at = inputs[:n][None], inputs[n : 2 * n][None]
-        self._rows = inputs[2 * n : 2 * n + shape.n_rows]
-        first = shape.input_ints
-        plans: dict[int, GroupPlan] = {}
-        for slot, form in zip(sorted(set(slots)), shape.forms, strict=True):
-            stop = first + sum(form.sections)
-            plan = OnDevice(form, launch.sections_of(form, buffer[first:stop]))
-            plans[slot] = GroupPlan(plan, cache.on_gpu.tilings[slot])
-            first = stop
-        self._plans = [plans[slot] for slot in slots]
-        self._pools = [
-            cache.on_gpu.arguments(layer, pool) for layer, pool in enumerate(cache.pools.of_layer)
-        ]
-
-    def __call__(self) -> Tensor:
-        """Return logits ``[R, vocab_size]`` of the step that is in the buffer."""
-        layers = PlannedForward(self._cache, self._plans, self._pools)
-        with use_cache(cast(Any, layers)), Positions(self._at, self._rope_length):
-            logits: Tensor = self._network(
-                input_ids=self._ids,
-                position_ids=self._at,
-                use_cache=False,
-                logits_to_keep=self._rows,
-            ).logits[0]
-        layers.check()
-        return logits
 
 
 class _Asked:
@@ -364,6 +265,6 @@ class _Asked:
             self._n_bytes = 0
 
 
-def graphs_for(network: Any) -> StepGraphs:
-    """Return the graphs of a network on a CUDA or ROCm card, none yet."""
-    return StepGraphs(network, CudaGraphs(network.device))
+def graphs_for(network: Any, modules: Sequence[Any]) -> StepGraphs:
+    """Return the graphs of a network on a CUDA or ROCm card, none yet; see :class:`StepGraphs`."""
+    return StepGraphs(network, CudaGraphs(network.device), modules)

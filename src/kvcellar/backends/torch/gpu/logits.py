@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcellar.backends.torch.gpu.sampling import sampled, scored
-from kvcellar.backends.torch.gpu.settings import sent
+from kvcellar.backends.torch.gpu.settings import is_plain, sent
+from kvcellar.backends.torch.shortage import within_memory
 from kvcellar.models.kept_logits import RowChoice, RowSampling
 from kvcellar.types import IntArray
 
@@ -31,9 +32,14 @@ def samples_on(device: torch.device) -> bool:
 class DeviceLogits:
     """Logits ``[R, vocab]``: :class:`~kvcellar.models.kept_logits.KeptLogits`."""
 
-    def __init__(self, logits: Tensor) -> None:
-        """Keep logits, of any float type, that nobody else writes to."""
-        self._logits = logits
+    def __init__(self, logits: Tensor, likeliest: Tensor | None = None) -> None:
+        """Keep logits, of any float type, that nobody else writes to.
+
+        Args:
+            logits: ``[R, vocab]``.
+            likeliest: what ``sampling.likeliest`` says of them, where it was asked already.
+        """
+        self._logits, self._likeliest = logits, likeliest
 
     def score(self, first: int, token_ids: IntArray, n_top: int) -> list[RowChoice]:
         """See :meth:`kvcellar.models.kept_logits.KeptLogits.score`."""
@@ -48,17 +54,26 @@ class DeviceLogits:
 
     def sample(self, asked: Sequence[RowSampling]) -> list[RowChoice]:
         """See :meth:`kvcellar.models.kept_logits.KeptLogits.sample`."""
+        if self._likeliest is not None and all(map(is_plain, asked)):
+            found = self._likeliest.cpu().numpy()
+            return [RowChoice(int(found[ask.row, 0]), float(found[ask.row, 1])) for ask in asked]
         n_vocab = self._logits.shape[1]
         n_top = min(n_vocab, max(ask.logprobs or 0 for ask in asked))
         parts = [asked[first : first + MOST_ROWS] for first in range(0, len(asked), MOST_ROWS)]
-        with torch.inference_mode():
-            told = torch.cat([self._sampled(part, n_top) for part in parts]).cpu().numpy()
+        told = within_memory(lambda: self._told(parts, n_top), self._logits.device, lambda: None)
         return [
             RowChoice(int(row[0]), float(row[1]))
             if ask.logprobs is None
             else _choice(row, n_top, ask.logprobs)
             for ask, row in zip(asked, told, strict=True)
         ]
+
+    @torch.inference_mode()
+    def _told(self, parts: Sequence[Sequence[RowSampling]], n_top: int) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = (
+            torch.cat([self._sampled(part, n_top) for part in parts]).cpu().numpy()
+        )
+        return found
 
     def _sampled(self, asked: Sequence[RowSampling], n_top: int) -> Tensor:
         n_vocab = self._logits.shape[1]

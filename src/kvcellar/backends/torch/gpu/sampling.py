@@ -44,6 +44,16 @@ def sampled(raw: Tensor, settings: Settings, n_top: int, most_k: int) -> Tensor:
     return told
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """Return float64 ``[R, 2]``: each row's likeliest token, -1 where none is, and its logit.
+
+    It is what ``sampled`` tells first of rows for which nothing is asked.
+    """
+    token_ids = logits.argmax(1)  # the first of equals
+    best = logits.gather(1, token_ids[:, None])[:, 0].double()
+    return torch.stack([token_ids.masked_fill(best == _NEVER, -1).double(), best], 1)
+
+
 def scored(raw: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
     """Return what ``sampled`` tells, of tokens that were chosen elsewhere, ``[R]``."""
     found = torch.stack([token_ids.double(), raw.amax(1).double()], 1)

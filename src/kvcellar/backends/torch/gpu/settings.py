@@ -113,6 +113,11 @@ def is_scored(ask: RowSampling) -> bool:
     return ask.logprobs is not None
 
 
+def is_plain(ask: RowSampling) -> bool:
+    """Return true if a row's likeliest token is taken, and nothing else is asked of it."""
+    return not (is_scored(ask) or _is_drawn(ask) or _is_adjusted(ask))
+
+
 def _is_drawn(ask: RowSampling) -> bool:
     return ask.draw is not None
 
