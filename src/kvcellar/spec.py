@@ -49,6 +49,7 @@ class ModelCacheSpec:
             people know it by; empty: it is none.
         stored_types: bytes of such a file's tensors by their type.
         is_in_blocks: true if such a file's blocks are held as they are.
+        n_parameters: numbers in the weights; 0 where nobody counted them.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModelCacheSpec:
     quantisation: str = ""
     stored_types: Mapping[str, int] = field(default_factory=dict)
     is_in_blocks: bool = False
+    n_parameters: int = 0
 
     @property
     def held_in(self) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from kvcellar.agents import RULES, check_template
 from kvcellar.agents.conversation import plan_messages
+from kvcellar.agents.volatile import match_key
 from kvcellar.engine import SamplingParams
 from kvcellar.history import History
 from kvcellar.models.hub import DEMO_FOLDER
@@ -423,3 +424,12 @@ def test_places_are_exact_where_messages_spell_control_tokens(text):
     part = encode(tokenizer, render(tokenizer, messages, is_asking=False))
     assert prefixes.tokens[:at].tolist() == part
     assert at < len(prefixes.tokens)
+
+
+def test_an_answer_is_found_where_the_ids_of_its_calls_were_not_kept():
+    function = {"name": "look", "arguments": {"id": 7}}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "function": function}]}
+    bare = {**said, "tool_calls": [{"function": function}]}
+    assert match_key(said, ()) == match_key(bare, ())
+    other = {**said, "tool_calls": [{"function": {**function, "arguments": {"id": 8}}}]}
+    assert match_key(other, ()) != match_key(bare, ())

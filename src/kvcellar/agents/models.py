@@ -109,6 +109,11 @@ class ModelRegistry:
                 entry.n_users -= 1
                 entry.used_s = self._clock()
 
+    async def release(self, name: str) -> bool:
+        """Let go of a model that nobody uses; false where it is in use, or not in memory."""
+        async with self._gate:
+            return await asyncio.to_thread(self._unload, name)
+
     def close(self) -> None:
         """Let go of all models, used or not, and of the thread that looks for idle ones."""
         self._stop.set()

@@ -128,8 +128,8 @@ def match_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
     """Return a text that is the same for two messages where one stands for the other.
 
     It finds a place in a history; what the model reads is what was sent. An answer is found also
-    where it comes back trimmed, without its reasoning, or with the keys of its tool calls in
-    another order; with the rule ``date``, a system message also with another date.
+    where it comes back trimmed, without its reasoning, with the keys of its tool calls in another
+    order, or without their ids; with the rule ``date``, a system message also with another date.
     """
     role = message.get("role")
     content = _text_of(message.get("content"))
@@ -181,7 +181,8 @@ def _canonical(value: Any) -> Any:
         except ValueError:
             return value
     if isinstance(value, Mapping):
-        return {key: _canonical(part) for key, part in value.items()}
+        is_call = "function" in value  # its id is the server's own: some clients do not keep it
+        return {k: _canonical(v) for k, v in value.items() if not (is_call and k == "id")}
     if isinstance(value, Sequence):
         return [_canonical(part) for part in value]
     return value

@@ -22,6 +22,7 @@ from kvcellar.server.routes import (
     anthropic,
     completions,
     observe,
+    ollama,
     openai,
     responses,
     viewer,
@@ -74,7 +75,7 @@ def create_api(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.watch = Watch(service)
-    for module in (openai, completions, responses, anthropic, agents, observe, viewer):
+    for module in (openai, completions, responses, anthropic, ollama, agents, observe, viewer):
         app.include_router(module.router)
 
     @app.exception_handler(KVCellarError)

@@ -178,8 +178,10 @@ _PROMPT_FIELDS = {
 
 
 def error_body(error: ApiError, request: Request) -> dict[str, Any]:
-    """Write a refusal in the words of Anthropic below ``/v1/messages``, of OpenAI elsewhere."""
+    """Write a refusal as Anthropic below ``/v1/messages``, Ollama below ``/api``, else OpenAI."""
     message = str(error)
+    if request.url.path.startswith("/api/"):
+        return {"error": message}
     if request.url.path.startswith("/v1/messages"):
         if isinstance(error, ContextExceeded):
             message = error.for_anthropic

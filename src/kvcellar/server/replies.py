@@ -1,4 +1,4 @@
-"""Answers as server-sent events: each protocol writes its own frames, all go out one way."""
+"""Answers as streams: each protocol writes its own frames, and all of them go out one way."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ def frame(data: Any, event: str | None = None) -> bytes:
 
 
 class Frames(ABC, Generic[T]):
-    """Writer of one answer in one protocol: from items to the bytes of server-sent events.
+    """Writer of one answer in one protocol: from items to bytes, as a rule server-sent events.
 
     Attributes:
+        media_type: of the whole answer.
         ping: what is sent where nothing else was for a while.
         error_event: name of the event that says what went wrong.
     """
 
-    ping: ClassVar[bytes] = b": ping\n\n"
+    media_type: ClassVar[str] = "text/event-stream"
+    ping: bytes = b": ping\n\n"
     error_event: ClassVar[str | None] = None
 
     def __init__(self, request: Request) -> None:
@@ -83,7 +85,7 @@ async def sse(
 
 
 class SseResponse(Response, Generic[T]):
-    """Server-sent events, until the items end or the client is gone.
+    """A stream of frames, until the items end or the client is gone.
 
     Args of the constructor:
         items: what is written; closed in any case.
@@ -92,8 +94,6 @@ class SseResponse(Response, Generic[T]):
         send_timeout_s: seconds after which a client that does not read counts as gone.
         headers: more headers.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -105,7 +105,9 @@ class SseResponse(Response, Generic[T]):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Create a response of which nothing is sent yet."""
-        super().__init__(headers={"Cache-Control": "no-store", **(headers or {})})
+        super().__init__(
+            headers={"Cache-Control": "no-store", **(headers or {})}, media_type=frames.media_type
+        )
         del self.headers["content-length"]
         self._items = items
         self._frames = frames

@@ -97,12 +97,10 @@ class QuestionBody(Body):
     def _fields_are_known(self) -> QuestionBody:
         extra = self.__pydantic_extra__ or {}
         declared = set(_names_of(type(self)))
-        elsewhere = {
-            name: other.route
-            for other in _all_below(QuestionBody)
-            if other.route
-            for name in _names_of(other)
-        }
+        elsewhere: dict[str, str] = {}
+        for other in _all_below(QuestionBody):
+            for name in _names_of(other) if other.route else ():
+                elsewhere.setdefault(name, other.route)
         unknown: list[str] = []
         for name, value in extra.items():
             if refuse_or_ignore(name, value, declared, elsewhere):

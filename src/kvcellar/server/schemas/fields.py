@@ -41,12 +41,18 @@ HARMLESS: Mapping[str, str] = {
         "how much a model thinks, and says of it; models here do as they were trained to",
     ),
     **_each(
-        "truncation context_management max_tool_calls",
+        "keep_alive num_ctx num_batch num_gpu main_gpu num_thread numa low_vram use_mmap "
+        "use_mlock num_keep",
+        "how long a model stays in memory, how it is held there and how long its context is: as "
+        "the server was told",
+    ),
+    **_each(
+        "truncation truncate shift context_management max_tool_calls",
         "what may be dropped or run on the server's side; nothing is",
     ),
     **_each(
-        "repeat_last_n xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta dry_base "
-        "dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
+        "repeat_last_n penalize_newline xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta "
+        "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
         "an option of another field, which is refused where it asks for something",
     ),
 }

@@ -1,0 +1,148 @@
+"""From a request of Ollama's to a ``Question``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from kvcellar.engine import SamplingParams
+from kvcellar.server.dialogue import Question
+from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import Form
+from kvcellar.server.parsing import sampling_of, whose_of
+from kvcellar.server.routes.ollama.models import path_of
+from kvcellar.server.schemas.ollama import (
+    OllamaBody,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    Options,
+)
+from kvcellar.server.schemas.openai import SamplingFields
+from kvcellar.server.service import Service, service_of
+from kvcellar.server.tools import Toolbox
+
+
+def chat_question(request: Request, body: OllamaChatRequest) -> Question:
+    """Return what a chat asks.
+
+    Raises:
+        ApiError: what is asked for cannot be had.
+    """
+    tools = Toolbox()
+    for tool in body.tools or ():
+        if tool.type in (None, "function"):
+            given = tool.function
+            tools.add(given.name, given.description, given.parameters)
+        else:
+            tools.leave_out(tool.function.name, tool.type or "")
+    return _question(request, body, _plain(body.messages), tools)
+
+
+def prompt_question(request: Request, body: OllamaGenerateRequest) -> Question:
+    """Return what a prompt asks that goes through the model's chat template.
+
+    Raises:
+        ApiError: what is asked for cannot be had.
+    """
+    if body.images:
+        raise _no_pictures("images")
+    said = [{"role": "user", "content": body.prompt}]
+    if body.system:
+        said.insert(0, {"role": "system", "content": body.system})
+    return _question(request, body, said, Toolbox())
+
+
+def _question(
+    request: Request, body: OllamaBody, messages: Sequence[dict[str, Any]], tools: Toolbox
+) -> Question:
+    service = service_of(request)
+    return Question(
+        messages=messages,
+        model=service.models.public(path_of(service, body.model)),
+        params=params_of(service, body),
+        tools=tools,
+        form=_form(body),
+        whose=whose_of(request, body.agent_id),
+    )
+
+
+def fields_of(options: Options) -> SamplingFields:
+    """Return settings of sampling by their names here."""
+    said = options.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
+    if options.seed == -1:
+        del said["seed"]
+    if options.top_p == 0:
+        del said["top_p"]
+    if options.repeat_penalty:
+        said["repetition_penalty"] = options.repeat_penalty
+    return SamplingFields.model_validate(said)
+
+
+def most_tokens(service: Service, options: Options) -> int | None:
+    """Return how many tokens an answer may have; None: as many as the context has room for."""
+    wanted = options.num_predict
+    if wanted is None:
+        return service.config.max_tokens
+    return wanted if wanted > 0 else None
+
+
+def params_of(service: Service, body: OllamaBody) -> SamplingParams:
+    """Return how to sample the answer to a request.
+
+    Raises:
+        ApiError: 400, likeliest tokens are asked for without log probabilities.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(
+            400, "top_logprobs come with logprobs: true, which is not there", param="top_logprobs"
+        )
+    options = body.options or Options.model_validate({})
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = most_tokens(service, options)
+    return sampling_of(fields_of(options), max_tokens=most, logprobs=logprobs)
+
+
+def _form(body: OllamaBody) -> Form | None:
+    if not body.format:
+        return None
+    schema = {"type": "object"} if body.format == "json" else body.format
+    return Form("schema", schema, "format")
+
+
+def _plain(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them.
+
+    Raises:
+        ApiError: 400, one has a picture.
+    """
+    return [_message(message, number) for number, message in enumerate(messages)]
+
+
+def _message(message: OllamaMessage, number: int) -> dict[str, Any]:
+    if message.images:
+        raise _no_pictures("messages")
+    plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        plain["reasoning_content"] = message.thinking
+    if message.tool_name:
+        plain["name"] = message.tool_name
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id or f"c{number:05}{i:03}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _no_pictures(param: str) -> ApiError:
+    message = "the request has images, and this server takes text"
+    return ApiError(400, message, "unsupported_content", param=param)

@@ -1,0 +1,112 @@
+"""Requests of Ollama's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AliasChoices, Field
+
+from kvcellar.server.schemas.base import AgentId, Open, QuestionBody, Stop, Stops
+
+ModelName = Annotated[str, Field(max_length=512)]
+Think = bool | Literal["low", "medium", "high"]
+
+
+class Options(QuestionBody):
+    """Settings of sampling by Ollama's names; those of its process are taken and not looked at."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, ge=0, le=10)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="-1: any.")
+    num_predict: int | None = Field(None, ge=-2, description="-1: to the end of the context.")
+    stop: Stop | Stops | None = None
+
+
+class OllamaBody(QuestionBody):
+    """A request for an answer: how, and whether as a stream, which is the rule."""
+
+    model: ModelName
+    stream: bool | None = None
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: Think | None = None
+    keep_alive: float | str | None = Field(None, description="0 and nothing to answer: unload.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    agent_id: AgentId | None = None
+
+
+class OllamaFunction(Open):
+    """The inside of a call."""
+
+    name: str = Field(max_length=256)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaCall(Open):
+    """A call in an answer that comes back."""
+
+    id: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(Open):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = Field(None, validation_alias=AliasChoices("tool_name", "name"))
+    tool_call_id: str | None = None
+
+
+class ToolFunction(Open):
+    """A function that may be called."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OllamaTool(Open):
+    """A tool; a client may leave its type out."""
+
+    type: str | None = Field(None, max_length=128)
+    function: ToolFunction
+
+
+class OllamaChatRequest(OllamaBody):
+    """``POST /api/chat``."""
+
+    route: ClassVar[str] = "/api/chat"
+
+    messages: list[OllamaMessage] = Field(default_factory=list)
+    tools: list[OllamaTool] | None = Field(None, max_length=512)
+
+
+class OllamaGenerateRequest(OllamaBody):
+    """``POST /api/generate``."""
+
+    route: ClassVar[str] = "/api/generate"
+
+    prompt: str = ""
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    images: list[str] | None = None
+    context: list[int] | None = None
+    raw: bool | None = None
+
+
+class OllamaName(Open):
+    """A model that is asked about; older clients call its field ``name``."""
+
+    model: ModelName = Field(validation_alias=AliasChoices("model", "name"))
+    stream: bool | None = None
