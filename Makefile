@@ -53,6 +53,7 @@ format: $(VENV)/.dev ## What lint asks for, done
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(BIN)/mypy tests/cellar/program.py  # a user's program, of the public names
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports

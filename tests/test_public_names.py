@@ -13,15 +13,22 @@ SECTIONS = dict(re.findall(r"^## `([\w.]+)`\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL 
 
 
 def listed(section: str) -> set[str]:
-    """The names in the list of a section, which may be several lines long."""
-    (names,) = re.findall(r"^- (.*)", section, re.DOTALL | re.MULTILINE)
-    return set(re.findall(r"`(\w+)`", names))
+    """The names in the lists of a section, each of which may be several lines long."""
+    lists = re.findall(r"^- (.*?)(?=\n\n|\Z)", section, re.DOTALL | re.MULTILINE)
+    return {name for names in lists for name in re.findall(r"`(\w+)`", names)}
 
 
 def public(name: str) -> set[str]:
-    """What a module says to be public; of one that says nothing, the classes that it defines."""
+    """What a module says to be public; of one that says nothing, the classes that it defines.
+
+    The package itself shows two names, and has what its parts are made with besides.
+    """
     module = importlib.import_module(name)
     own = {n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == name}
+    if name == "kvcellar":
+        text = Path(module.__file__).read_text()
+        more = set(re.findall(r"^from .* import \w+ as (\w+)$", text, re.MULTILINE))
+        return set(module.__all__) | more | {"__version__"}
     return set(getattr(module, "__all__", own))
 
 

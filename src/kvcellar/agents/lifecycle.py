@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,10 +237,14 @@ class Lifecycle:
             with contextlib.suppress(UnknownReferenceError):
                 await asyncio.to_thread(self.store.delete, agent.name)
 
-    async def keep(self, agent_id: str) -> Sequence[str]:
+    async def keep(self, agent_id: str, among: Collection[str] | None = None) -> Sequence[str]:
         """Keep this branch and delete its siblings, with all that was forked from them.
 
         ``undo`` of this one brings back all that it has deleted.
+
+        Args:
+            agent_id: the one that stays.
+            among: names of the siblings that may go; None: all.
 
         Returns:
             The ids that are gone.
@@ -250,7 +254,7 @@ class Lifecycle:
             AgentError: one of them is generating; nothing was deleted.
         """
         agent = await self.directory.find(agent_id)
-        doomed = _beside(agent, self.directory.agents())
+        doomed = _beside(agent, self.directory.agents(), among)
         busy = [other.agent_id for other in doomed if other.gate.is_taken]
         if busy:
             raise AgentError(
@@ -297,9 +301,13 @@ class Lifecycle:
         return now
 
 
-def _beside(agent: Agent, agents: Sequence[Agent]) -> list[Agent]:
-    """Return an agent's siblings, and all that was forked from them."""
-    found = {a.name: a for a in agents if a is not agent and a.is_sibling_of(agent)}
+def _beside(agent: Agent, agents: Sequence[Agent], among: Collection[str] | None) -> list[Agent]:
+    """Return an agent's siblings, of those that may go, and all that was forked from them."""
+    found = {
+        a.name: a
+        for a in agents
+        if a is not agent and a.is_sibling_of(agent) and (among is None or a.agent_id in among)
+    }
     while True:
         more = {
             a.name: a

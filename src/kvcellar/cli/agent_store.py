@@ -16,7 +16,6 @@ from kvcellar.cli import options
 from kvcellar.cli.hosting import hosting_of, open_shown
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.packaged import NAMES
 
 if TYPE_CHECKING:
     from kvcellar.agents import AgentInfo, AgentManager, Miss
@@ -73,14 +72,6 @@ def opened_agents(
             models.close()
             for event in store.take_events():
                 print_warning(f"{event.subject}: {event.detail}")
-
-
-def full_path(model: str | None) -> str | None:
-    """Return a model's folder by its full path, so that an agent finds it again from wherever."""
-    if model is None or model in NAMES:
-        return model
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.is_dir() else model
 
 
 def agent_object(info: AgentInfo) -> dict[str, Any]:

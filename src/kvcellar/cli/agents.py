@@ -16,7 +16,6 @@ from kvcellar.cli.agent_store import (
     AgentId,
     ModelName,
     agent_object,
-    full_path,
     miss_object,
     opened_agents,
     parent_of,
@@ -115,8 +114,12 @@ def create_command(
     loading: ModelOptions,
 ) -> None:
     """Make an agent without a history."""
+    from kvcellar.models.places import full_path
+
     with opened_agents(store, loading.options_for()) as agents:
-        info = asyncio.run(agents.lifecycle.create(agent_id, model=full_path(model), system=system))
+        info = asyncio.run(
+            agents.lifecycle.create(agent_id, model=model and full_path(model), system=system)
+        )
     show_agent(info, as_json)
 
 

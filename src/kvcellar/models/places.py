@@ -21,7 +21,7 @@ from kvcellar.home import default_models
 from kvcellar.models import ollama
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.packaged import PACKAGED, remove_packaged
+from kvcellar.models.packaged import NAMES, PACKAGED, remove_packaged
 
 HUGGING_FACE, LM_STUDIO, OLLAMA, OWN = "hugging face", "lm studio", "ollama", "kvcellar"
 
@@ -55,6 +55,12 @@ class FoundModel:
     size_bytes: int
     lacks: tuple[str, ...] = ()
     stored: str | None = None
+
+
+def full_path(model: str) -> str:
+    """Return a model's folder or file by its full path, so that an agent finds it from anywhere."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if model not in NAMES and path.exists() else model
 
 
 def found_models() -> list[FoundModel]:

@@ -1,0 +1,543 @@
+"""The cellar for asyncio: what runs a model for agents, and what agents can do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+
+from kvcellar.agents import (
+    AgentInfo,
+    AgentManager,
+    Hosting,
+    Message,
+    ModelHost,
+    ModelRegistry,
+    Turn,
+    TurnEnd,
+)
+from kvcellar.agents.hosting import limit_of
+from kvcellar.cellar.answers import (
+    Answer,
+    Sampling,
+    Why,
+    answer_of_request,
+    answer_of_turn,
+    params_of,
+)
+from kvcellar.cellar.html import agent_html, cellar_html
+from kvcellar.cellar.shown import shown
+from kvcellar.engine import EngineStats, FinishEvent, GeneratedToken, Request, TokenEvent
+from kvcellar.errors import AgentError, ConfigError, NameTakenError, PromptError
+from kvcellar.history import History
+from kvcellar.models import LoadOptions
+from kvcellar.models.places import full_path
+from kvcellar.store import Store, default_store
+from kvcellar.valid import valid_text
+
+if TYPE_CHECKING:
+    from kvcellar.models.options import ProgressFn
+
+T = TypeVar("T")
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A text to go on from, or the messages of a conversation to answer."""
+
+
+class AsyncCellar:
+    """A model, its engine and its store, for asyncio. Enter it with ``async with``.
+
+    Attributes:
+        model: name of the model that answers.
+    """
+
+    def __init__(
+        self,
+        options: LoadOptions,
+        *,
+        store: str | Path | None = None,
+        memory: str | None = None,
+        progress: ProgressFn | None = None,
+    ) -> None:
+        """Create a cellar that has nothing open yet; ``kvcellar.open_async`` says what it takes."""
+        self.model = full_path(str(options.model))
+        self._options = replace(options, model=self.model)
+        self._folder = default_store() if store is None else Path(store).expanduser()
+        self._memory = memory
+        self._progress = progress
+        self._resources = contextlib.ExitStack()
+        self._agents: AgentManager | None = None
+        self._host: ModelHost | None = None
+
+    async def __aenter__(self) -> AsyncCellar:
+        """Open the store and load the model.
+
+        Raises:
+            ModelError, BackendError, ConfigError, StoreError: it cannot be; nothing is left open.
+        """
+        await asyncio.to_thread(self._open)
+        try:
+            async with self.manager.models.use(self.model) as host:
+                self._host = host
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _open(self) -> None:
+        """Open what the cellar consists of, but load no model."""
+        if self._agents is not None:
+            raise ConfigError(f"the cellar of {self.model!r} is open already; make another one")
+        options = self._options
+        hosting = Hosting.within(limit_of(self._memory, options.device), options)
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(Store(self._folder, hosting.store))
+            models = ModelRegistry(lambda name: self._load(hosting, name), **hosting.registry)
+            stack.callback(models.close)
+            self._agents = AgentManager(store, models, default_model=self.model)
+            self._resources = stack.pop_all()
+
+    def _load(self, hosting: Hosting, name: str) -> ModelHost:
+        with shown(f"loading {name}", self._progress) as report:
+            return hosting.open(name, report)
+
+    async def aclose(self) -> None:
+        """End what runs, write what is unsaved, and let go of the model. May be called twice."""
+        await asyncio.to_thread(self.close_now)
+
+    def close_now(self) -> None:
+        """Close from a thread without an event loop."""
+        self._host = None
+        self._resources.close()
+
+    # Agents ------------------------------------------------------------------------------------
+
+    async def agent(self, name: str | None = None, *, system: str | None = None) -> AsyncAgent:
+        """Return the agent of a name, which is made where there is none.
+
+        Args:
+            name: None: a new agent, whose name is made up.
+            system: its system message. Of an agent that is there it has to be the same.
+
+        Raises:
+            AgentNameError: it cannot be a name; nothing was made.
+            AgentError: the agent is there with another system message; it is as it was.
+            StoreError: it cannot be saved; nothing was made.
+        """
+        directory, lifecycle = self.manager.directory, self.manager.lifecycle
+        if name is None or not await directory.has(name):
+            try:
+                info = await lifecycle.create(name, model=self.model, system=system)
+                return AsyncAgent(self, info.agent_id)
+            except NameTakenError:  # by another process, just now
+                if name is None:
+                    raise
+                await directory.refresh()
+        found = AsyncAgent(self, name)
+        if system is not None and found.system != system:
+            raise AgentError(
+                f"agent {name!r} is there already, with "
+                f"{'no' if found.system is None else 'another'} system message; choose another "
+                f"name, delete it, or leave system out to go on with it"
+            )
+        return found
+
+    async def agents(self) -> list[AsyncAgent]:
+        """Return all agents of the store, the one that was used last at the end."""
+        infos = await self.manager.directory.listed()
+        return [AsyncAgent(self, info.agent_id) for info in infos if info.damage is None]
+
+    async def import_agent(self, file: str | Path, name: str | None = None) -> AsyncAgent:
+        """Take in an agent from a file that ``export`` wrote; all of it is verified first.
+
+        Raises:
+            AgentError, StoreError: as ``Sleep.import_file``; nothing was changed.
+        """
+        info = await self.manager.sleep.import_file(Path(file).expanduser(), name)
+        return AsyncAgent(self, info.agent_id)
+
+    # Completions -------------------------------------------------------------------------------
+
+    @overload
+    async def complete(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
+        self, prompts: str, **sampling: Unpack[Sampling]
+    ) -> Answer: ...
+
+    @overload
+    async def complete(
+        self, prompts: Sequence[Prompt], **sampling: Unpack[Sampling]
+    ) -> list[Answer]: ...
+
+    async def complete(
+        self, prompts: str | Sequence[Prompt], **sampling: Unpack[Sampling]
+    ) -> Answer | list[Answer]:
+        """Go on from texts, or answer conversations, all in one batch; nothing is remembered.
+
+        Args:
+            prompts: one text; or several, each a text or the messages of a conversation. What they
+                begin alike with is computed once.
+            sampling: settings, as :class:`Sampling`.
+
+        Returns:
+            One answer for one text, else as many as there are prompts, in their order.
+
+        Raises:
+            PromptError: a prompt is empty or too long.
+            KVCellarError: the first error of any of them, once all have ended.
+        """
+        params = params_of(sampling)
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        encoded = await asyncio.to_thread(lambda: [self._encoded(one) for one in listed])
+        found = await _all([self._run(Request(prompt, params)) for prompt in encoded])
+        return found[0] if isinstance(prompts, str) else found
+
+    def _encoded(self, prompt: Prompt) -> History:
+        host = self.host
+        if not isinstance(prompt, str):
+            return self.manager.turns.prompt_of(host, prompt, [])
+        if host.tokenizer is None:
+            raise PromptError(f"model {host.name!r} has no tokenizer, so it reads no text")
+        return History(host.tokenizer.encode(valid_text(prompt)))
+
+    async def _run(self, request: Request) -> Answer:
+        params = request.params.for_model(self.host.sampling)
+        tokens: list[GeneratedToken] = []
+        async with await self.host.service.submit(replace(request, params=params)) as events:
+            async for event in events:
+                if isinstance(event, TokenEvent):
+                    tokens.append(event.token)
+                elif isinstance(event, FinishEvent):
+                    return answer_of_request(event, tokens)
+        raise AssertionError("a request ends with a finish")
+
+    # What it is --------------------------------------------------------------------------------
+
+    @property
+    def manager(self) -> AgentManager:
+        """All verbs of agents, as :class:`kvcellar.agents.AgentManager` has them.
+
+        Raises:
+            ConfigError: the cellar is not open.
+        """
+        if self._agents is None:
+            raise ConfigError(f"the cellar of {self.model!r} is not open; enter it with async with")
+        return self._agents
+
+    @property
+    def host(self) -> ModelHost:
+        """The model in memory with its engine.
+
+        Raises:
+            ConfigError: the cellar is not open.
+        """
+        if self._host is None:
+            raise ConfigError(f"the cellar of {self.model!r} is not open")
+        return self._host
+
+    @property
+    def context(self) -> int:
+        """The longest conversation that the model can read, in tokens."""
+        return self.host.context
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's counts: cells, requests, tokens that were reused."""
+        return await self.host.service.stats()
+
+    def __repr__(self) -> str:
+        if self._host is None:
+            return f"<{type(self).__name__} of {self.model!r}, not open>"
+        cache = self._host.engine.cache
+        return (
+            f"<{type(self).__name__} of {self.model!r}: {cache.capacity} cells in "
+            f"{cache.config.kv_dtype}, store in {self._folder}>"
+        )
+
+    def _repr_html_(self) -> str:
+        if self._host is None or self._agents is None:
+            return ""
+        return cellar_html(self._host, self._agents.directory)
+
+
+class AsyncAgent:
+    """An agent: a history with a name, which forks, goes back, sleeps and comes back.
+
+    Attributes:
+        name: its name, in the store and over HTTP too.
+    """
+
+    def __init__(self, cellar: AsyncCellar, name: str) -> None:
+        """Refer to an agent by its name; ``AsyncCellar.agent`` makes one where there is none."""
+        self.name = name
+        self._cellar = cellar
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} of {self._cellar.model!r}>"
+
+    def _repr_html_(self) -> str:
+        return agent_html(self.name, self._cellar.manager.directory)
+
+    # Talking -----------------------------------------------------------------------------------
+
+    async def say(self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]) -> Answer:
+        """Say something and return the whole answer, which joins the history.
+
+        Args:
+            text: what is said.
+            role: who says it: ``user`` or ``tool``.
+            sampling: settings, as :class:`Sampling`.
+
+        Raises:
+            KVCellarError: as ``stream``.
+        """
+        async with self.stream(text, role=role, **sampling) as stream:
+            async for _ in stream:
+                pass
+            return stream.answer
+
+    def stream(self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]) -> AsyncStream:
+        """Say something and iterate over the answer's text as it comes.
+
+        Leaving its ``async with`` block ends the answer; what was said by then is in the history.
+
+        Raises:
+            PromptError: there is nothing to answer, or no room for it; nothing was changed.
+            ModelError: the model has no chat template, or it refuses the messages; nothing was
+                changed.
+        """
+        params = params_of(sampling)
+        turn = Turn(self.name, text, role=role, params=params, model=self._cellar.model)
+        return AsyncStream(self._cellar.manager.turns.generate(turn))
+
+    # Branches ----------------------------------------------------------------------------------
+
+    async def fork(
+        self, name: str | None = None, *, turn: int | None = None, position: int | None = None
+    ) -> AsyncAgent:
+        """Make an agent that shares the beginning of this one; no KV is copied.
+
+        Args:
+            name: None: made up from this one's.
+            turn: turns to share, from the beginning, or from the end where negative; None: all.
+            position: or tokens to share.
+
+        Raises:
+            AgentError: the name is taken, or cannot be one, or there is no such place; nothing was
+                changed.
+        """
+        lifecycle = self._cellar.manager.lifecycle
+        info = await lifecycle.fork(self.name, name, turn=turn, position=position)
+        return AsyncAgent(self._cellar, info.agent_id)
+
+    async def branch(self, n: int, *, turn: int | None = None) -> AsyncBranches:
+        """Fork this agent ``n`` times; the branches answer in one batch.
+
+        Raises:
+            ConfigError: ``n`` is below 1; nothing was made.
+        """
+        if n < 1:
+            raise ConfigError(f"there have to be branches, got n={n}")
+        return AsyncBranches([await self.fork(turn=turn) for _ in range(n)])
+
+    async def keep(self) -> list[str]:
+        """Keep this branch and delete its siblings, with all that was forked from them.
+
+        ``undo`` of this one brings them back.
+
+        Returns:
+            The names that are gone.
+
+        Raises:
+            AgentError: one of them is in a turn; nothing was deleted.
+        """
+        return await self._keep(None)
+
+    async def _keep(self, among: Sequence[str] | None) -> list[str]:
+        return list(await self._cellar.manager.lifecycle.keep(self.name, among))
+
+    async def rewind(self, turn: int = -1, *, position: int | None = None) -> AgentInfo:
+        """Go back; ``undo`` brings back what is dropped.
+
+        Args:
+            turn: turns that stay, from the beginning, or from the end where negative.
+            position: or tokens that stay.
+
+        Raises:
+            AgentError: there is no such place; nothing was changed.
+        """
+        at = None if position is not None else turn
+        lifecycle = self._cellar.manager.lifecycle
+        return await lifecycle.rewind(self.name, turn=at, position=position)
+
+    async def undo(self) -> list[AsyncAgent]:
+        """Bring back what was dropped last of this agent, by rewind, keep or delete.
+
+        Raises:
+            AgentError: nothing was dropped.
+        """
+        infos = await self._cellar.manager.dropped.undo(self.name)
+        return [AsyncAgent(self._cellar, info.agent_id) for info in infos]
+
+    # Coming and going --------------------------------------------------------------------------
+
+    async def pause(self) -> AgentInfo:
+        """Have all of it on disk and none of it in memory; its next turn brings it back."""
+        return await self._cellar.manager.sleep.pause(self.name)
+
+    async def resume(self) -> int:
+        """Load its KV into the cache; return how many tokens came from the store."""
+        back = await self._cellar.manager.sleep.resume(self.name)
+        return back.n_restored
+
+    async def export(self, file: str | Path) -> int:
+        """Write it with its KV to one file; return the bytes of that."""
+        return await self._cellar.manager.sleep.export(self.name, Path(file).expanduser())
+
+    async def delete(self, *, forever: bool = False) -> None:
+        """Forget it; what others share stays. ``undo`` brings it back, unless it is forever."""
+        await self._cellar.manager.lifecycle.delete(self.name, is_final=forever)
+
+    # What it is --------------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Messages of its conversation, oldest first."""
+        return self._cellar.manager.directory.conversation(self.name)
+
+    @property
+    def system(self) -> str | None:
+        """Text of its system message; None where it has none."""
+        first = next(iter(self.messages), {})
+        return str(first.get("content")) if first.get("role") == "system" else None
+
+    async def info(self) -> AgentInfo:
+        """Return what is known of it: tokens, turns, parent, and how much the cache holds."""
+        return await self._cellar.manager.directory.describe(self.name)
+
+    def why(self) -> Why:
+        """Return what its last turn had to compute again, and why."""
+        directory = self._cellar.manager.directory
+        miss = directory.why(self.name)
+        if miss is None:
+            return Why(directory.why_not(self.name))
+        return Why(f"{miss.tokens_lost} tokens were computed again: {miss.advice}", miss)
+
+
+class AsyncStream:
+    """Text of an answer as it comes: iterate over it. Behind the end ``answer`` is the whole."""
+
+    def __init__(self, events: AsyncGenerator[TokenEvent | TurnEnd, None]) -> None:
+        """Read the events of a turn."""
+        self._events = events
+        self._tokens: list[GeneratedToken] = []
+        self._answer: Answer | None = None
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> str:
+        """Return the next piece of text.
+
+        Raises:
+            KVCellarError: the turn ended with an error; what was said is in the history.
+        """
+        async for event in self._events:
+            if isinstance(event, TurnEnd):
+                rest = event.finish.text[sum(len(one.text) for one in self._tokens) :]
+                self._answer = answer_of_turn(event, self._tokens)
+                if rest:  # held back for a stop text that never came
+                    return rest
+            else:
+                self._tokens.append(event.token)
+                if event.token.text:
+                    return event.token.text
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the answer where it has not ended; what was said by then is in the history."""
+        await self._events.aclose()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer.
+
+        Raises:
+            AgentError: it has not ended.
+        """
+        if self._answer is None:
+            raise AgentError("the answer has not ended; iterate to the end of the stream first")
+        return self._answer
+
+
+class AsyncBranches(Sequence[AsyncAgent]):
+    """Branches of one agent, which answer in one batch."""
+
+    def __init__(self, agents: Sequence[AsyncAgent]) -> None:
+        """Group agents that were forked from one."""
+        self._agents = list(agents)
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    @overload
+    def __getitem__(self, index: int) -> AsyncAgent: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[AsyncAgent]: ...
+
+    def __getitem__(self, index: int | slice) -> AsyncAgent | list[AsyncAgent]:
+        return self._agents[index]
+
+    def __iter__(self) -> Iterator[AsyncAgent]:
+        return iter(self._agents)
+
+    async def say(
+        self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]
+    ) -> list[Answer]:
+        """Say the same to all branches; return their answers, in their order.
+
+        Branch i samples with the seed plus i, so one seed gives several answers. Log probabilities
+        come with each answer, for whoever chooses by ``mean_logprob``.
+
+        Raises:
+            KVCellarError: the first error of any branch, once all have ended.
+        """
+        calls = []
+        for number, agent in enumerate(self._agents):
+            settings: Sampling = {"logprobs": 0, **sampling}
+            seed = settings.get("seed")
+            if seed is not None:
+                settings["seed"] = seed + number
+            calls.append(agent.say(text, role=role, **settings))
+        return await _all(calls)
+
+    async def keep(self, index: int) -> AsyncAgent:
+        """Keep one of the branches and delete the others; ``undo`` of it brings them back.
+
+        Raises:
+            AgentError: one of them is in a turn; nothing was deleted.
+        """
+        kept = self._agents[index]
+        await kept._keep([one.name for one in self._agents])
+        self._agents = [kept]
+        return kept
+
+
+async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Wait for all of some calls; then raise the first error, if there was one."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in found if not isinstance(one, BaseException)]
