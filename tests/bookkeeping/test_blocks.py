@@ -887,6 +887,15 @@ def test_a_history_that_comes_back_with_holes_is_counted_in_blocks():
     assert table.tolist() == [-1, -1, 10, 11]
 
 
+def test_a_history_that_comes_back_takes_all_that_a_proposed_tree_was_not_promised():
+    cache = SimulatedPaged(replace(config_of((None,), 4), block_size=2))
+    cache.propose([-1], seq_id=0)  # one block of the two
+    with pytest.raises(CacheFullError, match="needs 2 blocks of 2 cells, 1 free of 2"):
+        cache.seq_claim(1, [np.arange(3)])
+    (table,) = cache.seq_claim(1, [np.arange(2)])
+    assert cache.begin_step([0]) and table.size == 2
+
+
 def test_a_window_keeps_the_block_that_it_begins_in():
     cache = cache_of(64, 4, windows=(5,))
     run(cache, (0, 23))

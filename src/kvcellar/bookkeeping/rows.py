@@ -156,13 +156,14 @@ class Rows:
 
     def demand_of(self, table: IntArray, promised: Appends) -> Demand:
         """Return what it takes to begin a sequence with cells where ``table`` has some."""
-        size = self.pool.block_size
-        needed = size * len(np.unique(np.flatnonzero(table >= 0) // size))
-        taken = self.demand(promised).n_needed
-        n_free, must_let_go = self.pool.n_free - taken, False
-        if needed > n_free and self.window is not None:
-            n_free, must_let_go = self.n_free_later() - taken, True
-        return Demand(needed, n_free, must_let_go)
+        pool = self.pool
+        size, n_free, must_let_go = pool.block_size, pool.n_free_blocks, False
+        needed = len(np.unique(np.flatnonzero(table >= 0) // size))
+        taken = pool.n_blocks_needed(promised)
+        if needed + taken > n_free and self.window is not None:
+            refs, n_free = self._behind_windows(self.window)
+            taken, must_let_go = pool.n_blocks_needed(promised, refs), True
+        return Demand(needed * size, (n_free - taken) * size, must_let_go)
 
     def demand_to_join(self, seq_id: int, part: list[Span]) -> Demand:
         """Return what it takes to copy parts of blocks together that a sequence is to hold."""
