@@ -40,6 +40,26 @@ def default_models() -> Path:
     return default_home() / "models"
 
 
+def default_config() -> Path:
+    """Return the file of the user's own defaults for commands.
+
+    ``KVCELLAR_CONFIG`` where it is set; else ``config.toml`` in ``KVCELLAR_HOME`` where that is
+    set; else ``kvcellar/config.toml`` in ``XDG_CONFIG_HOME`` or the platform's folder for settings
+    (``~/.config``, on macOS as :func:`default_home`).
+    """
+    named = os.environ.get("KVCELLAR_CONFIG")
+    if named:
+        return Path(named).expanduser()
+    if os.environ.get("KVCELLAR_HOME"):
+        return default_home() / "config.toml"
+    folder = os.environ.get("XDG_CONFIG_HOME")
+    if folder and Path(folder).is_absolute():
+        return Path(folder) / "kvcellar" / "config.toml"
+    if sys.platform == "darwin":
+        return default_home() / "config.toml"
+    return Path.home() / ".config" / "kvcellar" / "config.toml"
+
+
 def open_own(path: Path, flags: int) -> int:
     """Open a file in a folder of our own, and never what a link in its place points to.
 

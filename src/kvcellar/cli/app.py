@@ -17,6 +17,7 @@ from kvcellar.cli import (
     bench,
     chat,
     demo,
+    doctor,
     export,
     generate,
     inspect,
@@ -25,6 +26,8 @@ from kvcellar.cli import (
     store,
 )
 from kvcellar.cli.commands import examples
+from kvcellar.cli.config_file import defaults_of
+from kvcellar.cli.start import show_start
 from kvcellar.cli.terminal import print_error
 from kvcellar.errors import KVCellarError
 
@@ -36,7 +39,8 @@ EXIT_CLOSED_PIPE = 141
 class Commands(TyperGroup):
     """Ends every command alike: one line for what is wrong, never a traceback for it.
 
-    Exit codes: 2 for wrong input, 130 for Ctrl-C, 141 where the reader of a pipe has left.
+    Options have the user's own defaults, where the config file has some. Exit codes: 2 for wrong
+    input, 130 for Ctrl-C, 141 where the reader of a pipe has left.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -67,7 +71,12 @@ class Commands(TyperGroup):
     ) -> Any:
         """Parse and run; the entry point of ``app`` and of test runners."""
         try:
+            if extra.get("default_map") is None:
+                extra["default_map"] = defaults_of(self)
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except KVCellarError as error:  # of the config file
+            print_error(str(error))
+            code = EXIT_ERROR
         except typer.exceptions.TyperException as error:  # of the parser
             if not standalone_mode:
                 raise
@@ -104,8 +113,8 @@ app = typer.Typer(
         "kvcellar chat ~/models/Qwen3-0.6B",
         "kvcellar inspect ~/models/Qwen3-0.6B --memory 8GB",
     ),
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -119,6 +128,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -126,10 +136,11 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        show_start()
 
 
-for noun in (generate, chat, agents, serve, demo, export, inspect, models, store, bench):
+for noun in (generate, chat, agents, serve, demo, export, inspect, models, store, bench, doctor):
     noun.register(app)
 
 

@@ -211,7 +211,7 @@ class LimitOptions:
             ConfigError: what was asked is no size.
         """
         asked = parse_size(self.max_body)
-        if plan is None or _is_typed(context, "max_body"):
+        if plan is None or _is_given(context, "max_body"):
             return asked
         return min(asked, max(_MIB, plan.limit_bytes // _BODY_SHARE))
 
@@ -275,6 +275,12 @@ def _first_line(file: Path) -> str:
         said = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"the API key in {file} cannot be read ({said})") from error
     return lines[0].strip() if lines else ""
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Return true if an option was given, on the command line or in the config file."""
+    source = context.get_parameter_source(name)
+    return _is_typed(context, name) or (source is not None and source.name == "DEFAULT_MAP")
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

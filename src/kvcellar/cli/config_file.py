@@ -1,0 +1,126 @@
+"""Defaults of commands' options from the user's own file, which is TOML.
+
+A table has the name of a command (``[serve]``, ``[agents.chat]``) and in it options as they are
+typed, without the dashes in front (``kv-dtype = "int8"``). ``[all]`` is for every command that has
+an option of that name. What is typed wins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import ConfigError
+from kvcellar.home import default_config
+
+ALL = "all"
+"""The table of what is meant for every command."""
+
+Defaults = dict[str, Any]
+"""Parameter -> value, and for groups command -> its defaults, as the parser takes them."""
+
+
+def defaults_of(group: Any, file: Path | None = None) -> Defaults:
+    """Return the defaults of a group's commands, as the user's file has them.
+
+    Args:
+        group: the parser's group of all commands.
+        file: None: the user's own; it need not be there.
+
+    Raises:
+        ConfigError: it cannot be read, or names what there is not.
+    """
+    file = default_config() if file is None else file
+    tables = _read(file)
+    everywhere = tables.pop(ALL, {})
+    found = _of_group(group, tables, (), file)
+    if not isinstance(everywhere, Mapping):
+        raise ConfigError(f"{ALL} in {file} has to be a table, [{ALL}]")
+    known = _spread(group, everywhere, found)
+    for name in everywhere.keys() - known:
+        raise _unknown(f"option {name!r} in [{ALL}]", name, _all_names(group), file)
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"the config file {file} cannot be read: {said}") from error
+
+
+def _of_group(
+    group: Any, tables: Mapping[str, Any], above: tuple[str, ...], file: Path
+) -> Defaults:
+    """Return the defaults of the commands of a group, each table looked at by name."""
+    found: Defaults = {}
+    for name, table in tables.items():
+        path = (*above, name)
+        command = group.commands.get(name)
+        if command is None or not isinstance(table, Mapping):
+            what = f"command [{'.'.join(path)}]" if isinstance(table, Mapping) else f"key {name!r}"
+            raise _unknown(what, name, [*group.commands, *([] if above else [ALL])], file)
+        if hasattr(command, "commands"):
+            found[name] = _of_group(command, table, path, file)
+            continue
+        names = _names(command)
+        for option in table:
+            if option not in names:
+                raise _unknown(f"option {option!r} in [{'.'.join(path)}]", option, names, file)
+        found[name] = {names[option]: value for option, value in table.items()}
+    return found
+
+
+def _spread(group: Any, everywhere: Mapping[str, Any], found: Defaults) -> set[str]:
+    """Give every command what is meant for all and it has; return the options that one had."""
+    known: set[str] = set()
+    for name, command in group.commands.items():
+        mine = found.setdefault(name, {})
+        if hasattr(command, "commands"):
+            known |= _spread(command, everywhere, mine)
+            continue
+        for option, parameter in _names(command).items():
+            if option in everywhere:
+                mine.setdefault(parameter, everywhere[option])
+                known.add(option)
+    return known
+
+
+def _names(command: Any) -> dict[str, str]:
+    """Return name as it is typed, without dashes -> parameter, of what a command takes.
+
+    Flags that switch off have their own name, ``--raw`` of ``--chat``; a file says false instead.
+    """
+    named: dict[str, str] = {}
+    for parameter in command.params:
+        if parameter.name in ("help", None):
+            continue
+        for option in parameter.opts:
+            if option.startswith("--"):
+                named[option[2:]] = parameter.name
+            elif not option.startswith("-"):
+                named[option.lower()] = parameter.name
+    return named
+
+
+def _all_names(group: Any) -> set[str]:
+    commands = group.commands.values()
+    return {
+        name
+        for command in commands
+        for name in (_all_names(command) if hasattr(command, "commands") else _names(command))
+    }
+
+
+def _unknown(what: str, name: str, there: Iterable[str], file: Path) -> ConfigError:
+    """Return the refusal of a name, with those that come near."""
+    names = sorted(there)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+    return ConfigError(f"there is no {what} of the config file {file}; {hint}")

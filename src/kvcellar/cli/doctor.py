@@ -1,0 +1,224 @@
+"""``kvcellar doctor``: what this installation can do on this machine, and what would help."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+import kvcellar
+from kvcellar.budget import format_size, machine_bytes
+from kvcellar.cli.commands import add_command
+from kvcellar.cli.store import AsJson, Folder
+from kvcellar.cli.terminal import write
+from kvcellar.errors import KVCellarError, StoreError
+from kvcellar.home import default_config, default_home, default_models
+from kvcellar.models.packaged import PACKAGED
+
+if TYPE_CHECKING:
+    from kvcellar.store import Store
+
+GOOD, LESS, BROKEN = "ok", "less", "broken"
+"""A finding that is well, one with which something is slower or not there, and one that must be
+mended."""
+
+_ROOM_BYTES = 1 << 30
+"""Free bytes of a disk below which it is said."""
+
+_ASK_TORCH = """
+import torch
+for i in range(torch.cuda.device_count()):
+    print(f"cuda:{i} ({torch.cuda.get_device_name(i)})")
+for i in range(torch.xpu.device_count()):
+    print(f"xpu:{i} ({torch.xpu.get_device_name(i)})")
+if torch.backends.mps.is_available():
+    print("mps")
+"""
+
+_TORCH_S = 120.0
+"""Seconds that torch may take to say it; a cold disk takes some."""
+
+_NEEDS = {
+    "torch": ("torch", "transformers", "safetensors", "gguf"),
+    "mlx": ("mlx", "mlx_lm"),
+    "executorch": ("executorch", "torchao"),
+    "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
+}
+"""Extra -> what it installs that is imported; ``pip install 'kvcellar[EXTRA]'`` installs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Finding about one thing.
+
+    Attributes:
+        name: of the thing.
+        state: ``ok``, ``less`` or ``broken``.
+        said: what is so.
+        helps: what would help; empty where nothing has to.
+    """
+
+    name: str
+    state: str
+    said: str
+    helps: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    add_command(
+        app,
+        "doctor",
+        doctor_command,
+        "kvcellar doctor",
+        "kvcellar doctor --json | jq '.[] | select(.state != \"ok\")'",
+    )
+
+
+def doctor_command(store: Folder = None, as_json: AsJson = False) -> None:
+    """Say what this installation can do on this machine, and what would help.
+
+    Each line begins with ok, less (something is slower, or not there) or broken. The exit code is
+    1 where something is broken.
+    """
+    found = list(findings(store))
+    if as_json:
+        write(json.dumps([asdict(one) for one in found]) + "\n")
+    else:
+        width = max(len(one.name) for one in found)
+        for one in found:
+            write(f"{one.state:<7}{one.name:<{width}}  {one.said}\n")
+            if one.helps:
+                write(f"{'':<{7 + width}}  {one.helps}\n")
+    if any(one.state == BROKEN for one in found):
+        raise typer.Exit(1)
+
+
+def findings(store: Path | None = None) -> Iterator[Finding]:
+    """Yield what is found, one thing after the other."""
+    version = f"{kvcellar.__version__}, Python {platform.python_version()} on {platform.platform()}"
+    yield Finding("kvcellar", GOOD, version)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("machine", GOOD, f"{cores} cores, {format_size(machine_bytes())} of memory")
+    yield _kernel()
+    for extra, modules in _NEEDS.items():
+        yield _extra(extra, modules)
+    if importlib.util.find_spec("torch") is not None:
+        yield _devices()
+    yield _home()
+    yield _store(store)
+    yield _model()
+    yield _config()
+
+
+def _kernel() -> Finding:
+    """Find out whether the CPU kernel is there, and which instructions it uses."""
+    try:
+        from kvcellar.kernel import levels
+    except KVCellarError as error:
+        return Finding("CPU kernel", BROKEN, str(error))
+    if not levels.is_available():
+        return Finding("CPU kernel", LESS, levels.why_not())
+    names = ", ".join(one.name for one in levels.levels())
+    return Finding("CPU kernel", GOOD, f"{levels.level().name} (of {names})")
+
+
+def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
+    """Find out whether what an extra installs is there."""
+    missing = [one for one in modules if importlib.util.find_spec(one) is None]
+    if missing:
+        helps = f"pip install 'kvcellar[{extra}]'"
+        return Finding(extra, LESS, f"not installed: {', '.join(missing)}", helps)
+    found = (f"{one} {metadata.version(one.replace('_', '-'))}" for one in modules)
+    return Finding(extra, GOOD, ", ".join(found))
+
+
+def _devices() -> Finding:
+    """Find out where torch can compute besides the CPU.
+
+    In a process of its own: a driver that does not fit ends it without a word.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        helps = "pip install --force-reinstall torch, of the build for this machine's driver"
+        return Finding("devices", BROKEN, f"torch cannot be used: {said[-1]}", helps)
+    named = done.stdout.split("\n")[:-1]
+    return Finding("devices", GOOD, ", ".join(["cpu", *named]))
+
+
+def _home() -> Finding:
+    """Find out whether there is a folder to write to, with room."""
+    home = default_home()
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(home).free
+    except OSError as error:
+        helps = "set KVCELLAR_HOME to a folder that can be written to"
+        return Finding("folder", BROKEN, f"{home}: {error.strerror}", helps)
+    if not os.access(home, os.W_OK):
+        helps = "set KVCELLAR_HOME to a folder that can be written to"
+        return Finding("folder", BROKEN, f"{home} cannot be written to", helps)
+    said = f"{home}, {format_size(free)} free"
+    if free < _ROOM_BYTES:
+        helps = "free some, or set KVCELLAR_HOME to another disk; `kvcellar store gc` frees KV"
+        return Finding("folder", LESS, said, helps)
+    return Finding("folder", GOOD, said)
+
+
+def _store(folder: Path | None) -> Finding:
+    """Open the store, as every command does, and count what is in it."""
+    from kvcellar.store import Store, default_store
+
+    path = (folder or default_store()).expanduser()
+    if not path.exists():
+        return Finding("store", GOOD, f"{path} is made with the first agent")
+    try:
+        with Store(path) as store:
+            return _stored(store)
+    except StoreError as error:
+        return Finding("store", BROKEN, str(error), "`kvcellar store verify` looks at every file")
+
+
+def _stored(store: Store) -> Finding:
+    """Say what an open store has."""
+    cold = store.stats().cold
+    said = f"{store.path}, {cold.n_blocks} blocks, {format_size(cold.size_bytes)}"
+    events = store.take_events()
+    if events:
+        what = "; ".join(f"{event.subject}: {event.detail}" for event in events)
+        return Finding("store", LESS, f"{said}; {what}", "`kvcellar store verify` says more")
+    return Finding("store", GOOD, said)
+
+
+def _model() -> Finding:
+    """Find out whether the default model is here."""
+    model = PACKAGED["smollm2"]
+    if model.file.is_file():
+        return Finding("smollm2", GOOD, str(model.file))
+    said = f"not fetched yet; it would lie in {default_models()}"
+    return Finding("smollm2", LESS, said, "kvcellar models pull smollm2 (93 MB)")
+
+
+def _config() -> Finding:
+    """Say which config file there is; that it can be read is known, or no command would run."""
+    file = default_config()
+    return Finding("config", GOOD, str(file) if file.is_file() else f"none; it would be {file}")

@@ -1,0 +1,71 @@
+"""What an installation can do on a machine, and what would help."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from kvcellar.cli import doctor
+from kvcellar.cli.app import app
+from kvcellar.store import Store
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["doctor", *args])
+
+
+def found(*args):
+    result = run("--json", *args)
+    return result.exit_code, {one["name"]: one for one in json.loads(result.stdout)}
+
+
+@pytest.fixture(autouse=True)
+def _no_torch(monkeypatch):
+    """Do not start torch in each test; one below does."""
+    monkeypatch.setattr(doctor, "_ASK_TORCH", "print('cuda:0 (a card)')")
+
+
+def test_each_thing_is_said_in_a_line_and_the_way_out_below(tmp_path):
+    with Store(tmp_path / "store"):
+        pass
+    result = run("--store", str(tmp_path / "store"))
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert any(line.startswith("ok     kvcellar    0.") for line in lines)
+    assert any("cpu, cuda:0 (a card)" in line for line in lines)
+    assert any(f"{tmp_path}/store, 0 blocks" in line for line in lines)
+
+
+def test_an_extra_that_is_not_there_is_less_and_says_its_command(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "mlx_lm" else real(name)
+    )
+    code, things = found()
+    assert code == 0
+    assert things["mlx"]["state"] == "less" and "mlx_lm" in things["mlx"]["said"]
+    assert things["mlx"]["helps"] == "pip install 'kvcellar[mlx]'"
+
+
+def test_a_broken_store_a_broken_torch_and_a_folder_that_is_none_end_with_1(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(doctor, "_ASK_TORCH", "raise SystemExit('no such driver')")
+    code, things = found("--store", str(tmp_path / "file"))
+    assert code == 1
+    assert things["store"]["state"] == things["devices"]["state"] == "broken"
+    assert "no such driver" in things["devices"]["said"]
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "file" / "below"))
+    _, things = found()
+    assert things["folder"]["state"] == "broken" and "KVCELLAR_HOME" in things["folder"]["helps"]
+
+
+@pytest.mark.slow
+def test_torch_says_which_devices_there_are(monkeypatch):
+    monkeypatch.undo()
+    assert "print" in doctor._ASK_TORCH
+    subprocess.run(["python", "-c", doctor._ASK_TORCH], check=True)
+    assert found()[1]["devices"]["said"].startswith("cpu")
