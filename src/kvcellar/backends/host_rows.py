@@ -7,7 +7,7 @@ biases of a quantised one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -100,9 +100,16 @@ def slots_of(params: ModelCacheParams) -> tuple[int, ...]:
 
 def empty_rows(group: LayerGroup, n: int, kv: KvDtype) -> GroupParts:
     """Arrays for ``n`` rows of a group, to be filled."""
+    return row_arrays(group, n, kv, np.empty)
+
+
+def row_arrays(
+    group: LayerGroup, n: int, kv: KvDtype, empty: Callable[[tuple[int, ...], Any], NDArray[Any]]
+) -> GroupParts:
+    """Return arrays for ``n`` rows of a group that ``empty`` makes from shape and type."""
     return (
-        _empty_side(group, n, kv.k, group.head_dim),
-        _empty_side(group, n, kv.v, group.v_head_dim),
+        _empty_side(group, n, kv.k, group.head_dim, empty),
+        _empty_side(group, n, kv.v, group.v_head_dim, empty),
     )
 
 
@@ -117,13 +124,19 @@ def check_rows(cells: IntArray, given: GroupParts) -> None:
         raise ShapeError(f"got {n_rows} rows for {len(cells)} cells; give one row per cell")
 
 
-def _empty_side(group: LayerGroup, n: int, side: SideDtype, dim: int) -> SideArrays:
+def _empty_side(
+    group: LayerGroup,
+    n: int,
+    side: SideDtype,
+    dim: int,
+    empty: Callable[[tuple[int, ...], Any], NDArray[Any]],
+) -> SideArrays:
     shape = (len(group.layers), group.n_kv_heads, n)
     if not side.is_quantised:
-        return (np.empty((*shape, dim), _NUMPY[side.name]),)
+        return (empty((*shape, dim), _NUMPY[side.name]),)
     n_groups = side.n_groups(dim)
     return (
-        np.empty((*shape, side.packed_bytes(dim)), np.uint8),
-        np.empty((*shape, n_groups), np.float16),
-        np.empty((*shape, n_groups), np.float16),
+        empty((*shape, side.packed_bytes(dim)), np.uint8),
+        empty((*shape, n_groups), np.float16),
+        empty((*shape, n_groups), np.float16),
     )

@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvcellar.backends.host_memory import empty_bytes
 from kvcellar.home import open_own
 from kvcellar.store.layout import NUMPY, Array
 
@@ -88,7 +89,7 @@ def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileByte
     assert text.startswith(_START)
     text += b" " * (-(8 + len(text)) % _ALIGN)
     base = 8 + len(text)
-    data = np.empty(base + at, np.uint8)
+    data = empty_bytes(base + at)
     data[:8] = np.frombuffer(len(text).to_bytes(8, "little"), np.uint8)
     data[8:base] = np.frombuffer(text, np.uint8)
     views = _views(data, base, header)
@@ -115,7 +116,7 @@ def read_from(file: BinaryIO | Any, size_bytes: int) -> FileBytes:
     """Read and verify the next ``size_bytes`` of a file; as :func:`read_file`."""
     if size_bytes < 8:
         raise DamagedError(f"{size_bytes} bytes are too few for a header")
-    data = np.empty(size_bytes, np.uint8)
+    data = empty_bytes(size_bytes)
     view = data.data
     _fill(file, view[:8])
     length = int.from_bytes(view[:8], "little")

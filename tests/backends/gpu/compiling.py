@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -45,6 +46,7 @@ KERNELS = (
     (kernels, "merge_parts"),
     (stores, "write_rows"),
     (stores, "move_rows"),
+    (stores, "copy_rows"),
 )
 PLAIN = {name: getattr(module, name) for module, name in KERNELS}
 
@@ -114,6 +116,8 @@ def compile_case(name: str, target: GPUTarget) -> None:
             session.cache.update_and_attend(q, k, v, None, 0, 0.1, dtype, sinks)
         placed = session.cache.pools.of_layer[0].placed()
         launch.move(launch.pool_arguments(placed), 5, torch.tensor([9, 11, 10]))
+        rows = session.cache.read_rows([np.array([7, 8])])
+        session.cache.write_rows([np.array([3, 4])], rows)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ def test_kernels_compile_for_nvidia() -> None:
     names = {(one["kernel"], one["case"]) for one in found}
     assert names == {
         (kernel, case)
-        for kernel in ("attend_lists", "merge_parts", "write_rows", "move_rows")
+        for kernel in ("attend_lists", "merge_parts", "write_rows", "move_rows", "copy_rows")
         for case in QUICK
     }
     assert all(int(str(one["shared"])) <= LARGE for one in found)

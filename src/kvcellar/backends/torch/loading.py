@@ -23,6 +23,7 @@ from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gguf import makers_of, other_types
 from kvcellar.backends.torch.gpu.logits import samples_on
+from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
@@ -281,6 +282,8 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None]:
         kept=found.kept,
     )
     bind_network(network, found.facts)
+    if found.device.type == "cuda":
+        use_pinned_memory()
     known = known_path(found.raw, _BY).with_suffix(f".{found.weights or found.dtype}.parts.json")
     if found.weights is None:
         hold_mixers(network, known)

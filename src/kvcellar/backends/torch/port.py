@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvcellar.backends.host_rows import GroupParts
@@ -14,15 +16,19 @@ from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.cache_config import CacheConfig
 from kvcellar.types import IntArray, LayerGroup
 
+if TYPE_CHECKING:
+    from kvcellar.backends.torch.gpu.transfers import RowTransfers
+
 
 class TorchPools:
     """The bytes of every layer: the port that the bookkeeping moves cells by.
 
-    Always holds: a layer's pool lies on the device of the first K that came for it.
+    Always holds: a layer's pool lies on the device of the model that is bound to the session, or of
+    the first K that came for it.
     """
 
     def __init__(self, config: CacheConfig, *, in_blocks: bool = False) -> None:
-        """Create pools without cells; they allocate on the device of the first K that comes.
+        """Create pools without cells; they allocate where ``place`` says, or the first K is.
 
         Args:
             config: groups, capacity, storage types.
@@ -46,6 +52,8 @@ class TorchPools:
         state = config.params.state
         self.states = None if state is None else StatePools(state, config)
         """States of recurrent layers; None: there are none."""
+        self._device = torch.device("cpu")
+        self._of_card: RowTransfers | None = None
         self.graph_bytes = 0
         """Bytes of captured steps over these pools, as whoever captured them counts."""
 
@@ -55,11 +63,17 @@ class TorchPools:
         beside = self.graph_bytes + (0 if self.states is None else self.states.size_bytes)
         return sum(pool.size_bytes for pool in self._stored) + beside
 
+    def place(self, device: torch.device) -> None:
+        """Have rows and states that come before the first K go to a device."""
+        self._device = device
+        if self.states is not None:
+            self.states.device = device
+
     @property
     def home(self) -> torch.device:
-        """The device of the pools; the CPU before the first K came."""
+        """The device of the pools; before they have cells that of ``place``."""
         found = (pool.device for pool in self.of_layer)
-        return next((device for device in found if device is not None), torch.device("cpu"))
+        return next((device for device in found if device is not None), self._device)
 
     def frozen_rows(self, layer: int, group: LayerGroup, cells: IntArray) -> Pool:
         """Copy a layer's rows of some cells into a pool that nobody writes to."""
@@ -68,12 +82,27 @@ class TorchPools:
     def read_rows(self, group: LayerGroup, cells: IntArray) -> GroupParts:
         """Return copies of the rows of ``cells [n]`` in the group's layers, in host memory."""
         pools = [self.of_layer[layer] for layer in group.layers]
+        transfers = self._transfers()
+        if transfers is not None:
+            return transfers.read(pools, cells, group, self.config.kv)
         return host_rows.read(pools, cells, group, self.config.kv)
 
     def write_rows(self, group: LayerGroup, cells: IntArray, given: GroupParts) -> None:
         """Store rows in ``cells [n]`` of the group's layers."""
         pools = [self.of_layer[layer] for layer in group.layers]
-        host_rows.write(pools, cells, given, self.home)
+        transfers = self._transfers()
+        if transfers is not None:
+            transfers.write(pools, cells, given, group, self.home)
+        else:
+            host_rows.write(pools, cells, given, self.home)
+
+    def _transfers(self) -> RowTransfers | None:
+        """Return what moves rows to and from a card, made with the first; None on a CPU."""
+        if self._of_card is None and choice.is_gpu(self.home):
+            from kvcellar.backends.torch.gpu.transfers import transfers_on  # it imports Triton
+
+            self._of_card = transfers_on(self.home)
+        return self._of_card
 
     def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
@@ -68,6 +69,8 @@ class TorchRunner(BoundRunner):
         self._decoder = decoder
         self._rope_length = rope_length
         self._device: torch.device = model.device
+        if isinstance(session.cache, TorchCache):
+            session.cache.pools.place(self._device)
         self.graphs = _graphs_of(model, self._feature_modules)
         """Small forwards on a card as graphs; None: all are the modules' own."""
 

@@ -33,6 +33,8 @@ class StatePools:
     def __init__(self, group: StateGroup, config: CacheConfig) -> None:
         """Create pools without slots."""
         self._config = config
+        self.device = torch.device("cpu")
+        """Where states go that come before a layer has any."""
         self.shapes = tuple(tuple(state.shape for state in states) for states in group.layers)
         self.of_layer: list[list[Tensor]] = [
             [torch.empty(0, *shape) for shape in shapes] for shapes in self.shapes
@@ -68,7 +70,7 @@ class StatePools:
         found: StateArrays = []
         for layer, states in enumerate(self.of_layer):
             if len(at):
-                self.ensure(layer, int(at.max()) + 1, states[0].device)
+                self.ensure(layer, int(at.max()) + 1, self.device)
             where = torch.from_numpy(at).to(states[0].device)
             found.append([state.index_select(0, where).cpu().numpy() for state in states])
         return found
@@ -90,7 +92,7 @@ class StatePools:
             )
         if not len(at):
             return
-        home = next((s[0].device for s in self.of_layer if len(s[0])), torch.device("cpu"))
+        home = next((s[0].device for s in self.of_layer if len(s[0])), self.device)
         for layer, given in enumerate(states):
             pools = self.ensure(layer, int(at.max()) + 1, home)
             where = torch.from_numpy(at).to(pools[0].device)

@@ -37,8 +37,12 @@ def takes(device: torch.device, pool: LayerPool, q: Tensor) -> bool:
 
 def has_cells(pool: LayerPool, device: torch.device) -> TypeGuard[Pool | BlockFirstPool]:
     """Return true if Triton's kernels reach a pool's cells: all lie in one place on a GPU."""
-    is_gpu = ON_CPU if device.type == "cpu" else device.type in ("cuda", "xpu") and _has_triton()
-    return is_gpu and not isinstance(pool, PoolBeside)
+    return is_gpu(device) and not isinstance(pool, PoolBeside)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return true if Triton's kernels run on a device."""
+    return ON_CPU if device.type == "cpu" else device.type in ("cuda", "xpu") and _has_triton()
 
 
 def has_graphs(device: torch.device) -> bool:

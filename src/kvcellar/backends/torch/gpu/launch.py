@@ -193,7 +193,7 @@ def write(plan: PlanOnDevice, pool: PoolArguments, k: Tensor, v: Tensor) -> None
             for rows, side in ((k, pool.k), (v, pool.v))
         )
     n_heads, n_tokens = k.shape[1:3]
-    with _on(k.device):
+    with on_device(k.device):
         stores.write_rows[(n_tokens, 2)](
             k, v, cells, pool.k.data, pool.k.affine, pool.v.data, pool.v.affine,
             *_row_strides(k), *_row_strides(v), *pool.k.strides, *pool.v.strides,
@@ -204,7 +204,7 @@ def write(plan: PlanOnDevice, pool: PoolArguments, k: Tensor, v: Tensor) -> None
 def move(pool: PoolArguments, base: int, cells: Tensor) -> None:
     """Copy ``cells [n]`` to cells ``[base, base + n)``, of which it has none; one launch."""
     n_heads = pool.k.data.shape[1]
-    with _on(cells.device):
+    with on_device(cells.device):
         stores.move_rows[(len(cells), 2)](
             cells, base, pool.k.data, pool.k.affine, pool.v.data, pool.v.affine,
             *pool.k.strides, *pool.v.strides, n_heads, rounded_up(n_heads),
@@ -255,7 +255,7 @@ def attend(
         pool.block, TYPES[computes], softcap is not None, sinks is not None, form.has_masks,
     )  # fmt: skip
     launches = (("few", form.n_splits, form.rows), ("many", 1, tiling.many))
-    with _on(q.device):
+    with on_device(q.device):
         for name, n_splits, rows in launches:
             n_tiles = len(at[name]) // 2
             if not n_tiles:
@@ -286,7 +286,7 @@ def _row_strides(rows: Tensor) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> Iterator[None]:
     """Launch on a device: Triton takes the current one."""
     if device.type == "cpu":
         yield

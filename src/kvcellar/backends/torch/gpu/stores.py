@@ -139,3 +139,31 @@ def move_rows(
             cell, to_cell, v, v_affine, v_head, v_cell, v_block, va_head, va_cell, va_block,
             N_HEADS, HEADS, DV, DV_PAD, V_BITS, V_SIZE, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def copy_rows(
+    table, cells, staged, n_tokens, s_cell, s_block,
+    NUMBER: tl.constexpr, N_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    PAD: tl.constexpr, STEP: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr,
+    IS_READ: tl.constexpr,
+):  # fmt: skip
+    """Copy a cell's rows of a layer to or from ``staged``; the grid is (tokens, layers).
+
+    ``staged`` is ``[n_layers, N_HEADS, n_tokens, WIDTH]``; of a pool's row every STEP-th number
+    from AT on.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    cell = tl.load(cells + token)
+    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    d = tl.arange(0, PAD)[None, :]
+    ok = (head < N_HEADS) & (d < WIDTH)
+    data = tl.load(table + 2 * layer).to(tl.pointer_type(NUMBER))
+    s_head = tl.load(table + 2 * layer + 1)
+    there = data + places(cell, head, s_head, s_cell, s_block, BLOCK) + d * STEP + AT
+    here = staged + ((layer * N_HEADS + head) * n_tokens + token) * WIDTH + d
+    if IS_READ:
+        tl.store(here, tl.load(there, mask=ok), mask=ok)
+    else:
+        tl.store(there, tl.load(here, mask=ok), mask=ok)
