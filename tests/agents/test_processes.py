@@ -109,7 +109,7 @@ def test_kv_that_is_saved_late_does_not_bring_back_an_older_history(tmp_path, mo
         run(theirs.sleep.pause("a"))
         host = ours.models.host("hash")
         agent = ours.directory.agent("a")
-        host.service.run(lambda e: ours.sleep.publisher.between_steps(e, agent, True)).result()
+        host.service.run(lambda _: ours.sleep.publisher.between_steps(host, agent, True)).result()
         ours.store.flush()
         published = ours.store.get(agent.name)
         assert len(published.metadata["turns"]) == 2

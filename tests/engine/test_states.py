@@ -17,6 +17,7 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.request import FinishEvent, Request
 from kvcellar.engine.sampling import SamplingParams
 from kvcellar.engine.speculate import Draft
+from kvcellar.space import SHARED
 from tests.engine.fakes import (
     MIXED_PARAMS,
     STATE_PARAMS,
@@ -328,7 +329,9 @@ def test_slots_are_drawn_beside_cells():
     engine.generate(Request(tuple(range(30)), ONE, snapshots_at=(20,)))
     running = engine.submit(Request((*range(30), 7), GREEDY8))
     engine.step()
-    drawn = engine.cell_map([(np.arange(30), None), (np.array([*range(30), 7]), running)])
+    drawn = engine.cell_map(
+        [(np.arange(30), None, SHARED), (np.array([*range(30), 7]), running, SHARED)]
+    )
     assert drawn.slots.shape == (8,)
     assert drawn.snapshots[0][:, 0].tolist() == [20, 30]
     assert drawn.snapshots[1][:, 0].tolist() == [20, 30, 31]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.engine import CellState, Engine, Request, SamplingParams
+from kvcellar.space import SHARED
 from tests.engine.fakes import FULL_PARAMS, make_cache
 from tests.engine.test_engine import make_engine, nothing_is_left
 
@@ -69,7 +70,9 @@ def test_the_map_of_cells_says_whose_each_is_and_changes_nothing(engine):
     request_id = engine.submit(Request((21, 22, 23, 24, 25), GREEDY))
     engine.step()
     assert engine.is_running
-    seen = engine.cell_map([(free, None), (kept, None), (np.array([21]), request_id)])
+    seen = engine.cell_map(
+        [(free, None, SHARED), (kept, None, SHARED), (np.array([21]), request_id, SHARED)]
+    )
     counts = {state: int((seen.states == state).sum()) for state in CellState}
     assert counts == {
         CellState.FREE: 64 - len(free) - len(kept) - 5,

@@ -86,9 +86,9 @@ class Directory:
         tokens = agent.tokens.tokens
 
         def count(engine: Engine) -> int:
-            n = engine.match(tokens)
+            n = engine.match(tokens, host.space)
             if agent.is_waiting:  # to look is not to use
-                engine.demote(tokens)
+                engine.demote(tokens, host.space)
             return n
 
         return self.info_of(agent, await host.between_steps(count))

@@ -35,7 +35,7 @@ async def free_cells(
     ]
     keep = max(keep, *shared) if shared else keep
     with contextlib.suppress(EngineClosedError):
-        await host.between_steps(lambda engine: engine.drop(history.tokens, keep))
+        await host.between_steps(lambda engine: engine.drop(history.tokens, keep, host.space))
 
 
 async def demote_cells(directory: Directory, agent: Agent) -> None:
@@ -43,4 +43,4 @@ async def demote_cells(directory: Directory, agent: Agent) -> None:
     host = directory.host_of(agent)
     if host is not None:
         tokens = agent.tokens.tokens
-        await host.between_steps(lambda engine: engine.demote(tokens))
+        await host.between_steps(lambda engine: engine.demote(tokens, host.space))

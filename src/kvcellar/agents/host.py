@@ -34,6 +34,7 @@ from kvcellar.models.sizing import size_model
 from kvcellar.models.snapshots import slots_bytes, what_resumes
 from kvcellar.registry import make_tree_session
 from kvcellar.sight import FULL
+from kvcellar.space import SHARED, Space
 from kvcellar.store import ModelKey, RowLayout
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class ModelHost:
         costs: what restoring and recomputing take here.
         template: what its chat template does to old turns; None without one.
         restoring: one restore at a time: the second of two forks finds what the first brought.
+        space: of all its histories in the engine's cache.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ModelHost:
     costs: Costs = field(default_factory=Costs)
     template: TemplateReport | None = None
     restoring: Gate = field(default_factory=Gate)
+    space: Space = SHARED
     _on_close: ExitStack = field(default_factory=ExitStack)
 
     @property

@@ -13,7 +13,6 @@ from kvcellar.agents.durable import entry_of, stored_state
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import save_history
-from kvcellar.engine import Engine
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
 from kvcellar.store import Reference, SaveState, SaveTicket, Store
 
@@ -105,7 +104,7 @@ class Publisher:
         """Publish the agent's state: with what the cache has of it, or else what the store has."""
         if host is not None:
             with contextlib.suppress(EngineClosedError):
-                ticket = await host.between_steps(lambda e: self.between_steps(e, agent, False))
+                ticket = await host.between_steps(lambda _: self.between_steps(host, agent, False))
                 if ticket is not None:
                     return ticket
         await self.settled(agent)
@@ -144,9 +143,9 @@ class Publisher:
         with self._lock:
             since = self._owed_since.setdefault(agent.name, now)
             if is_interrupted or now - since >= REST_EVERY_S:
-                return self._publish(host.engine, agent, True)
+                return self._publish(host, agent, True)
             block_tokens = host.key.layout.block_tokens
-            ticket = self._publish(host.engine, agent, True, min_new=block_tokens)
+            ticket = self._publish(host, agent, True, min_new=block_tokens)
             if agent.name in self._owed_since:
                 then = replace(agent)  # it may be in its next turn when the engine rests
                 host.service.when_at_rest(agent.name, lambda: self._at_rest(host, agent, then))
@@ -157,21 +156,21 @@ class Publisher:
         with self._lock:
             if agent.name in self._owed_since:
                 with contextlib.suppress(StoreError):  # a full or closed store: events say so
-                    self._publish(host.engine, then, True)
+                    self._publish(host, then, True)
                     agent.n_stored = then.n_stored
 
     def between_steps(
-        self, engine: Engine, agent: Agent, is_last_resort: bool
+        self, host: ModelHost, agent: Agent, is_last_resort: bool
     ) -> SaveTicket | None:
         """Publish the agent's state from cells, in the engine's thread; see ``save_history``."""
         with self._lock:
-            return self._publish(engine, agent, is_last_resort)
+            return self._publish(host, agent, is_last_resort)
 
     def _publish(
-        self, engine: Engine, agent: Agent, is_last_resort: bool, min_new: int = 0
+        self, host: ModelHost, agent: Agent, is_last_resort: bool, min_new: int = 0
     ) -> SaveTicket | None:
         ticket = save_history(
-            engine, self.store, agent, is_last_resort=is_last_resort, min_new=min_new
+            host, self.store, agent, is_last_resort=is_last_resort, min_new=min_new
         )
         if ticket is None:
             return None
@@ -232,7 +231,7 @@ class Publisher:
         Where the engine has stopped, its tokens are published with the KV that is stored.
         """
         try:
-            ticket = host.service.run(lambda e: self.between_steps(e, agent, True)).result()
+            ticket = host.service.run(lambda _: self.between_steps(host, agent, True)).result()
         except EngineClosedError:
             ticket = self._without_cells(agent)
         if ticket is not None:

@@ -32,13 +32,14 @@ class Front:
             self._error = host.engine.failure
             try:
                 if self._error is None:
-                    self._held = host.engine.hold(tokens)
+                    self._held = host.engine.hold(tokens, host.space)
             except Exception as error:  # who waits has to hear of it
                 self._error = error
             finally:
                 self._is_over.set()
 
-        request = Request(History(tokens), SamplingParams(max_tokens=1, ignore_eos=True))
+        settings = SamplingParams(max_tokens=1, ignore_eos=True)
+        request = Request(History(tokens), settings, space=host.space)
         self._request_id = host.service.submit_quietly(request, on_finish).result()
 
     def wait(self, is_cancelled: Callable[[], bool]) -> HeldPrefix:

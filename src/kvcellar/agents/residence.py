@@ -151,7 +151,7 @@ class _Job:
 
     def run(self) -> BroughtBack:
         started = time.perf_counter()
-        held = self._call(lambda engine: engine.hold(self.tokens.tokens))
+        held = self._call(lambda engine: engine.hold(self.tokens.tokens, self.host.space))
         result = BroughtBack(
             held.n_tokens, n_known=held.n_tokens, n_matched=held.n_matched, _held=held
         )
@@ -293,7 +293,7 @@ class _Job:
         """
 
         def begin(engine: Engine) -> tuple[Restore | None, bool]:
-            return engine.restore(tokens, windows, first), engine.is_running
+            return engine.restore(tokens, windows, first, self.host.space), engine.is_running
 
         deadline = time.perf_counter() + patience_s
         while True:
@@ -393,7 +393,7 @@ class _Job:
 
 
 def save_history(
-    engine: Engine, store: Store, agent: Agent, *, is_last_resort: bool, min_new: int = 0
+    host: ModelHost, store: Store, agent: Agent, *, is_last_resort: bool, min_new: int = 0
 ) -> SaveTicket | None:
     """Save what the cache holds of an agent's history and publish it, in the background.
 
@@ -401,7 +401,7 @@ def save_history(
     taken from what was seen of it.
 
     Args:
-        engine: in whose cache it may be.
+        host: in whose cache it may be.
         store: where it goes.
         agent: whose.
         is_last_resort: where the store holds more than the cache, publish it with the blocks that
@@ -412,9 +412,9 @@ def save_history(
     Raises:
         StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
     """
-    tokens, key = agent.tokens, agent.key
+    tokens, key, engine = agent.tokens, agent.key, host.engine
     n_trusted = len(tokens) if engine.failure is None else 0  # its cells may hold anything
-    held = engine.hold(tokens[:n_trusted])
+    held = engine.hold(tokens[:n_trusted], host.space)
     try:
         source: CellRows | None = None
         n_computed = held.n_tokens

@@ -169,6 +169,7 @@ class Turns:
             turn.priority,
             turn.deadline_s,
             snapshots_at=turn.snapshots_at,
+            space=host.space,
         )
         host.costs.recall(agent.rates)
         back = await bring_back(

@@ -22,6 +22,7 @@ from kvcellar.engine.sampling import (
 from kvcellar.engine.service import EngineService, EventStream
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.text import Detokenizer, StopMatcher, TextStream
+from kvcellar.space import Space
 
 __all__ = [
     "DEFAULTABLE",
@@ -50,6 +51,7 @@ __all__ = [
     "RowCache",
     "SamplingParams",
     "SamplingState",
+    "Space",
     "StopMatcher",
     "TextStream",
     "TokenEvent",

@@ -91,6 +91,11 @@ class Batch:
         return rows
 
     @property
+    def adapters(self) -> list[tuple[str, int]]:
+        """Adapters of the tokens in their order, each with how many; see ``AdaptingRunner``."""
+        return [(part.sequence.request.space.adapter, part.n_tokens) for part in self.parts]
+
+    @property
     def n_tokens(self) -> int:
         """Tokens in the batch."""
         return sum(part.n_tokens for part in self.parts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcellar.space import Space
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class CellMap:
     snapshots: list[IntArray]
 
 
-def map_cells(scheduler: Scheduler, histories: Iterable[tuple[IntArray, int | None]]) -> CellMap:
+def map_cells(
+    scheduler: Scheduler, histories: Iterable[tuple[IntArray, int | None, Space]]
+) -> CellMap:
     """Return the states of all cells and the cells of some histories; see ``Engine.cell_map``."""
     cache, index = scheduler.residency.cache, scheduler.residency.index
     has_states = cache.config.params.state is not None
@@ -62,7 +65,11 @@ def map_cells(scheduler: Scheduler, histories: Iterable[tuple[IntArray, int | No
         if has_states:
             slots[_taken(table[-1])] = CellState.RUNNING
     _mark_blocks(states, cache.block_size)
-    found = [(running.get(request), index.peek_prefix(tokens)) for tokens, request in histories]
+    key = scheduler.residency.spaces.key
+    found = [
+        (running.get(request), index.peek_prefix(key(tokens, space)))
+        for tokens, request, space in histories
+    ]
     tables = [_taken((own or stored)[0]) for own, stored in found]
     snapshots = [_snapshots(own, stored, has_states) for own, stored in found]
     return CellMap(states, tables, slots, snapshots)

@@ -33,9 +33,10 @@ from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError, EngineFailedError
 from kvcellar.history import History
 from kvcellar.models.kept_logits import KeptLogits, SamplingRunner
-from kvcellar.models.runner import FeatureRunner, step_limit
+from kvcellar.models.runner import AdaptingRunner, FeatureRunner, adapting, step_limit
 from kvcellar.prefix import PrefixIndex, make_index
 from kvcellar.sight import FULL, Sight
+from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -199,11 +200,13 @@ class Engine:
 
         Raises:
             PromptError: it could never run; the message has the numbers. Nothing was queued.
+            ConfigError: the model has no adapter of that name.
             EngineFailedError: the engine has stopped for good; see ``failure``.
         """
         failure = self.failure
         if failure is not None:
             raise failure
+        _check_adapter(self.runner, request.space.adapter)
         return self.scheduler.add(request, self._clock())
 
     def cancel(self, request_id: int) -> bool:
@@ -307,12 +310,14 @@ class Engine:
     ) -> tuple[FloatArray | KeptLogits, FloatArray | None]:
         """Return logits of the wanted rows, and features of all where the drafter reads them."""
         step = batch.token_ids, positions, batch.rows
-        if self._sampler is not None:
-            logits, features = self._sampler.forward_kept(*step, has_features=bool(self._teller))
-            return logits, features if self._teller is not None else None
-        if self._teller is None:
-            return self.runner.forward(*step), None
-        return self._teller.forward_with_features(*step)
+        with adapting(self.runner, batch.adapters):
+            if self._sampler is not None:
+                has_features = self._teller is not None
+                logits, features = self._sampler.forward_kept(*step, has_features=has_features)
+                return logits, features if has_features else None
+            if self._teller is None:
+                return self.runner.forward(*step), None
+            return self._teller.forward_with_features(*step)
 
     def _choose(self, batch: Batch, logits: FloatArray | KeptLogits) -> list[Verdict]:
         """Return what each part's sequence goes on with, sampled where the logits are."""
@@ -332,22 +337,23 @@ class Engine:
         """Cells that are free, or would be after evicting all that may be evicted."""
         return self.scheduler.residency.n_available
 
-    def match(self, tokens: IntArray) -> int:
+    def match(self, tokens: IntArray, space: Space = SHARED) -> int:
         """Return how many leading tokens of a history a request would find in the cache.
 
         They count as used: they are evicted later than what nobody asked for.
         """
-        return self.index.match_prefix(tokens).length
+        key = self.scheduler.residency.spaces.key(tokens, space)
+        return self.index.match_prefix(key).length
 
-    def hold(self, tokens: IntArray) -> HeldPrefix:
+    def hold(self, tokens: IntArray, space: Space = SHARED) -> HeldPrefix:
         """Protect what the cache holds of the beginning of a history until it is released."""
-        return hold(self.scheduler.residency, tokens)
+        return hold(self.scheduler.residency, tokens, space)
 
-    def demote(self, tokens: IntArray) -> None:
+    def demote(self, tokens: IntArray, space: Space = SHARED) -> None:
         """Evict first, when cells are short, what only this history needs. Nothing goes now."""
-        self.scheduler.residency.demote(tokens)
+        self.scheduler.residency.demote(tokens, space)
 
-    def drop(self, tokens: IntArray, keep: int = 0) -> int:
+    def drop(self, tokens: IntArray, keep: int = 0, space: Space = SHARED) -> int:
         """Free what only this history needs behind its first ``keep`` tokens.
 
         What others share, and what a running request stands on, stays.
@@ -355,10 +361,14 @@ class Engine:
         Returns:
             The number of tokens that were dropped.
         """
-        return self.scheduler.residency.drop(tokens, keep)
+        return self.scheduler.residency.drop(tokens, keep, space)
 
     def restore(
-        self, tokens: IntArray, windows: Sequence[IntArray | None], first: int = 0
+        self,
+        tokens: IntArray,
+        windows: Sequence[IntArray | None],
+        first: int = 0,
+        space: Space = SHARED,
     ) -> Restore | None:
         """Claim cells for rows of a history that come from outside; None where there is no room.
 
@@ -366,16 +376,17 @@ class Engine:
             tokens: ``[stop]``: all that is to be in the cache at the end.
             windows: per layer group, the positions that come for it; None for full groups.
             first: positions before it are computed meanwhile, if the cache does not hold them.
+            space: of the history.
         """
-        return Restore.begin(self.scheduler.residency, tokens, windows, first)
+        return Restore.begin(self.scheduler.residency, tokens, windows, first, space)
 
-    def cell_map(self, histories: Iterable[tuple[IntArray, int | None]]) -> CellMap:
+    def cell_map(self, histories: Iterable[tuple[IntArray, int | None, Space]]) -> CellMap:
         """Return the state of every cell of the first layer group, and the cells of histories.
 
         To look is not to use: nothing is evicted earlier or later for it.
 
         Args:
-            histories: tokens, and the id of the request that runs for them or None.
+            histories: tokens, the id of the request that runs for them or None, and their space.
         """
         return map_cells(self.scheduler, histories)
 
@@ -422,6 +433,20 @@ def _most_guesses(cache: SeqCache, wanted: int) -> int:
     if config.params.state is not None and isinstance(cache, TreeSeqCache):
         most = min(most, config.n_slots - 2)
     return most
+
+
+def _check_adapter(runner: Runner, name: str) -> None:
+    """Refuse an adapter that the model was not loaded with.
+
+    Raises:
+        ConfigError: it was not.
+    """
+    there = runner.adapters if isinstance(runner, AdaptingRunner) else ()
+    if name and name not in there:
+        raise ConfigError(
+            f"adapter {name!r} is not loaded; there are: {', '.join(there) or 'none'}; load it "
+            f"beside the model"
+        )
 
 
 def _teller(runner: Runner) -> FeatureRunner:

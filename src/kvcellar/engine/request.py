@@ -14,6 +14,7 @@ from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
 from kvcellar.engine.text import TextStream
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
+from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Request:
             :class:`PromptEvent`. All of the prompt is computed for it, whatever the cache has.
         snapshots_at: lengths of the prompt from which later requests are likely to go on
             otherwise. A model that cannot be cut back everywhere is made ready to resume there.
+        space: with which adapter it is computed, and with whom its K and V are shared.
     """
 
     prompt_ids: History
@@ -45,6 +47,7 @@ class Request:
     deadline_s: float | None = None
     prompt_logprobs: int | None = None
     snapshots_at: tuple[int, ...] = ()
+    space: Space = SHARED
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None and self.prompt_logprobs < 0:

@@ -18,7 +18,8 @@ from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.cache import SeqCache
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.snapshots import Snapshots
-from kvcellar.prefix import PrefixIndex
+from kvcellar.prefix import PrefixIndex, Spaces
+from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
 
@@ -69,6 +70,8 @@ class Residency:
     """Who else has to be told where cells have moved, and which snapshots have gone."""
     waiting: Seq[Sequence] = ()
     """Sequences that wait: what they would go on from goes after what nobody waits for."""
+    spaces: Spaces = field(default_factory=Spaces)
+    """What the index knows tokens by."""
     snapshots: Snapshots = field(init=False)
     _seq_ids: itertools.count[int] = field(default_factory=itertools.count)
     _free_seq_ids: list[int] = field(default_factory=list)
@@ -165,7 +168,7 @@ class Residency:
 
     def _end_slot(self, sequence: Sequence) -> int:
         """Return the slot that a waiting sequence would go on from; ``NO_SLOT``: none."""
-        states = self.index.peek_prefix(sequence.reusable)[-1]
+        states = self.index.peek_prefix(self._reusable(sequence))[-1]
         held = states[states >= 0]
         return int(held[-1]) if held.size else NO_SLOT
 
@@ -173,13 +176,17 @@ class Residency:
 
     def n_reusable(self, sequence: Sequence) -> int:
         """Return how many of a waiting sequence's tokens the cache holds; nothing is locked."""
-        return self.index.match_prefix(sequence.reusable).length
+        return self.index.match_prefix(self._reusable(sequence)).length
+
+    def _reusable(self, sequence: Sequence) -> IntArray:
+        """Return what the index knows the tokens by whose KV may come from elsewhere."""
+        return self.spaces.key(sequence.reusable, sequence.request.space)
 
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
         sequence.seq_id = self.take_seq_id()
         self._expect(sequence)
-        match = self.index.match_prefix(sequence.reusable)
+        match = self.index.match_prefix(self._reusable(sequence))
         if match.length:
             self.cache.seq_map(sequence.seq_id, match.cells)
             self.index.lock_handle(match.handle)
@@ -208,7 +215,8 @@ class Residency:
         if not n:
             return
         tables = self.cache.seq_table(sequence.seq_id, n)
-        inserted = self.index.insert_prefix(sequence.tokens[:n], tables)
+        key = self.spaces.key(sequence.tokens[:n], sequence.request.space)
+        inserted = self.index.insert_prefix(key, tables)
         self.cache.retain_cells(inserted.adopted)
         self.index.lock_handle(inserted.handle)
         if sequence.handle is not None:
@@ -253,11 +261,11 @@ class Residency:
         sequence.seq_id, sequence.handle, sequence.n_computed = -1, None, 0
         sequence.point = sequence.n_again = 0
 
-    def demote(self, tokens: IntArray) -> None:
+    def demote(self, tokens: IntArray, space: Space = SHARED) -> None:
         """Evict first, when cells are short, what only this history needs; nothing goes now."""
-        self.index.demote(self.index.find_prefix(tokens))
+        self.index.demote(self.index.find_prefix(self.spaces.key(tokens, space)))
 
-    def drop(self, tokens: IntArray, keep: int = 0) -> int:
+    def drop(self, tokens: IntArray, keep: int = 0, space: Space = SHARED) -> int:
         """Free what only this history needs, down to its first ``keep`` tokens.
 
         What others share, and what a running sequence stands on, stays.
@@ -265,7 +273,8 @@ class Residency:
         Returns:
             The number of tokens that were freed.
         """
-        dropped = self.index.drop_path(self.index.find_prefix(tokens), keep)
+        path = self.index.find_prefix(self.spaces.key(tokens, space))
+        dropped = self.index.drop_path(path, keep)
         self.cache.release_cells(dropped.cells)
         return dropped.n_tokens
 

@@ -17,7 +17,9 @@ from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.residency import Residency
 from kvcellar.models import Runner
+from kvcellar.models.runner import adapting
 from kvcellar.prefix import PrefixHandle
+from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
 
@@ -113,13 +115,14 @@ def states_in(cache: SeqCache, slot: int) -> StatesOfOne:
     return tuple(tuple(state[0] for state in layer) for layer in layers)
 
 
-def hold(residency: Residency, tokens: IntArray) -> HeldPrefix:
+def hold(residency: Residency, tokens: IntArray, space: Space = SHARED) -> HeldPrefix:
     """Find what the cache holds of the beginning of a history, and protect it."""
     index = residency.index
-    match = index.match_prefix(tokens)
+    key = residency.spaces.key(tokens, space)
+    match = index.match_prefix(key)
     handle, tables = match.handle, match.cells
     if match.n_matched > match.length and residency.snapshots.lack_states_alone:
-        handle, tables = index.find_prefix(tokens), index.peek_prefix(tokens)
+        handle, tables = index.find_prefix(key), index.peek_prefix(key)
     n_rows = handle.length
     if n_rows:
         index.lock_handle(handle)
@@ -136,12 +139,14 @@ class Restore:
             meanwhile (``stand_on``).
         tables: per layer group ``[stop]``: the cells that were claimed, -1 elsewhere; what the
             cache held already keeps its own.
+        space: of the history.
     """
 
     residency: Residency
     tokens: IntArray
     first: int
     tables: tuple[IntArray, ...]
+    space: Space
     _held: HeldPrefix
     _seq_id: int
     _is_over: bool = field(default=False)
@@ -153,6 +158,7 @@ class Restore:
         tokens: IntArray,
         windows: Sequence[IntArray | None],
         first: int = 0,
+        space: Space = SHARED,
     ) -> Restore | None:
         """Claim cells for what the cache lacks of a history; None where there is no room.
 
@@ -163,12 +169,13 @@ class Restore:
                 states, which come last: those before which there are snapshots, the last position
                 among them.
             first: positions before it are computed meanwhile, if the cache does not hold them.
+            space: of the history.
         """
         cache = residency.cache
         if not isinstance(cache, RowCache):
             return None
         stop = len(tokens)
-        held = hold(residency, tokens)
+        held = hold(residency, tokens, space)
         first = max(first, held.n_rows)
         wanted = []
         for positions in windows:
@@ -190,7 +197,7 @@ class Restore:
             residency.give_seq_id(seq_id)
             held.release()
             raise
-        return cls(residency, tokens, first, claimed, held, seq_id)
+        return cls(residency, tokens, first, claimed, space, held, seq_id)
 
     def write(self, group_cells: Sequence[IntArray], rows: Any) -> None:
         """Store rows in cells of ``tables``: per layer group, in their order."""
@@ -241,7 +248,8 @@ class Restore:
             try:
                 found = cache.begin_step(seq_ids)
                 assert list(found) == list(positions), "each token goes behind its own history"
-                runner.forward(self.tokens[list(positions)], found, [0])
+                with adapting(runner, [(self.space.adapter, len(found))]):
+                    runner.forward(self.tokens[list(positions)], found, [0])
             except BaseException:
                 cache.cancel_step()
                 raise
@@ -280,7 +288,8 @@ class Restore:
                 return None
             try:
                 found = cache.begin_step([seq_id] * n)
-                runner.forward(self.tokens[start:stop], found, [0])
+                with adapting(runner, [(self.space.adapter, n)]):
+                    runner.forward(self.tokens[start:stop], found, [0])
             except BaseException:
                 cache.cancel_step()
                 raise
@@ -332,9 +341,10 @@ class Restore:
         """Let requests reuse the first ``n_tokens``; the rest is given up."""
         index, cache = self.residency.index, self.residency.cache
         n = max(n_tokens, self.first)
-        inserted = index.insert_prefix(self.tokens[:n], [table[:n] for table in self.tables])
+        key = self.residency.spaces.key(self.tokens[:n], self.space)
+        inserted = index.insert_prefix(key, [table[:n] for table in self.tables])
         cache.retain_cells(inserted.adopted)
-        held = hold(self.residency, self.tokens[:n])
+        held = hold(self.residency, self.tokens[:n], self.space)
         self.give_up()
         return held
 

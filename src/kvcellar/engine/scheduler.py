@@ -244,7 +244,8 @@ class Scheduler:
         best, leader = self.residency.n_reusable(sequence) + MIN_SHARED - 1, None
         snapshots = self.residency.snapshots
         for other in self.running:
-            if other.n_computed < other.n_prompt:
+            is_alike = other.request.space == sequence.request.space
+            if is_alike and other.n_computed < other.n_prompt:
                 n = snapshots.aligned(other.tokens.common_prefix(sequence.reusable))
                 if snapshots.has_states and other.n_computed > n:
                     continue  # it has passed there, and no states were kept

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -81,6 +82,37 @@ class FeatureRunner(Runner, Protocol):
     ) -> tuple[FloatArray, FloatArray]:
         """Run the tokens as ``forward``; return features ``[T, n_features]`` of all of them too."""
         ...
+
+
+@runtime_checkable
+class AdaptingRunner(Runner, Protocol):
+    """A runner whose tokens may each be computed with an adapter beside the model's weights.
+
+    Attributes:
+        adapters: names of the adapters that are loaded.
+    """
+
+    adapters: Collection[str]
+
+    def adapting(self, runs: Sequence[tuple[str, int]]) -> AbstractContextManager[None]:
+        """Have the forwards of a block compute their tokens with adapters.
+
+        Args:
+            runs: names, empty for the model's own weights, and how many tokens each computes, in
+                the order of the token axis.
+        """
+        ...
+
+
+def adapting(runner: Runner, runs: Sequence[tuple[str, int]]) -> AbstractContextManager[None]:
+    """Have a runner's forwards compute their tokens with adapters; see ``AdaptingRunner``.
+
+    Where all tokens are for the model's own weights any runner will do.
+    """
+    if not any(name for name, _ in runs):
+        return nullcontext()
+    assert isinstance(runner, AdaptingRunner), "looked at when a request comes"
+    return runner.adapting(runs)
 
 
 class BoundRunner(ABC):

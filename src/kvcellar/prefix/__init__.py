@@ -26,6 +26,7 @@ from kvcellar.prefix.protocol import (
     SizeInfo,
 )
 from kvcellar.prefix.radix import RadixIndex
+from kvcellar.prefix.spaces import Spaces
 from kvcellar.sight import Sight
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "PrefixMatch",
     "RadixIndex",
     "SizeInfo",
+    "Spaces",
     "make_index",
 ]
 

@@ -48,7 +48,7 @@ class Pins:
         ends_s = self._clock() + ttl_s
 
         def lock(engine: Engine) -> int:
-            held = engine.hold(tokens.tokens)
+            held = engine.hold(tokens.tokens, host.space)
             limit = int(engine.cache.capacity * SHARE)
             if not held.n_tokens or held.n_tokens > limit:
                 held.release()

@@ -24,6 +24,7 @@ from kvcellar.engine import CellMap, CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
 from kvcellar.history import History
 from kvcellar.server.service import Service
+from kvcellar.space import SHARED
 from kvcellar.types import IntArray
 
 STATES = tuple(state.name.lower() for state in CellState)
@@ -117,7 +118,7 @@ def _model(
 
 def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
     """Find whose every cell of the first layer group is. In the engine's thread."""
-    seen = engine.cell_map((tokens.tokens, run) for _, tokens, run in owned)
+    seen = engine.cell_map((tokens.tokens, run, SHARED) for _, tokens, run in owned)
     sets = OwnerSets()
     numbers = sets.numbers_of(len(seen.states), seen.tables)
     names = [name for name, *_ in owned]

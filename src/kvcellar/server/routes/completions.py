@@ -223,6 +223,7 @@ async def _plain(
         choice.params.for_model(host.sampling),
         deadline_s=service.config.wait_s,
         prompt_logprobs=body.logprobs if body.echo else None,
+        space=host.space,
     )
     started_s, last_s = time.perf_counter(), None
     async with await host.service.submit(asked) as stream:
