@@ -138,6 +138,22 @@ def encode(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
     return controls.encode(rendered.marked or rendered.text, rendered.mark)
 
 
+def encode_text(tokenizer: Any, text: str, names: Collection[str] = ()) -> list[int]:
+    """Return the tokens of a text that spells no special token, nor one of some names.
+
+    Raises:
+        PromptError: it has the noncharacters that are needed to tell.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    ids = {t.content: int(i) for i, t in added if t.special or t.content in names}
+    words = _one_of(ids.keys())
+    if not words.search(text):
+        return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+    mark = _free_mark(text)
+    controls = _Controls(weakref.ref(tokenizer), ids, words, words, words)
+    return controls.encode(words.sub(lambda found: mark + found[0], text), mark)
+
+
 def _apply(
     tokenizer: PromptTokenizer,
     messages: list[dict[str, Any]],

@@ -21,6 +21,8 @@ from kvcellar.server.routes import (
     agents,
     anthropic,
     completions,
+    infill,
+    lookup,
     observe,
     ollama,
     openai,
@@ -28,6 +30,19 @@ from kvcellar.server.routes import (
     viewer,
 )
 from kvcellar.server.service import Service
+
+_ROUTES = (
+    openai,
+    completions,
+    responses,
+    anthropic,
+    ollama,
+    lookup,
+    infill,
+    agents,
+    observe,
+    viewer,
+)
 
 _STATUSES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed"}
 
@@ -75,7 +90,18 @@ def create_api(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.watch = Watch(service)
-    for module in (openai, completions, responses, anthropic, ollama, agents, observe, viewer):
+    for module in (
+        openai,
+        completions,
+        responses,
+        anthropic,
+        ollama,
+        lookup,
+        infill,
+        agents,
+        observe,
+        viewer,
+    ):
         app.include_router(module.router)
 
     @app.exception_handler(KVCellarError)

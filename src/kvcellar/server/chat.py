@@ -69,8 +69,8 @@ async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEve
                     yield one
 
 
-async def count_tokens(service: Service, question: Question) -> int:
-    """Count the tokens that a turn would have as its prompt; nothing is computed or changed.
+async def read_prompt(service: Service, question: Question) -> History:
+    """Return the tokens that a turn would have as its prompt; nothing is computed or changed.
 
     Raises:
         UnknownAgentError: it is for an agent that is not there.
@@ -79,15 +79,15 @@ async def count_tokens(service: Service, question: Question) -> int:
     """
     async with service.models.registry.use(service.models.resolve(question.model)) as host:
         if host.tokenizer is None:
-            raise ModelError(f"model {host.name!r} has no tokenizer, so nothing can be counted")
+            raise ModelError(f"model {host.name!r} has no tokenizer, so it reads no messages")
         turn, _ = await word(service, host, question)
         agent_id = await service.conversations.meant(turn, question.whose)
         messages, tools = turn.messages or (), turn.tools
 
-        def count() -> int:
-            return len(service.agents.turns.prompt_of(host, messages, tools, agent_id=agent_id))
+        def read() -> History:
+            return service.agents.turns.prompt_of(host, messages, tools, agent_id=agent_id)
 
-        return await service.agents.work.run(size_of(messages, tools).cost + OTHER_BYTES, count)
+        return await service.agents.work.run(size_of(messages, tools).cost + OTHER_BYTES, read)
 
 
 async def whole(

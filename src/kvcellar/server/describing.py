@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvcellar.agents import ModelHost
 from kvcellar.errors import KVCellarError
+from kvcellar.models.infill import fill_tokens
 from kvcellar.models.sizing import size_model
 from kvcellar.server.dialects import dialect_of
 
@@ -77,6 +78,8 @@ def capabilities_of(host: ModelHost) -> list[str]:
     A template that knows no tools is told of them in a system message, so any will do.
     """
     found = ["completion"]
+    if host.tokenizer is not None and fill_tokens(host.tokenizer) is not None:
+        found.append("insert")
     if getattr(host.tokenizer, "chat_template", None):
         found.append("tools")
     if dialect_of(host).reasoning is not None:

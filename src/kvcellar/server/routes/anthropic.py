@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import answer, count_tokens, whole
+from kvcellar.server.chat import answer, read_prompt, whole
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,
@@ -70,7 +70,7 @@ async def count(request: Request, body: CountRequest) -> dict[str, int]:
         tools=_tools(body),
         whose=whose_of(request, body.agent_id),
     )
-    return {"input_tokens": await count_tokens(service, question)}
+    return {"input_tokens": len(await read_prompt(service, question))}
 
 
 @router.post("/v1/messages", response_model=None, dependencies=[READS_AGENT])

@@ -33,7 +33,7 @@ from kvcellar.server.parsing import (
     whose_of,
 )
 from kvcellar.server.replies import frame, sse
-from kvcellar.server.schemas.openai import ChatRequest
+from kvcellar.server.schemas.openai import ChatRequest, FunctionTool
 from kvcellar.server.service import Service, new_id, service_of
 from kvcellar.server.streams import Stream, until_gone
 from kvcellar.server.telling import (
@@ -147,7 +147,7 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
         messages=plain_messages(body.messages),
         model=body.model,
         params=sampling_of(body, max_tokens=most, logprobs=logprobs, index=index),
-        tools=_tools(body),
+        tools=tools_of(body.tools),
         choice=tool_choice_of(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         form=form_of(body),
@@ -155,12 +155,13 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
     )
 
 
-def _tools(body: ChatRequest) -> Toolbox:
+def tools_of(given: Sequence[FunctionTool] | None) -> Toolbox:
+    """Return the tools of a request as the model is told them."""
     tools = Toolbox()
-    for tool in body.tools or ():
+    for tool in given or ():
         if tool.function is not None and tool.type == "function":
-            given = tool.function
-            tools.add(given.name, given.description, given.parameters, is_strict=bool(given.strict))
+            one = tool.function
+            tools.add(one.name, one.description, one.parameters, is_strict=bool(one.strict))
         else:
             tools.leave_out(tool.custom.name if tool.custom else None, tool.type)
     return tools

@@ -64,7 +64,6 @@ _OWN_TEMPLATE = "the model's own chat template is used as it is"
 _ALL_READ = "nothing is dropped from a prompt; one that is too long is refused"
 
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "suffix": ("nothing is filled in before a given end; leave it out", ()),
     "cache_salt": ("what callers have in common is always shared; run a server for each", ()),
     "prompt_logprobs": ("use echo with logprobs on /v1/completions", ()),
     **_each(

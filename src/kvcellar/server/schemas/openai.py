@@ -244,6 +244,7 @@ class CompletionRequest(FormFields):
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
+    suffix: str | None = Field(None, description="What comes behind the answer.")
     best_of: int | None = Field(None, ge=1, description="No more than n, or 1.")
     add_special_tokens: bool | None = Field(
         None, description="Whether a text begins with the model's own tokens, such as its BOS."

@@ -8,13 +8,18 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import answer, whole
+from kvcellar.server.continuing import Continuations, continued, to_the_end
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
-from kvcellar.server.parsing import READS_AGENT
+from kvcellar.server.parsing import READS_AGENT, whose_of
 from kvcellar.server.replies import sse
 from kvcellar.server.routes.ollama.models import path_of
-from kvcellar.server.routes.ollama.parsing import chat_question, prompt_question
-from kvcellar.server.routes.ollama.writing import OllamaAnswer, OllamaFrames
+from kvcellar.server.routes.ollama.parsing import (
+    chat_question,
+    prompt_question,
+    raw_completion,
+)
+from kvcellar.server.routes.ollama.writing import OllamaAnswer, OllamaFrames, RawFrames
 from kvcellar.server.schemas.ollama import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
 from kvcellar.server.service import service_of
 from kvcellar.server.streams import Stream, until_gone
@@ -34,7 +39,7 @@ async def chat(request: Request, body: OllamaChatRequest) -> Response:
 @router.post("/api/generate", response_model=None, dependencies=[READS_AGENT])
 async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     """Answer one prompt; without one, load the model or let it go."""
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return await _loaded(request, body)
     if body.template:
         raise ApiError(400, "template is not honoured: the model's own is used", param="template")
@@ -45,7 +50,23 @@ async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
             "of it is found again",
             param="context",
         )
+    if body.raw or body.suffix:
+        return await _continued(request, body)
     return await _answered(request, body, prompt_question(request, body))
+
+
+async def _continued(request: Request, body: OllamaGenerateRequest) -> Response:
+    """Continue a prompt as it is, or up to what follows it."""
+    service, said = service_of(request), OllamaAnswer(body)
+    path = path_of(service, body.model)
+    asked = await raw_completion(service, path, body)
+    batch = Continuations(asked, path, whose_of(request, body.agent_id), {})
+    stream = Stream(continued(service, batch))
+    if body.stream is not False:
+        return await sse(request, stream, RawFrames(request, said, batch), _ignored(body))
+    await to_the_end(request, stream)
+    value = {**said.continued(batch), "response": batch.only.text}
+    return JSONResponse(value, headers={**batch.headers, **_ignored(body)})
 
 
 async def _answered(request: Request, body: OllamaBody, question: Question) -> Response:

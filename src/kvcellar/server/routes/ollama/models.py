@@ -105,7 +105,7 @@ async def pull(request: Request, body: OllamaName) -> Response:
 async def refuse(request: Request) -> None:
     """Refuse what changes the models of a server: who starts it says which there are."""
     raise ApiError(
-        501,
+        400,
         f"{request.url.path} is not served: the models are those that the server was started "
         f"with; start it with others",
         "not_served",

@@ -20,7 +20,7 @@ from kvcellar.server.schemas.ollama import (
     OllamaMessage,
     Options,
 )
-from kvcellar.server.schemas.openai import SamplingFields
+from kvcellar.server.schemas.openai import CompletionRequest, SamplingFields
 from kvcellar.server.service import Service, service_of
 from kvcellar.server.tools import Toolbox
 
@@ -53,6 +53,36 @@ def prompt_question(request: Request, body: OllamaGenerateRequest) -> Question:
     if body.system:
         said.insert(0, {"role": "system", "content": body.system})
     return _question(request, body, said, Toolbox())
+
+
+async def raw_completion(
+    service: Service, path: str, body: OllamaGenerateRequest
+) -> CompletionRequest:
+    """Return the completion of a prompt that goes through no template, or has something behind it.
+
+    Raises:
+        ApiError: 400, what is asked for cannot be had.
+    """
+    for name in ("system", "images", "logprobs"):
+        if getattr(body, name):
+            raise ApiError(
+                400,
+                f"{name} is not honoured in a prompt that goes through no chat template",
+                "unsupported_field",
+                param=name,
+            )
+    options, form = body.options or Options.model_validate({}), _form(body)
+    async with service.models.registry.use(path) as host:
+        most = most_tokens(service, options) or host.context
+    return CompletionRequest.model_validate(
+        {
+            **fields_of(options).model_dump(exclude_none=True),
+            "prompt": body.prompt,
+            "suffix": body.suffix,
+            "max_tokens": most,
+            "json_schema": None if form is None else form.value,
+        }
+    )
 
 
 def _question(

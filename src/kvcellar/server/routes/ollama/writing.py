@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
-from kvcellar.agents import ModelHost
-from kvcellar.engine.generate import GeneratedToken
+from kvcellar.agents import AgentUsage, ModelHost
+from kvcellar.engine.generate import GeneratedToken, Usage
+from kvcellar.server.continuing import Continuations, Pieces
 from kvcellar.server.dialects import Call
 from kvcellar.server.dialogue import (
     CallEvent,
@@ -22,6 +23,7 @@ from kvcellar.server.dialogue import (
 )
 from kvcellar.server.errors import as_api_error, error_body
 from kvcellar.server.logprobs import ChatLogprobs
+from kvcellar.server.replies import Frames
 from kvcellar.server.routes.ollama.models import now
 from kvcellar.server.schemas.ollama import OllamaBody, OllamaChatRequest
 from kvcellar.server.service import service_of
@@ -60,19 +62,36 @@ class OllamaAnswer:
 
     def facts(self, end: Ended) -> dict[str, Any]:
         """Write what comes with the end: why, how many tokens, and how long it took."""
-        usage, total_s = end.usage, time.perf_counter() - self._started_s
-        first_s = min(usage.time_to_first_token_s or 0.0, total_s)
+        usage = end.usage
+        extra = {**extra_of(end, self.body), "cached_tokens": usage.cached_tokens}
+        return {
+            **self.counts(end.reason, usage.prompt_tokens, usage.completion_tokens, usage),
+            "kvcellar": extra,
+        }
+
+    def counts(
+        self, reason: str | None, n_prompt: int, n_sampled: int, usage: AgentUsage | Usage | None
+    ) -> dict[str, Any]:
+        """Write why an answer ended, how many tokens it had, and how long it took."""
+        total_s = time.perf_counter() - self._started_s
+        first_s = min((usage.time_to_first_token_s if usage else None) or 0.0, total_s)
         return {
             "done": True,
-            "done_reason": "length" if end.reason == "length" else "stop",
+            "done_reason": "length" if reason == "length" else "stop",
             "total_duration": int(total_s * _NS),
             "load_duration": 0,
-            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_count": n_prompt,
             "prompt_eval_duration": int(first_s * _NS),
-            "eval_count": usage.completion_tokens,
+            "eval_count": n_sampled,
             "eval_duration": int((total_s - first_s) * _NS),
-            "kvcellar": {**extra_of(end, self.body), "cached_tokens": usage.cached_tokens},
         }
+
+    def continued(self, batch: Continuations) -> dict[str, Any]:
+        """Write the end of a prompt's continuation, with its last text."""
+        choice, end = batch.only, batch.only.end
+        reason, usage = (end.reason, end.usage) if end is not None else (None, None)
+        counts = self.counts(reason, choice.n_prompt, len(choice.tokens), usage)
+        return self.piece(choice.rest, **counts, kvcellar=batch.extra)
 
     def whole(
         self, end: Ended, tokens: Sequence[GeneratedToken], host: ModelHost | None
@@ -138,6 +157,32 @@ class OllamaFrames(AnswerFrames):
         """Write the call before, now that the next has begun or the answer has ended."""
         before, self._call = self._call, call
         return b"" if before is None else _line(self._answer.piece(calls=[before]))
+
+
+class RawFrames(Frames[Pieces]):
+    """Lines of a prompt's continuation that went through no chat template."""
+
+    media_type: ClassVar[str] = "application/x-ndjson"
+
+    def __init__(self, request: Request, answer: OllamaAnswer, batch: Continuations) -> None:
+        """Write the lines of a request's only continuation."""
+        super().__init__(request)
+        self._answer = answer
+        self._batch = batch
+        self.ping = _line(answer.piece())
+
+    async def of(self, number: int, item: Pieces) -> bytes:
+        """Write the next tokens."""
+        text = "".join(token.text for token in item)
+        return _line(self._answer.piece(text)) if text else b""
+
+    def end(self) -> bytes:
+        """Write the last text, and how it ended."""
+        return _line(self._answer.continued(self._batch))
+
+    def failed(self, error: Exception) -> bytes:
+        """Write an error that comes too late to be a status."""
+        return _line(error_body(as_api_error(error), self._request))
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
