@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -14,9 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.agents.checking import _check_turn
 from kvcellar.agents.durable import stored_state
+from kvcellar.agents.infos import Took, TurnRecord
+from kvcellar.agents.records import _turn_as_json, _turn_of
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import Store, StoreConfig
+from kvcellar.store.facts import BadFactError
 from kvcellar.store.journal import Journal
 from tests.agents.crashing import CONFIG, NAMES, new_tokens
 from tests.agents.fakes import GREEDY, manager, run, tokens_of, turn
@@ -246,3 +251,15 @@ def test_an_unnamed_first_turn_is_not_recorded(tmp_path: Path) -> None:
         run(agents.lifecycle.create("chat-1", is_passing=True))
         run(turn(agents, "chat-1", "one", params=GREEDY))
         assert not agents.store.recorded_serials()
+
+
+def test_turns_of_stores_that_did_not_note_what_they_took_are_read():
+    old = [0, 3, 5, 1, "stop"]
+    assert _turn_of(old) == TurnRecord(0, 3, 5, 1, "stop") and _turn_as_json(_turn_of(old)) == old
+    took = Took(2, 1, 0.5, 1.5, 3, "edited")
+    new = TurnRecord(0, 3, 5, 1, "stop", took)
+    assert _turn_of(json.loads(json.dumps(_turn_as_json(new)))) == new
+    _check_turn(_turn_as_json(new), "turns[0]", 5)
+    for wrong in ([*old, None], [*old, [2, 1]], [*old, [2, 1, 0.5, 1.5, 3, "unheard of"]]):
+        with pytest.raises(BadFactError):
+            _check_turn(wrong, "turns[0]", 5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from kvcellar.agents import Turn
+from kvcellar.agents.live import Begun, LiveText, Over, Said
 from kvcellar.agents.records import Agent
 from kvcellar.engine import SamplingParams
 from tests.server.live import serving
@@ -234,3 +237,87 @@ def test_what_was_dropped_comes_back_over_http_also_after_a_restart(tmp_path):
         assert nobody.status_code == 404
         live.http.delete("/v1/agents/poet", params={"forever": True})
         assert live.http.post("/v1/agents/poet/undo").status_code == 404
+
+
+# Looking on ---------------------------------------------------------------------------------------
+
+
+def heard(live, agent_id, events):
+    """Listen to an agent in a thread, until its turn is over."""
+    with live.http.stream("GET", f"/v1/agents/{agent_id}/live") as response:
+        name = None
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                name = line[7:]
+            elif line.startswith("data: "):
+                events.append((name, json.loads(line[6:])))
+                if name == "end":
+                    return
+
+
+@pytest.mark.parametrize("route", ["agents", "chat"])
+def test_whoever_looks_on_hears_what_another_client_is_told(live, route):
+    name = f"heard-{route}"
+    make(live, name)
+    events = []
+    listener = threading.Thread(target=heard, args=(live, name, events))
+    listener.start()
+    agents = live.service.agents
+    live.until(lambda: name in agents.live._listeners, "a listener")
+    if route == "agents":
+        said = live.post(f"/v1/agents/{name}/generate", {"text": "Say it.", **SHORT})["text"]
+    else:
+        messages = [{"role": "user", "content": "Say it."}]
+        body = {"messages": messages, "agent_id": name, **SHORT}
+        said = live.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    listener.join()
+    assert events[0] == ("turn", {"asked": "Say it.", "text": ""})
+    assert events[-1] == ("end", {})
+    text = "".join(event["text"] for kind, event in events if kind == "token")
+    assert text.strip() == said.strip()
+    live.until(lambda: name not in agents.live._listeners, "nobody to listen")
+
+
+def test_whoever_comes_late_is_told_what_was_said_so_far():
+    async def look():
+        text = LiveText()
+        with text.turn("late", "Q?"):
+            text.say("late", "One ")
+            listener = text.listen("late")
+            events = [await anext(listener)]
+            text.say("late", "two")
+            events.append(await anext(listener))
+        events.append(await anext(listener))
+        await listener.aclose()
+        assert not text._listeners and not text._turns
+        return events
+
+    assert asyncio.run(look()) == [Begun("Q?", "One "), Said("two"), Over()]
+
+
+def test_nobody_can_be_listened_to_who_is_not_there(live):
+    assert live.http.get("/v1/agents/nobody/live").status_code == 404
+
+
+def test_agents_are_found_by_what_was_said(live):
+    make(live, "finder", "Where is the \u00dcBERMENSCH? Here.", system="You look for <things>.")
+    (found,) = live.get("/v1/agents?search=%C3%BCbermensch")["data"]
+    (place,) = found["found"]
+    assert (found["id"], place["message"], place["text"]) == ("finder", 1, "\u00dcBERMENSCH")
+    assert place["before"] == "Where is the " and place["behind"] == "? Here."
+    assert [one["id"] for one in live.get("/v1/agents?search=%3Cthings%3E")["data"]] == ["finder"]
+    assert live.get("/v1/agents?search=FINDE")["data"][0]["found"] == []
+    assert live.get("/v1/agents?search=never-said")["data"] == []
+
+
+def test_what_a_turn_took_is_remembered_beside_it_also_after_a_restart(tmp_path):
+    with serving(tmp_path) as live:
+        make(live, "taker", "One. " * 40, "Two.")
+        ends = [live.get("/v1/agents/taker")["turns"]]
+    with serving(tmp_path) as live:
+        ends.append(live.get("/v1/agents/taker")["turns"])
+    first, second = ends[1]
+    assert ends[0] == ends[1]
+    assert first["took"]["n_cached"] == 0 and first["took"]["cause"] == ""
+    assert second["took"]["n_cached"] >= first["stop"] - 1
+    assert 0 < second["took"]["first_s"] <= second["took"]["total_s"] < 100

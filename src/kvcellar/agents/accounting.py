@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvcellar.agents.alike import n_alike
 from kvcellar.agents.conversation import what_changed
 from kvcellar.agents.host import ModelHost
+from kvcellar.agents.infos import Took
 from kvcellar.agents.misses import Miss, explain, miss_beside
 from kvcellar.agents.planning import Turn
 from kvcellar.agents.records import Agent
@@ -138,6 +140,29 @@ def _miss_beside(
     if (turn.spoken.tools or None) != (other.tools or None):
         cause = "tools"
     return miss_beside(other.tokens, turn.prompt, n_cached, cause or "edited", host.tokenizer)
+
+
+def took_of(agent: Agent, event: FinishEvent, back: BroughtBack, started_s: float) -> Took | None:
+    """Return what a turn took, for the history; None where it never ran.
+
+    Args:
+        agent: whose; its ``miss`` is the turn's.
+        event: the end of the answer.
+        back: what was in the cache when it began.
+        started_s: when it began, by ``time.perf_counter``.
+    """
+    usage, miss = event.usage, agent.miss
+    if usage is None:
+        return None
+    first_s = round(back.load_s + usage.time_to_first_token_s, 4) if event.token_ids else None
+    return Took(
+        n_cached=usage.cached_tokens - back.n_computed,
+        n_restored=back.n_restored,
+        first_s=first_s,
+        total_s=round(time.perf_counter() - started_s, 4),
+        n_lost=miss.tokens_lost if miss else 0,
+        cause=miss.cause if miss else "",
+    )
 
 
 def usage_of(

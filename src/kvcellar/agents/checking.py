@@ -197,14 +197,31 @@ def _check_message(value: Any, where: str) -> None:
 
 def _check_turn(value: Any, where: str, n_tokens: int) -> None:
     turn = items(value, where)
-    if len(turn) != 5:
-        raise BadFactError(f"{where} has to have 5 parts, not {len(turn)}")
-    start, n_prompt, stop, n_messages, reason = turn
+    if len(turn) not in (5, 6):
+        raise BadFactError(f"{where} has to have 5 or 6 parts, not {len(turn)}")
+    start, n_prompt, stop, n_messages, reason = turn[:5]
     whole(stop, f"{where}.stop", 0, n_tokens)
     whole(n_prompt, f"{where}.n_prompt", 0, stop)
     whole(start, f"{where}.start", 0, n_prompt)
     whole(n_messages, f"{where}.n_messages", 0, MOST_SIZE)
     text(reason, f"{where}.reason", 64)
+    if len(turn) > 5:
+        _check_took(turn[5], f"what {where} took")
+
+
+def _check_took(value: Any, where: str) -> None:
+    took = items(value, where)
+    if len(took) != 6:
+        raise BadFactError(f"{where} has to have 6 parts, not {len(took)}")
+    n_cached, n_restored, first_s, total_s, n_lost, cause = took
+    whole(n_cached, f"{where}, cached", 0, MOST_SIZE)
+    whole(n_restored, f"{where}, restored", 0, MOST_SIZE)
+    if first_s is not None:
+        number(first_s, f"{where}, to the first token")
+    number(total_s, f"{where}, in all")
+    whole(n_lost, f"{where}, lost", 0, MOST_SIZE)
+    if text(cause, f"{where}, the cause", 64) and cause not in CAUSES:
+        raise BadFactError(f"the cause of {where} is not known")
 
 
 def _check_miss(miss: dict[str, Any]) -> None:

@@ -8,6 +8,27 @@ from kvcellar.agents.misses import Miss
 
 
 @dataclass(frozen=True, slots=True)
+class Took:
+    """Costs of one turn, as they are remembered beside it.
+
+    Attributes:
+        n_cached: tokens of the prompt that were not computed: in the cache already, or restored.
+        n_restored: of these, those that came from the store.
+        first_s: seconds to the first token, a restore included; None where none came.
+        total_s: seconds to the end.
+        n_lost: tokens that were computed although they had been before.
+        cause: why, one of ``CAUSES``; empty where none were.
+    """
+
+    n_cached: int
+    n_restored: int
+    first_s: float | None
+    total_s: float
+    n_lost: int = 0
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRecord:
     """One turn of an agent, as token counts of its history.
 
@@ -17,6 +38,7 @@ class TurnRecord:
         stop: tokens at its end.
         n_messages: messages before it.
         reason: why it ended.
+        took: what it took; None where nobody noted it.
     """
 
     start: int
@@ -24,6 +46,7 @@ class TurnRecord:
     stop: int
     n_messages: int
     reason: str
+    took: Took | None = None
 
 
 @dataclass(frozen=True, slots=True)

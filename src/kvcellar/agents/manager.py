@@ -7,6 +7,7 @@ from collections.abc import Collection
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.lifecycle import Lifecycle
+from kvcellar.agents.live import LiveText
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.publishing import Publisher
@@ -37,6 +38,7 @@ class AgentManager:
         sleep: pause, resume, wait, export, import.
         turns: generate.
         work: threads for long texts.
+        live: text of turns as it comes.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class AgentManager:
         self.store = store
         self.models = models
         self.work = Work()
+        self.live = LiveText()
         publisher = Publisher(store)
         self.directory = Directory(store, models, publisher)
         self.lookup = Lookup(self.directory, self.work, rules)
@@ -90,6 +93,7 @@ class AgentManager:
             publisher=publisher,
             dropped=self.dropped,
             work=self.work,
+            live=self.live,
             rules=rules,
             is_verified=is_verified,
             control_tokens_in_text=control_tokens_in_text,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcellar.agents.conversation import Message, Prefixes, Spoken, plan_messages
 from kvcellar.agents.host import ModelHost
-from kvcellar.agents.infos import TurnRecord
+from kvcellar.agents.infos import Took, TurnRecord
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import model_notes
 from kvcellar.agents.records import Agent
@@ -85,6 +85,14 @@ class Turn:
     def __post_init__(self) -> None:
         if sum(said is not None for said in (self.text, self.messages, self.tokens)) != 1:
             raise PromptError("give one of text, messages and tokens to a turn")
+
+    @property
+    def asked(self) -> str | None:
+        """Text that it answers; None for tokens, and where the last message is no text."""
+        if self.text is not None or not self.messages:
+            return self.text
+        said = self.messages[-1].get("content")
+        return said if isinstance(said, str) else None
 
     @property
     def is_chat(self) -> bool:
@@ -163,7 +171,7 @@ def _turns_within(agent: Agent, said: Spoken) -> tuple[tuple[TurnRecord, ...], i
             stop = min(stop, prefixes.end_of(end, is_asking=False))
             n_prompt = min(stop, prefixes.end_of(end - 1, is_asking=True))
             start = min(turn.start, n_prompt)
-            turn = TurnRecord(start, n_prompt, stop, turn.n_messages, turn.reason)
+            turn = replace(turn, start=start, n_prompt=n_prompt, stop=stop)
         moved.append(turn)
     return tuple(reversed(moved)), kept[-1][1] if kept else 0
 
@@ -199,7 +207,9 @@ def _decode_cut(agent: Agent, host: ModelHost) -> None:
         agent.messages = (*agent.messages[:-1], {"role": "assistant", "content": text})
 
 
-def record_turn(turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent) -> None:
+def record_turn(
+    turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent, took: Took | None
+) -> None:
     """Take what a turn said into the agent's history.
 
     Args:
@@ -207,6 +217,7 @@ def record_turn(turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent) -
         agent: whose; its history is the turn's from then on.
         host: who answered.
         event: the end of the answer.
+        took: what it took; None: it never ran.
     """
     n_before = agent.tokens.common_prefix(turn.prompt)
     agent.tokens = History(turn.prompt)
@@ -218,7 +229,7 @@ def record_turn(turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent) -
         agent.messages = (*turn.spoken.messages, answer)
         agent.tools = turn.spoken.tools
     n_prompt = len(turn.prompt)
-    now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason)
+    now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason, took)
     agent.turns = (*turn.kept, now)
     is_stable = host.template is not None and host.template.is_prefix_stable
     is_ended_alike = is_stable and turn.changed not in ("retokenised", "template")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from kvcellar.agents.checking import KIND, VERSION, checked_facts, is_agent, key_of
 from kvcellar.agents.conversation import Message
 from kvcellar.agents.gate import Gate
-from kvcellar.agents.infos import AgentInfo, TurnRecord
+from kvcellar.agents.infos import AgentInfo, Took, TurnRecord
 from kvcellar.agents.marks import Mark, next_serial
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.names import model_tag, reference_name
@@ -281,7 +281,7 @@ class Agent:
             cut, end = turns[len(whole)]
             if cut.n_prompt < position < cut.stop and end > cut.n_messages:
                 self.messages = (*self.messages[: end - 1], {"role": "assistant", "content": None})
-                whole.append(TurnRecord(cut.start, cut.n_prompt, position, cut.n_messages, "cut"))
+                whole.append(replace(cut, stop=position, reason="cut"))
             else:
                 self.messages = self.messages[: cut.n_messages]
         self.turns = tuple(whole)
@@ -299,7 +299,7 @@ class Agent:
             "messages": list(self.messages),
             "stops": list(self.stops),
             "tools": self.tools,
-            "turns": [[t.start, t.n_prompt, t.stop, t.n_messages, t.reason] for t in self.turns],
+            "turns": [_turn_as_json(turn) for turn in self.turns],
             "created_s": self.created_s,
             "used_s": self.used_s,
             "parent_created_s": self.parent_created_s,
@@ -325,7 +325,7 @@ class Agent:
         self.tokens = ref.tokens
         self.messages = tuple(value["messages"])
         self.tools = value["tools"]
-        self.turns = tuple(TurnRecord(*turn) for turn in value["turns"])
+        self.turns = tuple(map(_turn_of, value["turns"]))
         self.parent, self.parent_position = ref.parent, ref.parent_position
         self.parent_created_s = value.get("parent_created_s")
         self.branch_of = value.get("branch_of")
@@ -361,3 +361,16 @@ class Agent:
 def plain(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return messages each of which has a content, as every template reads them."""
     return tuple({**message, "content": message.get("content") or ""} for message in messages)
+
+
+def _turn_as_json(turn: TurnRecord) -> list[Any]:
+    """Return a turn as the store keeps it: its numbers in order, and what it took where known."""
+    value = [turn.start, turn.n_prompt, turn.stop, turn.n_messages, turn.reason]
+    return value if turn.took is None else [*value, list(astuple(turn.took))]
+
+
+def _turn_of(value: list[Any]) -> TurnRecord:
+    """Return the turn of which ``_turn_as_json`` gave the value."""
+    start, n_prompt, stop, n_messages, reason = value[:5]
+    took = Took(*value[5]) if len(value) > 5 else None
+    return TurnRecord(start, n_prompt, stop, n_messages, reason, took)

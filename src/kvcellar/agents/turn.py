@@ -14,13 +14,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, 
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.accounting import TurnEnd, miss_of, usage_of
+from kvcellar.agents.accounting import TurnEnd, miss_of, took_of, usage_of
 from kvcellar.agents.checking import check_said
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.joining import continues
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
+from kvcellar.agents.live import LiveText
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.planning import Turn, plan_turn, record_turn
@@ -52,6 +53,7 @@ class Turns:
         publisher: saves what a turn has said.
         dropped: takes what a turn replaces.
         work: threads for long texts.
+        live: tells those who look on what comes.
         rules: names of rules for volatile text that apply.
         is_verified: whether a few restored rows are computed again before they are used.
         control_tokens_in_text: whether text of messages may spell control tokens.
@@ -64,6 +66,7 @@ class Turns:
     publisher: Publisher
     dropped: DroppedStates
     work: Work
+    live: LiveText
     rules: Collection[str]
     is_verified: bool
     control_tokens_in_text: bool
@@ -283,6 +286,7 @@ class RunningTurn:
                 self._first_s = time.perf_counter() - self._started_s
                 self._back.release(self._host)
             self._agent.expected.append(event.token.token_id)
+            self._turns.live.say(self._agent.agent_id, event.token.text)
         elif isinstance(event, FinishEvent):
             self._finish = event
 
@@ -296,17 +300,22 @@ class RunningTurn:
         with self._lock:
             if not self._is_over:
                 self._agent.request_id = self.events.request_id
-        try:
-            yield self
-        finally:
-            with contextlib.suppress(EngineClosedError):
-                await self.events.cancel()
-                async for event in self.events:
-                    self.take(event)
-            await self._make_durable()
-            if self._finish is not None:
-                usage = usage_of(self._turn, self._agent, self._finish, self._back, self._first_s)
-                self._end = TurnEnd(self._agent.agent_id, self._finish, usage, self._save)
+        with self._turns.live.turn(self._agent.agent_id, self._turn.asked):
+            try:
+                yield self
+            finally:
+                with contextlib.suppress(EngineClosedError):
+                    await self.events.cancel()
+                    async for event in self.events:
+                        self.take(event)
+                await self._make_durable()
+                self._note_end()
+
+    def _note_end(self) -> None:
+        """Sum up what the turn took, where it has ended."""
+        if self._finish is not None:
+            usage = usage_of(self._turn, self._agent, self._finish, self._back, self._first_s)
+            self._end = TurnEnd(self._agent.agent_id, self._finish, usage, self._save)
 
     async def _make_durable(self) -> None:
         """Have what a turn said on disk before anybody is told that it has ended."""
@@ -334,7 +343,8 @@ class RunningTurn:
         agent.miss = miss_of(turn, agent, host, event, self._back, self._turns.rules)
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
-        record_turn(turn, agent, host, event)
+        took = took_of(agent, event, self._back, self._started_s)
+        record_turn(turn, agent, host, event, took)
         n_kept = agent.turns[-1].start
         if n_kept < agent.n_stored:  # a boundary state is at the end of what was stored
             agent.n_stored = 0 if agent.key.layout.has_boundaries else n_kept

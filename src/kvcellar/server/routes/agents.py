@@ -11,12 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from kvcellar.agents import Dropped, Turn, TurnEnd, checked_id
+from kvcellar.agents.live import Begun, LiveEvent, Said
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import StoreError
 from kvcellar.server.bodies import BodyRoute
@@ -30,6 +31,7 @@ from kvcellar.server.schemas.agents import (
     GenerateRequest,
     RewindRequest,
 )
+from kvcellar.server.searching import find_text
 from kvcellar.server.service import Service, service_of
 from kvcellar.server.snapshot import agent_as_json
 from kvcellar.server.streams import Stream, until_gone
@@ -46,9 +48,17 @@ _IMPORT_BODY = {
 
 
 @router.get("")
-async def list_agents(request: Request, dropped: bool = False) -> dict[str, Any]:
-    """List all agents, the one that was used last at the end; or what ``undo`` can bring back."""
+async def list_agents(
+    request: Request, dropped: bool = False, search: str | None = Query(None, max_length=1000)
+) -> dict[str, Any]:
+    """List all agents, the one that was used last at the end; or what ``undo`` can bring back.
+
+    With ``search`` those whose name or messages have the text, and where.
+    """
     service = service_of(request)
+    if search:
+        await service.agents.directory.refresh()
+        return {"object": "list", "data": await asyncio.to_thread(find_text, service, search)}
     if dropped:
         states = await asyncio.to_thread(service.agents.dropped.listed)
         return {"object": "list", "data": [_dropped_as_json(service, state) for state in states]}
@@ -89,6 +99,18 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
             said = str(error).replace(str(file), "the body")
             raise ApiError(400, said, "invalid_export") from error
     return agent_as_json(service, info)
+
+
+@router.get("/{agent_id}/live", response_model=None)
+async def live(request: Request, agent_id: str) -> Response:
+    """Server-sent events: what an agent says, whoever asked it, from the turn under way on.
+
+    ``turn`` has what is answered and the text so far, ``token`` the next piece of text, ``end``
+    says that the turn is in the history. The stream goes on with the next turn.
+    """
+    agents = service_of(request).agents
+    await agents.directory.find(agent_id)
+    return await sse(request, Stream.of(agents.live.listen(agent_id)), LiveFrames(request))
 
 
 @router.get("/{agent_id}/why")
@@ -307,6 +329,20 @@ def _note(request: Request, end: dict[str, Any]) -> None:
     usage = end["usage"]
     names = ("prompt_tokens", "cached_tokens", "completion_tokens")
     note(request, agent=end["id"], **{name: usage[name] for name in names})
+
+
+class LiveFrames(Frames[LiveEvent]):
+    """Text of an agent as it comes, for those who look on."""
+
+    error_event = "error"
+
+    async def of(self, number: int, item: LiveEvent) -> bytes:
+        """Write the beginning of a turn, the next piece of its text, or its end."""
+        if isinstance(item, Begun):
+            return frame({"asked": item.asked, "text": item.text}, "turn")
+        if isinstance(item, Said):
+            return frame({"text": item.text}, "token")
+        return frame({}, "end")
 
 
 class TurnFrames(Frames[TokenEvent | TurnEnd]):

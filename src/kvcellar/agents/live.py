@@ -1,0 +1,111 @@
+"""Text of turns as it comes, for those who look on beside the one who asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+
+from kvcellar.engine.mailbox import Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A turn has begun, or was under way when somebody began to look on.
+
+    Attributes:
+        asked: what it answers; None where tokens were given.
+        text: what it has said by now.
+    """
+
+    asked: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A piece of text has come."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The turn has ended, and is in the history."""
+
+
+LiveEvent = Begun | Said | Over
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn under way."""
+
+    asked: str | None
+    pieces: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Listener:
+    """Somebody who looks on, and on which loop."""
+
+    loop: asyncio.AbstractEventLoop
+    events: Mailbox[LiveEvent] = field(default_factory=Mailbox)
+
+    def tell(self, event: LiveEvent) -> None:
+        self.loop.call_soon_threadsafe(self.events.put, event)
+
+
+class LiveText:
+    """Text of the turns that are under way. For callers on any event loop and thread."""
+
+    def __init__(self) -> None:
+        """Know of no turn."""
+        self._turns: dict[str, _Turn] = {}
+        self._listeners: dict[str, list[_Listener]] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self, agent_id: str, asked: str | None) -> Iterator[None]:
+        """Say that an agent's turn is under way, for as long as the block lasts."""
+        with self._lock:
+            self._turns[agent_id] = _Turn(asked)
+            self._tell(agent_id, Begun(asked, ""))
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._turns[agent_id]
+                self._tell(agent_id, Over())
+
+    def say(self, agent_id: str, text: str) -> None:
+        """Say what came next in the turn of an agent."""
+        with self._lock:
+            turn = self._turns.get(agent_id)
+            if turn is not None and text:
+                turn.pieces.append(text)
+                self._tell(agent_id, Said(text))
+
+    async def listen(self, agent_id: str) -> AsyncGenerator[LiveEvent, None]:
+        """Tell of the turns of an agent, from the one that is under way on, without an end."""
+        listener = _Listener(asyncio.get_running_loop())
+        with self._lock:
+            turn = self._turns.get(agent_id)
+            self._listeners.setdefault(agent_id, []).append(listener)
+        try:
+            if turn is not None:
+                yield Begun(turn.asked, "".join(turn.pieces))
+            while True:
+                yield await listener.events.get()
+        finally:
+            with self._lock:
+                left = self._listeners[agent_id]
+                left.remove(listener)
+                if not left:
+                    del self._listeners[agent_id]
+
+    def _tell(self, agent_id: str, event: LiveEvent) -> None:
+        for listener in self._listeners.get(agent_id, ()):
+            listener.tell(event)

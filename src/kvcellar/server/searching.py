@@ -1,0 +1,54 @@
+"""Finds agents by what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvcellar.server.dialects.messages import without_tools
+from kvcellar.server.service import Service
+from kvcellar.server.snapshot import agent_as_json
+
+MOST_PLACES = 3
+"""Places of one agent that are told."""
+
+_AROUND = 40
+"""Characters of text around a place."""
+
+
+def find_text(service: Service, text: str) -> list[dict[str, Any]]:
+    """Return the agents whose name or messages have a text, in any case, the latest first.
+
+    For threads. Each is as routes say it, and has ``found``: the number of a message, and the text
+    before, at and behind the place.
+    """
+    wanted = text.casefold()
+    found = []
+    for info in reversed(service.agents.directory.infos()):
+        if info.damage is not None:
+            continue
+        messages = without_tools(service.agents.directory.conversation(info.agent_id, info.model))
+        places = list(_places(messages, wanted))
+        if places or wanted in info.agent_id.casefold():
+            found.append({**agent_as_json(service, info), "found": places})
+    return found
+
+
+def _places(messages: Iterable[Mapping[str, Any]], wanted: str) -> Iterable[dict[str, Any]]:
+    """Yield the first places of a text in messages."""
+    n_left = MOST_PLACES
+    for number, message in enumerate(messages):
+        said = message.get("content")
+        if not isinstance(said, str) or not n_left:
+            continue
+        at = said.casefold().find(wanted)
+        if at < 0 or at >= len(said):
+            continue
+        n_left -= 1
+        stop = at + len(wanted)
+        yield {
+            "message": number,
+            "before": said[max(0, at - _AROUND) : at],
+            "text": said[at:stop],
+            "behind": said[stop : stop + _AROUND],
+        }
