@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Workers take neighbouring tests, which share what they load. Imports are compiled once, whatever the shell says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help demo serve test quick check lint format types imports docs kernel-check kernel-check-arm clients bench wheel clean
+.PHONY: help demo serve test quick check lint format types imports docs kernel-check kernel-check-arm clients lm-eval bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -78,6 +78,9 @@ kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux
 
 clients: $(VENV)/.server ## Claude Code, Codex and OpenCode, from npm, against the server: two turns of each
 	@$(BIN)/python tools/run_clients.py $(ARGS)
+
+lm-eval: $(VENV)/.server ## Scores of lm-eval, from PyPI, through the server and by transformers: they have to agree
+	@$(BIN)/python tools/run_lm_eval.py $(ARGS)
 
 bench: $(VENV)/.dev ## Every benchmark, the quick way
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
