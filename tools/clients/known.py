@@ -1,0 +1,346 @@
+"""Clients that people use: their packages, the settings of each, and how a session of it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clients.session import FILE, REQUESTS, Hands
+
+PATIENCE_S = 300.0
+"""For one process of a client."""
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a client is run: with a home of its own, and no other server in reach.
+
+    Attributes:
+        folder: its own.
+        installed: where its packages are.
+        url: of the server.
+    """
+
+    folder: Path
+    installed: Path
+    url: str
+
+    @property
+    def home(self) -> Path:
+        """Where it keeps what it keeps."""
+        return self.folder / "home"
+
+    @property
+    def project(self) -> Path:
+        """The folder that it works in."""
+        return self.folder / "project"
+
+    def write(self, path: str, text: str) -> None:
+        """Put a file into its home."""
+        file = self.home / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def run(self, command: list[str], **environment: str) -> str:
+        """Run a process of it in the project; return what it printed."""
+        nowhere = "http://127.0.0.1:9"
+        variables = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "TERM": "dumb",
+            "CI": "1",
+            "LANG": "C.UTF-8",
+            "HTTP_PROXY": nowhere,
+            "HTTPS_PROXY": nowhere,
+            "NO_PROXY": "127.0.0.1,localhost",
+            **environment,
+        }
+        self.home.mkdir(parents=True, exist_ok=True)
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.project,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PATIENCE_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            return f"it did not end within {PATIENCE_S:g} s: {str(error.stdout or '')[-500:]}"
+        return done.stdout + done.stderr
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client.
+
+    Attributes:
+        packages: name -> version, all from one registry.
+        hands: its tools; None: it edits by what the model's text says.
+        command: runs one request of the user's; or all of them, where it ``takes_all``.
+        prepare: writes its settings.
+        environment: variables, from the server's address.
+        takes_all: a process plays the whole session, and is given its requests as JSON.
+        is_npm: from npm; else from PyPI.
+    """
+
+    packages: dict[str, str]
+    hands: Hands
+    command: Callable[[Place, str, bool], list[str]]
+    prepare: Callable[[Place], None] = lambda place: None
+    environment: Callable[[str], dict[str, str]] = lambda url: {}
+    takes_all: bool = False
+    is_npm: bool = True
+
+    def play(self, place: Place) -> list[str]:
+        """Play the session; return what was printed for each request, or for all of them."""
+        self.prepare(place)
+        environment = self.environment(place.url)
+        if self.takes_all:
+            asked = json.dumps([request.text for request in REQUESTS])
+            return [place.run(self.command(place, asked, False), **environment)]
+        return [
+            place.run(self.command(place, request.text, request.number > 0), **environment)
+            for request in REQUESTS
+        ]
+
+
+def _hands(
+    read: tuple[str, str],
+    edit: tuple[str, str, str, str],
+    run: tuple[str, str],
+    *,
+    is_absolute: bool = False,
+    **more: Any,
+) -> Hands:
+    """Make hands of the names of tools and of their arguments."""
+
+    def path(project: Path) -> str:
+        return str(project / FILE) if is_absolute else FILE
+
+    return Hands(
+        lambda project, _: (read[0], {read[1]: path(project)}),
+        lambda project, asked: (
+            edit[0],
+            {edit[1]: path(project), edit[2]: asked.old, edit[3]: asked.new},
+        ),
+        lambda _, asked: (run[0], {run[1]: asked.command, **more}),
+    )
+
+
+def _bin(place: Place, package: str, path: str) -> str:
+    return str(place.installed / "node_modules" / package / path)
+
+
+# Claude Code --------------------------------------------------------------------------------------
+
+CLAUDE_HANDS = _hands(
+    ("Read", "file_path"),
+    ("Edit", "file_path", "old_string", "new_string"),
+    ("Bash", "command"),
+    is_absolute=True,
+    description="Run the program",
+)
+
+
+def _claude(place: Place, says: str, goes_on: bool) -> list[str]:
+    binary = _bin(place, "@anthropic-ai/claude-code", "bin/claude.exe")
+    allowed = ["--permission-mode", "acceptEdits", "--allowedTools", "Read,Edit,Bash"]
+    return [binary, *(["--continue"] if goes_on else []), *allowed, "-p", says]
+
+
+def _claude_environment(url: str) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": "local",
+        "ANTHROPIC_SMALL_FAST_MODEL": "local",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+# Codex --------------------------------------------------------------------------------------------
+
+
+def _replace(old: str, new: str) -> str:
+    """Write a command that replaces a line."""
+    code = f"import pathlib; p = pathlib.Path({FILE!r}); "
+    code += f"p.write_text(p.read_text().replace({old!r}, {new!r}))"
+    return f'python3 -c "{code}"'
+
+
+CODEX_HANDS = Hands(
+    lambda *_: ("exec_command", {"cmd": f"cat {FILE}"}),
+    lambda _, asked: ("exec_command", {"cmd": _replace(asked.old, asked.new)}),
+    lambda _, asked: ("exec_command", {"cmd": asked.command}),
+)
+
+
+def _codex(place: Place, says: str, goes_on: bool) -> list[str]:
+    binary = _bin(place, "@openai/codex", "bin/codex.js")
+    free = "--dangerously-bypass-approvals-and-sandbox"
+    resume = ["resume", "--last"] if goes_on else []
+    return ["node", binary, "exec", "--skip-git-repo-check", free, *resume, says]
+
+
+def _codex_files(place: Place) -> None:
+    place.write(
+        ".codex/config.toml",
+        'model = "local"\nmodel_provider = "kvcellar"\ncheck_for_update_on_startup = false\n'
+        "model_context_window = 131072\n\n[analytics]\nenabled = false\n\n"
+        f'[model_providers.kvcellar]\nname = "kvcellar"\nbase_url = "{place.url}/v1"\n'
+        'wire_api = "responses"\n',
+    )
+
+
+# OpenCode -----------------------------------------------------------------------------------------
+
+
+def _opencode(place: Place, says: str, goes_on: bool) -> list[str]:
+    binary = _bin(place, "opencode-ai", "bin/opencode.exe")
+    return [binary, "run", *(["--continue"] if goes_on else []), says]
+
+
+def _opencode_files(place: Place) -> None:
+    model = {"name": "local", "limit": {"context": 131072, "output": 8192}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "kvcellar",
+        "options": {"baseURL": f"{place.url}/v1", "apiKey": "none"},
+        "models": {"local": model},
+    }
+    config = {
+        "provider": {"kvcellar": provider},
+        "model": "kvcellar/local",
+        "small_model": "kvcellar/local",
+        "share": "disabled",
+        "autoupdate": False,
+    }
+    place.write(".config/opencode/opencode.json", json.dumps(config, indent=2))
+
+
+# Pi -----------------------------------------------------------------------------------------------
+
+
+PI_HANDS = Hands(
+    lambda *_: ("read", {"path": FILE}),
+    lambda _, asked: (
+        "edit",
+        {"path": FILE, "edits": [{"oldText": asked.old, "newText": asked.new}]},
+    ),
+    lambda _, asked: ("bash", {"command": asked.command}),
+)
+
+
+def _pi(place: Place, says: str, goes_on: bool) -> list[str]:
+    binary = _bin(place, "@mariozechner/pi-coding-agent", "dist/cli.js")
+    chosen = ["--offline", "--provider", "kvcellar", "--model", "local"]
+    return ["node", binary, *chosen, *(["--continue"] if goes_on else []), "-p", says]
+
+
+def _pi_files(place: Place) -> None:
+    model = {"id": "local", "reasoning": True, "contextWindow": 131072, "maxTokens": 8192}
+    provider = {
+        "baseUrl": f"{place.url}/v1",
+        "api": "openai-completions",
+        "apiKey": "none",
+        "models": [model],
+    }
+    place.write(".pi/agent/models.json", json.dumps({"providers": {"kvcellar": provider}}))
+
+
+# Continue -----------------------------------------------------------------------------------------
+
+
+def _continue(place: Place, says: str, goes_on: bool) -> list[str]:
+    binary = _bin(place, "@continuedev/cli", "dist/cn.js")
+    config = ["--config", str(place.home / "config.yaml"), "--auto"]
+    return ["node", binary, *config, *(["--resume"] if goes_on else []), "-p", says]
+
+
+def _continue_files(place: Place) -> None:
+    place.write(
+        "config.yaml",
+        "name: local\nversion: 1.0.0\nschema: v1\nmodels:\n  - name: local\n"
+        "    provider: openai\n    model: local\n"
+        f"    apiBase: {place.url}/v1\n    apiKey: none\n    roles: [chat]\n"
+        "    capabilities: [tool_use]\n"
+        "    defaultCompletionOptions:\n      contextLength: 131072\n      maxTokens: 8192\n",
+    )
+
+
+# Cline --------------------------------------------------------------------------------------------
+
+
+def _cline(place: Place, says: str, goes_on: bool) -> list[str]:
+    binary = _bin(place, "@cline/cli-linux-x64", "bin/cline")
+    return [binary, "--data-dir", str(place.home / "cline"), "--auto-approve", "true", says]
+
+
+def _cline_files(place: Place) -> None:
+    binary = _bin(place, "@cline/cli-linux-x64", "bin/cline")
+    chosen = ["-p", "openai", "-k", "none", "-m", "local", "-b", f"{place.url}/v1"]
+    print(place.run([binary, "auth", *chosen, "--data-dir", str(place.home / "cline")]))
+
+
+CLIENTS = {
+    "continue": Client(
+        {"@continuedev/cli": "1.5.47"},
+        _hands(
+            ("Read", "filepath"),
+            ("Edit", "file_path", "old_string", "new_string"),
+            ("Bash", "command"),
+            is_absolute=True,
+        ),
+        _continue,
+        _continue_files,
+        lambda url: {"CONTINUE_TELEMETRY_ENABLED": "0", "POSTHOG_DISABLED": "1"},
+    ),
+    "cline": Client(
+        {"cline": "3.0.65"},
+        _hands(
+            ("read_files", "filepath"),
+            ("editor", "file_path", "old_string", "new_string"),
+            ("run_commands", "command"),
+            is_absolute=True,
+        ),
+        _cline,
+        _cline_files,
+    ),
+    "claude": Client(
+        {"@anthropic-ai/claude-code": "2.1.332"},
+        CLAUDE_HANDS,
+        _claude,
+        environment=_claude_environment,
+    ),
+    "codex": Client({"@openai/codex": "0.171.0"}, CODEX_HANDS, _codex, _codex_files),
+    "opencode": Client(
+        {"opencode-ai": "1.18.33"},
+        _hands(
+            ("read", "filePath"),
+            ("edit", "filePath", "oldString", "newString"),
+            ("bash", "command"),
+            is_absolute=True,
+            description="Run the program",
+        ),
+        _opencode,
+        _opencode_files,
+        lambda url: {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+    ),
+    "pi": Client(
+        {"@mariozechner/pi-coding-agent": "0.73.1"},
+        PI_HANDS,
+        _pi,
+        _pi_files,
+    ),
+}
