@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clients.session import FILE, REQUESTS, Hands
+from clients.session import FILE, REQUESTS, Hands, Patches
 
 PATIENCE_S = 300.0
 """For one process of a client."""
@@ -49,8 +49,8 @@ class Place:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def run(self, command: list[str], **environment: str) -> str:
-        """Run a process of it in the project; return what it printed."""
+    def run(self, command: list[str], typed: str = "", **environment: str) -> str:
+        """Run a process of it in the project, and type something; return what it printed."""
         nowhere = "http://127.0.0.1:9"
         variables = {
             "PATH": os.environ["PATH"],
@@ -60,6 +60,7 @@ class Place:
             "LANG": "C.UTF-8",
             "HTTP_PROXY": nowhere,
             "HTTPS_PROXY": nowhere,
+            "LLM_USER_PATH": str(self.home / "llm"),
             "NO_PROXY": "127.0.0.1,localhost",
             **environment,
         }
@@ -69,7 +70,7 @@ class Place:
                 command,
                 cwd=self.project,
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                input=typed,
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -80,13 +81,17 @@ class Place:
         return done.stdout + done.stderr
 
 
+CommandFn = Callable[[Place, str, bool], list[str]]
+"""Makes the command for one request of the user's; the last says whether it goes on."""
+
+
 @dataclass(frozen=True)
 class Client:
     """A client.
 
     Attributes:
         packages: name -> version, all from one registry.
-        hands: its tools; None: it edits by what the model's text says.
+        hands: how the model works with it.
         command: runs one request of the user's; or all of them, where it ``takes_all``.
         prepare: writes its settings.
         environment: variables, from the server's address.
@@ -95,8 +100,8 @@ class Client:
     """
 
     packages: dict[str, str]
-    hands: Hands
-    command: Callable[[Place, str, bool], list[str]]
+    hands: Hands | Patches
+    command: CommandFn
     prepare: Callable[[Place], None] = lambda place: None
     environment: Callable[[str], dict[str, str]] = lambda url: {}
     takes_all: bool = False
@@ -106,6 +111,9 @@ class Client:
         """Play the session; return what was printed for each request, or for all of them."""
         self.prepare(place)
         environment = self.environment(place.url)
+        if isinstance(self.hands, Patches):
+            typed = "".join(f"{line}\n" for line in self.hands.lines())
+            return [place.run(self.command(place, "", False), typed, **environment)]
         if self.takes_all:
             asked = json.dumps([request.text for request in REQUESTS])
             return [place.run(self.command(place, asked, False), **environment)]
@@ -282,18 +290,87 @@ def _continue_files(place: Place) -> None:
 # Cline --------------------------------------------------------------------------------------------
 
 
+CLINE_HANDS = Hands(
+    lambda project, _: ("read_files", {"files": [{"path": str(project / FILE)}]}),
+    lambda project, asked: (
+        "editor",
+        {"path": str(project / FILE), "old_text": asked.old, "new_text": asked.new},
+    ),
+    lambda _, asked: ("run_commands", {"commands": [asked.command]}),
+)
+
+
 def _cline(place: Place, says: str, goes_on: bool) -> list[str]:
-    binary = _bin(place, "@cline/cli-linux-x64", "bin/cline")
-    return [binary, "--data-dir", str(place.home / "cline"), "--auto-approve", "true", says]
+    binary, data = _bin(place, "@cline/cli-linux-x64", "bin/cline"), place.home / "cline"
+    sessions = [path.name for path in (data / "sessions").iterdir()] if goes_on else []
+    same = ["--id", max(sessions)] if sessions else []
+    return [binary, "--data-dir", str(data), "--json", "--auto-approve", "true", *same, says]
 
 
 def _cline_files(place: Place) -> None:
     binary = _bin(place, "@cline/cli-linux-x64", "bin/cline")
     chosen = ["-p", "openai", "-k", "none", "-m", "local", "-b", f"{place.url}/v1"]
-    print(place.run([binary, "auth", *chosen, "--data-dir", str(place.home / "cline")]))
+    place.run([binary, "auth", *chosen, "--data-dir", str(place.home / "cline")])
+
+
+# From PyPI ----------------------------------------------------------------------------------------
+
+PROGRAM_HANDS = _hands(
+    ("read_file", "path"), ("edit_file", "path", "old", "new"), ("run_command", "command")
+)
+
+
+def _program(name: str) -> CommandFn:
+    """Run one of the programs beside this file, which plays the whole session."""
+
+    def command(place: Place, says: str, goes_on: bool) -> list[str]:
+        return [str(place.installed / "bin" / "python"), str(PROGRAMS / name), place.url, says]
+
+    return command
+
+
+def _llm(place: Place, says: str, goes_on: bool) -> list[str]:
+    tools = ["--functions", str(PROGRAMS / "llm_tools.py"), "--chain-limit", "8"]
+    binary = str(place.installed / "bin" / "llm")
+    return [binary, "-m", "local", *tools, *(["--continue"] if goes_on else []), says]
+
+
+def _llm_files(place: Place) -> None:
+    place.write(
+        "llm/extra-openai-models.yaml",
+        f"- model_id: local\n  model_name: local\n  api_base: {place.url}/v1\n"
+        "  supports_tools: true\n  supports_schema: true\n",
+    )
+
+
+def _aider(place: Place, says: str, goes_on: bool) -> list[str]:
+    options = "--model openai/local --no-git --yes-always --no-check-update --no-pretty"
+    options += " --analytics-disable --no-show-release-notes --no-fancy-input"
+    return [str(place.installed / "bin" / "aider"), *options.split(), FILE]
+
+
+def _aider_files(place: Place) -> None:
+    settings = {"name": "openai/local", "edit_format": "diff", "weak_model_name": "openai/local"}
+    place.write(".aider.model.settings.yml", json.dumps([settings]))
+    facts = {"max_input_tokens": 131072, "max_output_tokens": 8192, "max_tokens": 8192}
+    costs = {"input_cost_per_token": 0, "output_cost_per_token": 0}
+    known = {"openai/local": {**facts, **costs, "litellm_provider": "openai", "mode": "chat"}}
+    place.write(".aider.model.metadata.json", json.dumps(known))
 
 
 CLIENTS = {
+    "aider": Client(
+        {"aider-chat": "0.86.2"},
+        Patches(),
+        _aider,
+        _aider_files,
+        lambda url: {
+            "OPENAI_API_BASE": f"{url}/v1",
+            "OPENAI_API_KEY": "none",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        is_npm=False,
+    ),
     "continue": Client(
         {"@continuedev/cli": "1.5.47"},
         _hands(
@@ -308,12 +385,7 @@ CLIENTS = {
     ),
     "cline": Client(
         {"cline": "3.0.65"},
-        _hands(
-            ("read_files", "filepath"),
-            ("editor", "file_path", "old_string", "new_string"),
-            ("run_commands", "command"),
-            is_absolute=True,
-        ),
+        CLINE_HANDS,
         _cline,
         _cline_files,
     ),
@@ -342,5 +414,34 @@ CLIENTS = {
         PI_HANDS,
         _pi,
         _pi_files,
+    ),
+    "claude-sdk": Client(
+        {"claude-agent-sdk": "0.2.189"},
+        CLAUDE_HANDS,
+        _program("claude_sdk.py"),
+        takes_all=True,
+        is_npm=False,
+    ),
+    "langchain": Client(
+        {"langchain": "1.5.2", "langchain-openai": "1.7.4"},
+        PROGRAM_HANDS,
+        _program("langchain_agent.py"),
+        takes_all=True,
+        is_npm=False,
+    ),
+    "llamaindex": Client(
+        {"llama-index-core": "0.14.25", "llama-index-llms-openai-like": "0.8.1"},
+        PROGRAM_HANDS,
+        _program("llamaindex_agent.py"),
+        takes_all=True,
+        is_npm=False,
+    ),
+    "llm": Client(
+        {"llm": "0.36"},
+        PROGRAM_HANDS,
+        _llm,
+        _llm_files,
+        lambda url: {"OPENAI_API_KEY": "none"},
+        is_npm=False,
     ),
 }

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from clients.session import Said
+from clients.session import ASIDE, Said
 from kvcellar.agents import ModelHost, open_host
 from kvcellar.engine import EngineService, EventStream, FinishEvent, Request
 from kvcellar.engine.guide import Guide
@@ -141,7 +141,10 @@ class ScriptedService(EngineService):
         inner, size = request.params.guide, len(self._tokenizer)
 
         def guide() -> Guide:
-            return Says(tokens, size, None if inner is None else inner(), self.troubles)
+            held = None if inner is None else inner()
+            if said is ASIDE and held is not None and not held.allowed()[tokens[0]]:
+                return held  # a schema of its own, such as a title's
+            return Says(tokens, size, held, self.troubles)
 
         def finished(event: FinishEvent) -> None:
             asked.answer = event.token_ids
@@ -165,6 +168,8 @@ class ScriptedService(EngineService):
 
 def written(said: Said) -> str:
     """Write an answer as the model's template does."""
+    if said is ASIDE:
+        return said.text
     parts = [f"<think>\n{said.thought}\n</think>\n\n{said.text}"]
     if said.call is not None:
         call = {"name": said.call[0], "arguments": said.call[1]}

@@ -106,6 +106,10 @@ class Said:
     needs: str = ""
 
 
+ASIDE = Said("", "Coding.")
+"""What the model says where a client asks for something else, such as a title."""
+
+
 @dataclass(frozen=True)
 class Hands:
     """Tools of one client, as the model calls them: to read, to edit and to run."""
@@ -130,14 +134,50 @@ class Hands:
         return Said(thought, request.answer, needs=request.shows)
 
 
-def place_in(text: str, mark: str) -> tuple[Request, int] | None:
-    """Find where in the session a prompt is: what was asked last, and how many answers came since.
+    def answer(self, text: str, mark: str, project: Path) -> Said:
+        """Return what the model says to a prompt.
 
-    Args:
-        text: the prompt.
-        mark: what begins each answer of the model's, also the one that is wanted now.
+        Args:
+            text: the prompt.
+            mark: what begins each answer of the model's, also the one that is wanted now.
+            project: folder that the client works in.
+        """
+        found = list(_ASKED.finditer(text))
+        is_told = f'"{self.read(project, REQUESTS[0])[0]}"' in text
+        if not found or not is_told:
+            return ASIDE
+        step = text.count(mark, found[-1].end()) - 1
+        return self.say(REQUESTS[int(found[-1][1])], step, project) if step < N_STEPS else ASIDE
+
+
+class Patches:
+    """An editor of a model without tools: it says edits, and the client runs the program.
+
+    The user says three things for each request, and the model answers each.
     """
-    found = list(_ASKED.finditer(text))
-    if not found:
-        return None
-    return REQUESTS[int(found[-1][1])], text.count(mark, found[-1].end()) - 1
+
+    @staticmethod
+    def lines() -> list[str]:
+        """Return what the user types."""
+        found = []
+        for n, request in enumerate(REQUESTS):
+            found += [
+                f"/ask {request.text} What has to be changed for step {n}.0?",
+                f"/code Do that, step {n}.1.",
+                f"/run {request.command}",
+                f"/ask Is that right, step {n}.2?",
+            ]
+        return found
+
+    def answer(self, text: str, mark: str, project: Path) -> Said:
+        """Return what the model says to a prompt, as :class:`Hands` do."""
+        found = re.findall(r"step (\d)\.(\d)", text)
+        if not found:
+            return ASIDE
+        request, step = REQUESTS[int(found[-1][0])], int(found[-1][1])
+        if step == 0:
+            return Said("One line computes it.", f"The line {request.old.strip()}.")
+        if step == 2:
+            return Said(f"{request.shows} is right.", request.answer, needs=request.shows)
+        edit = f"<<<<<<< SEARCH\n{request.old}\n=======\n{request.new}\n>>>>>>> REPLACE"
+        return Said("I write the edit.", f"{FILE}\n```python\n{edit}\n```", needs=request.old)
