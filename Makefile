@@ -76,7 +76,7 @@ kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux
 	@cmake --build build/kernel-check-arm -j
 	qemu-aarch64 build/kernel-check-arm/check_kernel 200
 
-clients: $(VENV)/.server ## Claude Code, Codex and OpenCode, from npm, against the server: two turns of each
+clients: $(VENV)/.server ## Claude Code, Codex, OpenCode, Aider and others, from npm and PyPI: a coding session of each
 	@$(BIN)/python tools/run_clients.py $(ARGS)
 
 lm-eval: $(VENV)/.server ## Scores of lm-eval, from PyPI, through the server and by transformers: they have to agree

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a client is run: with a home of its own, and no other server in reach.
+    """Place for a client: with a home of its own, and no other server in reach.
 
     Attributes:
         folder: its own.
@@ -35,7 +34,7 @@ class Place:
 
     @property
     def home(self) -> Path:
-        """Where it keeps what it keeps."""
+        """Return the folder that it takes for its user's home."""
         return self.folder / "home"
 
     @property
@@ -106,6 +105,12 @@ class Client:
     environment: Callable[[str], dict[str, str]] = lambda url: {}
     takes_all: bool = False
     is_npm: bool = True
+
+    @property
+    def version(self) -> str:
+        """The first of its packages, with its version."""
+        package, version = next(iter(self.packages.items()))
+        return f"{package} {version}"
 
     def play(self, place: Place) -> list[str]:
         """Play the session; return what was printed for each request, or for all of them."""
@@ -301,16 +306,15 @@ CLINE_HANDS = Hands(
 
 
 def _cline(place: Place, says: str, goes_on: bool) -> list[str]:
-    binary, data = _bin(place, "@cline/cli-linux-x64", "bin/cline"), place.home / "cline"
-    sessions = [path.name for path in (data / "sessions").iterdir()] if goes_on else []
-    same = ["--id", max(sessions)] if sessions else []
-    return [binary, "--data-dir", str(data), "--json", "--auto-approve", "true", *same, says]
+    binary = ["node", _bin(place, "cline", "bin/cline")]
+    data = str(place.home / "cline")
+    return [*binary, "--data-dir", data, "--auto-approve", "true", says]
 
 
 def _cline_files(place: Place) -> None:
-    binary = _bin(place, "@cline/cli-linux-x64", "bin/cline")
+    binary = _bin(place, "cline", "bin/cline")
     chosen = ["-p", "openai", "-k", "none", "-m", "local", "-b", f"{place.url}/v1"]
-    place.run([binary, "auth", *chosen, "--data-dir", str(place.home / "cline")])
+    place.run(["node", binary, "auth", *chosen, "--data-dir", str(place.home / "cline")])
 
 
 # From PyPI ----------------------------------------------------------------------------------------

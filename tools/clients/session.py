@@ -51,7 +51,7 @@ class Request:
 
     @property
     def text(self) -> str:
-        """What the user writes."""
+        """Return the text that the user writes."""
         zone = ZONES[self.number]
         return (
             f"[request {self.number}] Parcels to zone {zone} cost {10 + self.number} cents for "
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def answer(self) -> str:
-        """What the model says in the end."""
+        """Return the text that the model says in the end."""
         return f"Zone {ZONES[self.number]} is changed, and the program prints {self.shows}."
 
 
@@ -132,7 +132,6 @@ class Hands:
             return Said(thought, "Now I run it.", self.run(project, request))
         thought = f"{request.shows} is {n + 10} times {100 + n} and 11. That is right."
         return Said(thought, request.answer, needs=request.shows)
-
 
     def answer(self, text: str, mark: str, project: Path) -> Said:
         """Return what the model says to a prompt.

@@ -1,6 +1,6 @@
 """Claude's agent SDK: a client that works in this folder, asked one thing after the other.
 
-    python claude_sdk.py URL '["a request", "another"]'
+python claude_sdk.py URL '["a request", "another"]'
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """LangChain: an agent of `create_agent` with three tools, asked one thing after the other.
 
-    python langchain_agent.py URL '["a request", "another"]'
+python langchain_agent.py URL '["a request", "another"]'
 """
 
 import json

@@ -1,6 +1,6 @@
 """LlamaIndex: a `FunctionAgent` with three tools and a memory, asked one thing after the other.
 
-    python llamaindex_agent.py URL '["a request", "another"]'
+python llamaindex_agent.py URL '["a request", "another"]'
 """
 
 import asyncio
