@@ -7,15 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcellar.errors import PromptError
-from kvcellar.server.dialects.parser import CALL_BEGIN, CALL_END
+from kvcellar.server.dialects.argument_rules import filled
+from kvcellar.server.dialects.dialect import (
+    BareArguments,
+    CallForm,
+    Dialect,
+    JsonArguments,
+    PythonArguments,
+    TaggedArguments,
+)
+from kvcellar.server.dialects.formats import ALL, HERMES
 from kvcellar.server.dialects.parts import Call
 from kvcellar.valid import read_json, valid_json
 
 _TOOLS_HEAD = "You can call these functions:"
-_TOOLS_TAIL = (
-    "To call one, write its name and arguments as JSON, and nothing behind it:\n"
-    f'{CALL_BEGIN}\n{{"name": "...", "arguments": {{...}}}}{CALL_END}'
-)
 
 
 def as_message(text: str, calls: Sequence[Call], reasoning: str = "") -> dict[str, Any]:
@@ -43,30 +48,103 @@ def read_arguments(text: str) -> Any:
         return text
 
 
-def say_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def write_calls(dialect: Dialect, calls: Sequence[tuple[str, Any]]) -> str:
+    """Write calls as a model of the dialect does.
+
+    Args:
+        dialect: of them.
+        calls: name of the tool, and arguments: an object, or a text that stands for itself.
+    """
+    form = dialect.calls or HERMES.calls
+    assert form is not None
+    written = [
+        filled(form.heads[0], name, i) + _arguments(form, value) + filled(form.tail, name, i)
+        for i, (name, value) in enumerate(calls)
+    ]
+    if form.between is not None:
+        return form.begin + form.between.join(written) + form.end
+    return form.apart.join(f"{form.begin}{one}{form.end}" for one in written)
+
+
+def _arguments(form: CallForm, value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    how = form.arguments
+    if isinstance(how, TaggedArguments):
+        return "".join(
+            how.opening.replace("$key", key).replace("$string", _json(isinstance(one, str)))
+            + (one if isinstance(one, str) else _json(one))
+            + how.closing
+            for key, one in value.items()
+        )
+    if isinstance(how, PythonArguments):
+        return ", ".join(f"{key}={_python(one)}" for key, one in value.items())
+    if isinstance(how, BareArguments):
+        return ",".join(f"{key}:{_bare(one, how.quote)}" for key, one in value.items())
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_json(key)}: {_python(one)}' for key, one in value.items())}}}"
+    return _json(value) if isinstance(value, str) else repr(value)
+
+
+def _bare(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, list):
+        return f"[{','.join(_bare(one, quote) for one in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_bare(one, quote)}' for key, one in value.items())}}}"
+    return _json(value)
+
+
+def say_calls(message: Mapping[str, Any], dialect: Dialect = HERMES) -> dict[str, Any]:
     """Write a message for a template that knows no calls: they become text, always the same way."""
     if not message.get("tool_calls"):
         return {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
     parts = [message["content"]] if message.get("content") else []
-    for call in message["tool_calls"]:
-        inside = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        parts.append(f"{CALL_BEGIN}\n{json.dumps(inside, ensure_ascii=False)}{CALL_END}")
+    calls = [call["function"] for call in message["tool_calls"]]
+    parts.append(write_calls(dialect, [(one["name"], one["arguments"]) for one in calls]))
     kept = {k: message[k] for k in ("role", "reasoning_content") if k in message}
     return {**kept, "content": "\n".join(parts)}
 
 
 def say_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    dialect: Dialect = HERMES,
 ) -> list[dict[str, Any]]:
     """Write a conversation for a template that knows no tools: a system message ends with them."""
-    listed = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    said = "\n".join([_TOOLS_HEAD, *listed, _TOOLS_TAIL])
+    listed = (_json(tool["function"]) for tool in tools)
+    said = "\n".join([_TOOLS_HEAD, *listed, _tools_tail(dialect)])
     first = dict(messages[0]) if messages else {}
     if first.get("role") == "system":
         before = _without_tools(str(first["content"]))  # said once is enough
         first["content"] = f"{before}\n\n{said}" if before else said
         return [first, *map(dict, messages[1:])]
     return [{"role": "system", "content": said}, *map(dict, messages)]
+
+
+def _tools_tail(dialect: Dialect) -> str:
+    """Say how a call is written, with an example."""
+    form = dialect.calls or HERMES.calls
+    assert form is not None
+    how, value = "as JSON", "{...}"
+    if not isinstance(form.arguments, JsonArguments):
+        how, value = "like this", "..."
+        if isinstance(form.arguments, TaggedArguments):
+            opening = form.arguments.opening.replace("$string", "true").replace("$key", "...")
+            value = f"{opening}...{form.arguments.closing}"
+    example = write_calls(dialect, [("...", value)])
+    return f"To call one, write its name and arguments {how}, and nothing behind it:\n{example}"
 
 
 def without_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -84,7 +162,7 @@ def without_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def _without_tools(text: str) -> str:
     """Return a system message without the end that ``say_tools`` wrote, if it wrote one."""
-    if not text.endswith(_TOOLS_TAIL):
+    if not any(text.endswith(_tools_tail(dialect)) for dialect in ALL):
         return text
     before, found, _ = text.rpartition(f"\n\n{_TOOLS_HEAD}\n")
     if found:

@@ -1,0 +1,267 @@
+"""Grammar rules of a call's arguments, in each way in which dialects write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvcellar.server.dialects.dialect import (
+    MARKS,
+    BareArguments,
+    CallForm,
+    Dialect,
+    JsonArguments,
+    PythonArguments,
+    TaggedArguments,
+)
+from kvcellar.server.dialects.values import is_text
+from kvcellar.server.holding import HeldArguments, schema_json
+
+_WORD = "/[A-Za-z_][A-Za-z0-9_]*/"
+_MOST_PROPERTIES = 200
+
+
+class Rules:
+    """Rules of one grammar, by name; those without a name are whole lines."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        """Begin with none."""
+        self.dialect = dialect
+        self._lines: dict[str, str] = {}
+        self._lazy: dict[str, str] = {}
+
+    def add(self, name: str, rule: str) -> None:
+        """Add a rule, once."""
+        line = f"{name}: {rule}" if name else rule
+        self._lines.setdefault(line, line)
+
+    def text_until(self, text: str) -> str:
+        """Write any text up to a literal, and the literal."""
+        spelt = self.dialect.spelt(text)
+        before = re.split(f"[{MARKS}]", spelt)[0]
+        if before != spelt:  # text ends where the token of a mark comes
+            last = re.escape(before).replace("/", "\\/")
+            ends = f"/(.|\\n)*{last}/" if before else "TEXT"
+            return f"{ends} {literal(self.dialect, self.dialect.written(spelt[len(before) :]))}"
+        if text not in self._lazy:
+            self._lazy[text] = f"until_{len(self._lazy)}"
+            self.add("", f"{self._lazy[text]}[lazy]: TEXT {_quoted(text)}")
+        return self._lazy[text]
+
+    def lines(self) -> list[str]:
+        """Return all of them, as lines."""
+        return list(self._lines)
+
+
+def literal(dialect: Dialect, text: str) -> str:
+    """Write a literal: text in quotes, and the tokens of marks."""
+    tokens = {dialect.spelt(one.content): one.token_id for one in dialect.tokens}
+    parts = [part for part in re.split(f"([{MARKS}])", dialect.spelt(text)) if part]
+    return " ".join(f"<[{tokens[part]}]>" if part in tokens else _quoted(part) for part in parts)
+
+
+def filled(text: str, name: str, number: int = 0, *, is_grammar: bool = False) -> str:
+    """Fill in what a literal of a call has holes for; ``is_grammar``: but the call's number."""
+    said = re.sub(r"\$\[.*?\$\]", "", text)
+    said = said.replace("$<", "").replace("$>", "")
+    quoted = json.dumps(name, ensure_ascii=False)[1:-1]
+    said = said.replace('"$name"', f'"{quoted}"').replace("$name", name)
+    return said.replace("$index", "0" if is_grammar else str(number))
+
+
+def argument_rules(rules: Rules, form: CallForm, one: HeldArguments, number: int) -> str:
+    """Add the rules of a tool's arguments, and return what they are."""
+    if isinstance(form.arguments, JsonArguments):
+        return f"%json {schema_json(one.schema)}"
+    writer: _Writer
+    if isinstance(form.arguments, TaggedArguments):
+        writer = _Tagged(rules, form.arguments, one.schema)
+    elif isinstance(form.arguments, PythonArguments):
+        writer = _Python(rules, one.schema)
+    else:
+        writer = _Bare(rules, one.schema, form.arguments)
+    return writer.rule(f"arguments_{number}")
+
+
+class _Writer:
+    """Writes the rules of an object's members, each with a value that is written in some way."""
+
+    separator = ", "
+
+    def __init__(self, rules: Rules, root: Mapping[str, Any]) -> None:
+        self._rules = rules
+        self._root = root
+
+    def rule(self, name: str) -> str:
+        """Add the rules of the whole, and return the first one's name."""
+        return self.members(name, self._root)
+
+    def member(self, name: str, key: str, schema: Any) -> str:
+        """Write one member."""
+        raise NotImplementedError
+
+    def any_member(self) -> str:
+        """Write a member of any name."""
+        raise NotImplementedError
+
+    def members(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Add the rules of an object's members, in the order of its schema."""
+        known = schema.get("properties")
+        properties = known if isinstance(known, Mapping) else {}
+        required = schema.get("required")
+        needed = required if isinstance(required, Sequence) else ()
+        others = schema.get("additionalProperties")
+        separator = literal(self._rules.dialect, self.separator) if self.separator else ""
+        if not properties or len(properties) > _MOST_PROPERTIES:
+            if others is False:
+                return '""'
+            self._rules.add(f"{name}_any", self.any_member())
+            self._rules.add(name, f"({name}_any ({separator} {name}_any)*)?")
+            return name
+        keys = list(properties)
+        for i, key in enumerate(keys):
+            self._rules.add(f"{name}_{i}", self.member(f"{name}_{i}", key, properties[key]))
+        last = len(keys)
+        for i, key in enumerate(keys):
+            first, more = f"{name}_{i} {name}_b{i + 1}", f"{separator} {name}_{i} {name}_b{i + 1}"
+            skips = "" if key in needed else f" | {name}_a{i + 1}"
+            passes = "" if key in needed else f" | {name}_b{i + 1}"
+            self._rules.add(f"{name}_a{i}", first + skips)
+            if i:
+                self._rules.add(f"{name}_b{i}", more + passes)
+        self._rules.add(f"{name}_a{last}", '""')
+        self._rules.add(f"{name}_b{last}", '""')
+        return f"{name}_a0"
+
+    def json(self, schema: Any) -> str:
+        """Write a value as JSON of a schema, which may refer to the whole schema."""
+        if not isinstance(schema, Mapping):
+            schema = {}
+        if '"$ref"' in json.dumps(schema):
+            shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+            refers = re.findall(r'"\$ref": "#/([^"/]*)', json.dumps([schema, shared]))
+            if not set(refers) <= shared.keys():
+                schema = {}  # to the whole, or to a place in it
+            else:
+                schema = {**schema, **shared}
+        return f"%json {schema_json(schema)}"
+
+
+class _Tagged(_Writer):
+    """Members between tags: strings as they are, up to the tag; all else JSON."""
+
+    separator = ""
+
+    def __init__(self, rules: Rules, form: TaggedArguments, root: Mapping[str, Any]) -> None:
+        super().__init__(rules, root)
+        self._form = form
+
+    def member(self, name: str, key: str, schema: Any) -> str:
+        choices = _texts_of(schema)
+        is_string = is_text(schema) or bool(choices)
+        opening = self._opening(key, is_string)
+        closing = literal(self._rules.dialect, self._form.closing)
+        if choices:
+            return f"{opening} ({' | '.join(map(_quoted, choices))}) {closing}"
+        if is_string or not isinstance(schema, Mapping) or not schema:
+            return f"{opening} {self._rules.text_until(self._form.closing)}"
+        return f"{opening} {self.json(schema)} {closing}"
+
+    def any_member(self) -> str:
+        before, _, behind = self._form.opening.replace("$string", "true").partition("$key")
+        ends = (literal(self._rules.dialect, part) for part in (before, behind))
+        text = self._rules.text_until(self._form.closing)
+        return f"{next(ends)} {_WORD} {next(ends)} {text}"
+
+    def _opening(self, key: str, is_string: bool) -> str:
+        said = self._form.opening.replace("$key", key)
+        return literal(self._rules.dialect, said.replace("$string", str(is_string).lower()))
+
+
+class _Python(_Writer):
+    """Members as arguments of a Python call."""
+
+    def member(self, name: str, key: str, schema: Any) -> str:
+        return f"{_quoted(f'{key}=')} {self._value(schema)}"
+
+    def any_member(self) -> str:
+        return f'{_WORD} "=" {self._value({})}'
+
+    def _value(self, schema: Any) -> str:
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        words = '"True" | "False"' if kind == "boolean" else ""
+        if not kind and not _is_bound(schema):
+            words = '"True" | "False" | "None"'
+        return f"({words} | {self.json(schema)})" if words else self.json(schema)
+
+
+class _Bare(_Writer):
+    """Members as bare keys with values, strings between quotes of the dialect's own."""
+
+    separator = ","
+
+    def __init__(self, rules: Rules, root: Mapping[str, Any], form: BareArguments) -> None:
+        super().__init__(rules, root)
+        self._form = form
+
+    def member(self, name: str, key: str, schema: Any) -> str:
+        return f"{_quoted(f'{key}:')} {self._value(f'{name}_v', schema)}"
+
+    def any_member(self) -> str:
+        return f'{_WORD} ":" {self._anything()}'
+
+    def _value(self, name: str, schema: Any) -> str:
+        if not isinstance(schema, Mapping) or not schema:
+            return self._anything()
+        kind, choices = schema.get("type"), _texts_of(schema)
+        if choices:
+            return f"({' | '.join(self._string(_quoted(one)) for one in choices)})"
+        if is_text(schema):
+            return self._text()
+        if kind == "object":
+            return f'"{{" {self.members(name, schema)} "}}"'
+        if kind == "array":
+            self._rules.add(f"{name}_i", self._value(f"{name}_i_v", schema.get("items")))
+            return f'"[" ({name}_i ("," {name}_i)*)? "]"'
+        if kind in ("number", "integer", "boolean", "null"):
+            return self.json(schema)
+        return self._anything()
+
+    def _string(self, inside: str) -> str:
+        quote = literal(self._rules.dialect, self._form.quote)
+        return f"{quote} {inside} {quote}"
+
+    def _text(self) -> str:
+        quote = self._form.quote
+        return f"{literal(self._rules.dialect, quote)} {self._rules.text_until(quote)}"
+
+    def _anything(self) -> str:
+        rules = self._rules
+        scalar = schema_json({"type": ["number", "boolean", "null"]})
+        rules.add("bare", f"{self._text()} | %json {scalar} | bare_object | bare_array")
+        rules.add("bare_array", '"[" (bare ("," bare)*)? "]"')
+        rules.add("bare_pair", f'{_WORD} ":" bare')
+        rules.add("bare_object", '"{" (bare_pair ("," bare_pair)*)? "}"')
+        return "bare"
+
+
+def _texts_of(schema: Any) -> list[str]:
+    """Return the strings that a schema names, where it takes these alone."""
+    if not isinstance(schema, Mapping):
+        return []
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+        return []
+    return choices
+
+
+def _is_bound(schema: Any) -> bool:
+    """Return true if a schema says anything of its values."""
+    said = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref", "not")
+    return isinstance(schema, Mapping) and any(key in schema for key in said)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

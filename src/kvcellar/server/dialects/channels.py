@@ -1,0 +1,147 @@
+"""Reads answers that are rows of messages in channels, as harmony has them.
+
+A message has a header, which may name a channel and a recipient, and a body. What is for a
+recipient ``functions.NAME`` is a call, in whichever channel; ``analysis`` is reasoning, and the
+others are text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import regex
+
+from kvcellar.server.dialects.arguments import JsonArgumentsReader
+from kvcellar.server.dialects.dialect import CHANNEL_MARKS, Dialect
+from kvcellar.server.dialects.saying import Said
+
+_FUNCTIONS = "functions."
+_NAME = r"[\w.:\-/]+"
+
+
+class ChannelReader:
+    """Reads messages one after the other, from behind the ``assistant`` of the first header."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        said: Said,
+        reads_calls: bool,
+        parameters: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Stand at the beginning of an answer; the arguments are as with ``BlockReader``."""
+        self._dialect = dialect
+        self._said = said
+        self._reads_calls = reads_calls
+        marks = [re.escape(dialect.spelt(mark)) for mark in CHANNEL_MARKS]
+        start, channel, message, constrain, *_ = marks
+        self._mark = regex.compile("|".join(marks))
+        self._header = regex.compile(
+            rf"\s*(?:{start})?\s*(?:assistant)?(?:\s*to=(?P<to>{_NAME}))?\s*"
+            rf"(?:{channel}\s*(?P<channel>\w+)(?:\s*to=(?P<to>{_NAME}))?\s*"
+            rf"(?:(?:{constrain})?\s*\w*)?\s*)?{message}"
+        )
+        self._ends = regex.compile("|".join(marks[:2] + marks[4:]))
+        self._held = ""
+        self._state = self._in_header
+        self._json: JsonArgumentsReader | None = None
+
+    def push(self, piece: str) -> None:
+        """Take the next piece of the answer."""
+        self._held += piece
+        while self._held and not self._said.trouble and self._state():
+            pass
+
+    def flush(self) -> None:
+        """Take the rest, at the end of the answer."""
+        if self._said.trouble or not self._held:
+            return
+        if self._state == self._in_header:
+            is_begun = self._header.match(self._held, partial=True) is not None
+            if self._held.strip() and not is_begun:
+                self._said.say(self._held)
+        elif self._state != self._in_call:
+            self._tell(self._held)
+
+    def _in_header(self) -> bool:
+        found = self._header.match(self._held, partial=True)
+        if found is not None and found.partial:
+            return False
+        if found is None:
+            return self._go_without_header()
+        self._held = self._held[found.end() :]
+        self._begin(found["channel"] or "final", found["to"] or "")
+        return bool(self._held)
+
+    def _go_without_header(self) -> bool:
+        """Read what begins with no header as text, up to the next mark."""
+        found = self._mark.search(self._held, partial=True)
+        end = len(self._held) if found is None else found.start()
+        if found is not None and not found.partial and not end:
+            end = found.end()  # a mark in a place where it means nothing
+            self._held = self._held[end:]
+            return True
+        self._said.say(self._held[:end])
+        self._held = self._held[end:]
+        return found is not None and not found.partial
+
+    def _begin(self, channel: str, recipient: str) -> None:
+        """Go into a message's body."""
+        said, is_call = self._said, recipient.startswith(_FUNCTIONS) and self._reads_calls
+        if is_call:
+            said.begin_call(self._dialect.written(recipient.removeprefix(_FUNCTIONS)))
+            self._json, self._state = JsonArgumentsReader(self._dialect), self._in_call
+            return
+        self._state = self._in_body
+        if channel == "analysis":
+            said.begin_reasoning()
+        elif said.has_said:
+            said.say("\n\n")
+
+    def _in_body(self) -> bool:
+        found = self._ends.search(self._held, partial=True)
+        end = len(self._held) if found is None else found.start()
+        self._tell(self._held[:end])
+        self._held = self._held[end:]
+        if found is None or found.partial:
+            return False
+        return self._end(found)
+
+    def _tell(self, text: str) -> None:
+        if self._said.is_in_reasoning:
+            self._said.think(text)
+        elif text:
+            self._said.say(text)
+
+    def _in_call(self) -> bool:
+        reader = self._json
+        assert reader is not None
+        if reader.is_done:
+            return self._behind_call()
+        try:
+            made, n = reader.push(self._held)
+        except ValueError as error:
+            name = self._said.calls[-1].name
+            self._said.trouble = f"the call of {name!r} is malformed: {error}"
+            return False
+        self._said.argue(made)
+        self._held = self._held[n:]
+        return bool(self._held)
+
+    def _behind_call(self) -> bool:
+        found = self._ends.search(self._held, partial=True)
+        if found is None or found.partial:
+            return False
+        return self._end(found)
+
+    def _end(self, found: regex.Match[str]) -> bool:
+        """Go on behind a message: with a header, to which its end may belong."""
+        if self._said.is_in_reasoning:
+            self._said.end_reasoning()
+        start, channel = (self._dialect.spelt(mark) for mark in CHANNEL_MARKS[:2])
+        end = found.start() if found[0] in (start, channel) else found.end()
+        self._held, self._state = self._held[end:], self._in_header
+        return bool(self._held)
+

@@ -1,0 +1,154 @@
+"""Grammars of answers in a dialect, as llguidance has them: text, reasoning, and calls of tools.
+
+They follow from the same description as the patterns that read answers. A mark that the model has a
+token for is that token; what is spelt like it is text, in which tokens of marks cannot come.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from kvcellar.server.dialects.argument_rules import Rules, argument_rules, filled, literal
+from kvcellar.server.dialects.channel_rules import channel_starts
+from kvcellar.server.dialects.dialect import CallForm, Dialect, JsonArguments
+from kvcellar.server.holding import HeldArguments, schema_json
+
+HEAD = "%llguidance {}"
+_TEXT = "TEXT: /(.|\\n)*/"
+MOST_IN_BLOCK = 64
+_SPACE = "space: /[ \\n]{1,2}/"
+
+
+def call_grammars(
+    dialect: Dialect,
+    arguments: Sequence[HeldArguments],
+    *,
+    is_forced: bool,
+    most: int,
+    schema: dict[str, object] | None = None,
+) -> tuple[str, str]:
+    """Write grammars of answers that may call tools, or have to.
+
+    Args:
+        dialect: of the model.
+        arguments: the tools, and what their arguments are held to.
+        is_forced: nothing but calls, behind reasoning at most.
+        most: calls that a forced answer may have; one that is not forced has one or any number.
+        schema: of the JSON that an answer without calls has to be.
+
+    Returns:
+        A grammar of whole answers, and one of answers that begin inside reasoning.
+    """
+    rules = Rules(dialect)
+    if dialect.has_channels:
+        starts = channel_starts(rules, arguments, is_forced=is_forced or schema is not None)
+    else:
+        _call_rules(rules, arguments)
+        if is_forced or schema is not None:
+            starts = _forced(rules, most)
+        else:
+            starts = _free(rules, most)
+    if schema is not None:
+        starts = (f"{starts[0]} | %json {schema_json(schema)}",) * 2
+    rules.add("", _TEXT)
+    lines = rules.lines()
+    first, second = ("\n".join([HEAD, f"start: {start}", *lines]) for start in starts)
+    return first, second
+
+
+def _call_rules(rules: Rules, arguments: Sequence[HeldArguments]) -> None:
+    """Add a rule for each tool's call, behind what opens a block."""
+    form = rules.dialect.calls
+    assert form is not None
+    names = []
+    for i, one in enumerate(arguments):
+        head = literal(rules.dialect, filled(form.heads[0], one.name, is_grammar=True))
+        tail = literal(rules.dialect, filled(form.tail, one.name, is_grammar=True))
+        names.append(f"call_{i}")
+        rules.add(names[-1], f"{head} {argument_rules(rules, form, one, i)} {tail}")
+    rules.add("call", " | ".join(names))
+
+
+def _block(rules: Rules, form: CallForm, most: int) -> str:
+    """Write what comes behind the mark of a block."""
+    end = literal(rules.dialect, form.end)
+    if form.between is None or most < 2:
+        return f"call {end}"
+    return f"call ({literal(rules.dialect, form.between)} call){{0,{most - 1}}} {end}"
+
+
+def _forced(rules: Rules, most: int) -> tuple[str, str]:
+    """Calls and spaces; behind reasoning, if the model has tokens for it or is in the middle."""
+    form, marks = rules.dialect.calls, rules.dialect.reasoning
+    assert form is not None
+    rules.add("one", f"{literal(rules.dialect, form.begin)} {_block(rules, form, most)}")
+    rules.add("", _SPACE)
+    more = f" (space? one){{0,{most - 1}}} space?" if most > 1 and form.between is None else ""
+    rules.add("calls", f"one{more}")
+    if marks is None:
+        return "calls", "calls"
+    rules.add("thought", rules.text_until(marks.end))
+    opened = _opened(rules)
+    whole = f"({opened} thought space?)? calls" if opened else "calls"
+    return whole, "thought space? calls"
+
+
+def _free(rules: Rules, most: int) -> tuple[str, str]:
+    """Text, reasoning in which nothing is a call, and calls."""
+    form, marks = rules.dialect.calls, rules.dialect.reasoning
+    assert form is not None
+    block = _block(rules, form, 1 if most < 2 else MOST_IN_BLOCK)
+    opened = _opened(rules)
+    if form.is_first:
+        _first_body(rules, form, block)
+    else:
+        begins = [form.begin, *(one for one in form.other_begins if _is_marked(rules, one))]
+        pieces = [f"{rules.text_until(begin)} {block}" for begin in begins]
+        if opened:
+            pieces.append(f"TEXT {opened} thought")
+        times = "?" if most < 2 and not opened else "*"
+        items = f"({' | '.join(pieces)}){times}"
+        rules.add("body", f"{items} TEXT" + (f" | {items} TEXT {opened} TEXT" if opened else ""))
+    if marks is None:
+        return "body", "body"
+    rules.add("thought", rules.text_until(marks.end))
+    begun = opened
+    if not opened:
+        rules.add("", f"first_think[lazy]: /[ \\n]*/ {json.dumps(marks.begin)}")
+        begun = "first_think"
+    if opened and not form.is_first:
+        return "body", "thought body | TEXT"
+    return f"{begun} thought body | {begun} TEXT | body", "thought body | TEXT"
+
+
+def _first_body(rules: Rules, form: CallForm, block: str) -> None:
+    """Add the rule of text, or calls where an answer begins with them."""
+    rules.add("", _plain(form))
+    calls = f"/[ \\n]{{0,2}}/ {literal(rules.dialect, form.begin)} {block}"
+    marked = [literal(rules.dialect, one) for one in form.other_begins if _is_marked(rules, one)]
+    more = f" ({' | '.join(f'{one} {block}' for one in marked)} TEXT)?" if marked else ""
+    rules.add("body", f"{calls} | PLAIN{more}")
+
+
+def _opened(rules: Rules) -> str:
+    """Write the mark that opens reasoning, if it is a token; else nothing."""
+    marks = rules.dialect.reasoning
+    if marks is None or not _is_marked(rules, marks.begin):
+        return ""
+    return literal(rules.dialect, marks.begin)
+
+
+def _plain(form: CallForm) -> str:
+    """Write the term of text that begins with no call, where calls have no mark."""
+    if isinstance(form.arguments, JsonArguments):
+        call = r'[ \n]*\{[ \n]*"name"(.|\n)*'
+    else:
+        call = rf"[ \n]*{re.escape(form.begin)}[ \n]*[\w.-]+\((.|\n)*"
+    return f"PLAIN: /(.|\\n)*/ & ~/{call}/"
+
+
+def _is_marked(rules: Rules, text: str) -> bool:
+    """Return true if a literal has a token of the model's in it."""
+    return rules.dialect.spelt(text) != text
