@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvcellar.engine import SamplingParams, SamplingState, sample
 from kvcellar.errors import PromptError
 from kvcellar.server.dialects import DIALECTS, AnswerParser
-from kvcellar.server.dialects.parser import CALL_BEGIN, CALL_END, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import Grammars
 from kvcellar.server.loosening import loosened
+from tests.server.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 NO_GRAMMAR = {
     "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
@@ -269,7 +269,8 @@ def test_loosening_leaves_a_schema_without_trouble_as_it_is():
 # Text, thoughts and calls -------------------------------------------------------------------------
 
 
-def test_a_grammar_knows_thoughts_as_the_parser_does(host):
+def test_a_grammar_knows_thoughts_as_the_parser_does(host, monkeypatch):
+    monkeypatch.setattr(host.tokenizer, "chat_template", f"{host.tokenizer.chat_template}<think>")
     tools = [tool("f", with_x({}))]
     held = calls_of(host, tools)
     begun = f"<think>{CALL_BEGIN} no call</think> so {call('f', n=3)}\nand so"

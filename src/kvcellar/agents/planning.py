@@ -48,6 +48,7 @@ class Turn:
         deadline_s: longest time to wait for room; None for any.
         is_continuing: refuse ``messages`` that do not continue the agent's history.
         answer: from its text to the message that is kept, such as one with tool calls.
+        marks: as ``Request`` has them; ``answer`` finds them in its text.
         on_start: told what the turn is and what the cache has of it, before it is queued.
         progress: told about a restore.
         prompt: once planned, all tokens.
@@ -72,6 +73,7 @@ class Turn:
     deadline_s: float | None = None
     is_continuing: bool = False
     answer: AnswerFn | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
     on_start: StartFn | None = None
     progress: ProgressFn | None = None
     prompt: History = field(init=False, default_factory=History, repr=False)

@@ -173,6 +173,7 @@ class Turns:
             turn.deadline_s,
             snapshots_at=turn.snapshots_at,
             space=host.space,
+            marks=turn.marks,
         )
         host.costs.recall(agent.rates)
         back = await bring_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -39,6 +40,8 @@ class Request:
         snapshots_at: lengths of the prompt from which later requests are likely to go on
             otherwise. A model that cannot be cut back everywhere is made ready to resume there.
         space: with which adapter it is computed, and with whom its K and V are shared.
+        marks: what stands in the text for a token of which the text would not say that it came:
+            such as one character that no text has.
     """
 
     prompt_ids: History
@@ -48,6 +51,7 @@ class Request:
     prompt_logprobs: int | None = None
     snapshots_at: tuple[int, ...] = ()
     space: Space = SHARED
+    marks: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None and self.prompt_logprobs < 0:

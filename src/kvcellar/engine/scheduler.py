@@ -94,7 +94,7 @@ class Scheduler:
             tokens=History(tokens),
             n_prompt=len(tokens),
             state=SamplingState(params, self.vocab_size, tokens, self.outcomes.eos_token_ids),
-            stream=TextStream(self.tokenizer, params.stop, context=tokens)
+            stream=TextStream(self.tokenizer, params.stop, context=tokens, marks=request.marks)
             if self.tokenizer is not None
             else None,
             arrived_s=now,

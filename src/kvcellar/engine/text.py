@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -72,7 +72,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the rest, where the tokens end inside a character. Call it once, at the end."""
+        """Return the rest, where the tokens end inside a character; what follows begins anew."""
         text = self._decode(self._window)
         piece = text[self._shown :]
         self._shown = len(text)
@@ -202,9 +202,17 @@ class TextStream:
     """Tokens in, text for the reader out: a :class:`Detokenizer` and a :class:`StopMatcher`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), context: History | None = None
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        context: History | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
-        """Begin behind the tokens of ``context``; end before the first of ``stops``."""
+        """Begin behind the tokens of ``context``; end before the first of ``stops``.
+
+        A token of ``marks`` comes as the text that stands for it.
+        """
+        self._marks = marks or {}
         self._detokenizer = Detokenizer(tokenizer, context)
         self._matcher = StopMatcher(stops)
         self._pieces: list[str] = []
@@ -221,7 +229,10 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is certain now."""
-        return self._keep(self._matcher.push(self._detokenizer.push(token_id)))
+        mark = self._marks.get(token_id)
+        if mark is None:
+            return self._keep(self._matcher.push(self._detokenizer.push(token_id)))
+        return self._keep(self._matcher.push(self._detokenizer.flush() + mark))
 
     def flush(self) -> str:
         """Return the rest. Call it once, after the last token."""

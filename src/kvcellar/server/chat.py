@@ -22,7 +22,6 @@ from kvcellar.server.dialects import (
     Part,
     ReasoningPart,
     TextPart,
-    dialect_of,
     is_whole,
 )
 from kvcellar.server.dialects.messages import as_message, say_calls
@@ -65,6 +64,7 @@ async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEve
                         if isinstance(event, TokenEvent):
                             for one in said.take(event):
                                 yield one
+                            said.check_calls()
                 for one in await said.end(running.end):
                     yield one
 
@@ -157,7 +157,7 @@ class _Answer:
         self._seat = seat
         self._reads_calls = bool(chosen(question.tools, question.choice))
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
-        self._dialect = dialect_of(host)
+        self._dialect = wording.dialect
         if question.form is not None:  # which leaves no room for reasoning
             self._dialect = replace(self._dialect, reasoning=None)
         self._is_in_reasoning = False
@@ -175,7 +175,14 @@ class _Answer:
         """Say in the turn how it is to be answered."""
         self._pinned = await self._pinned_prefix()
         is_held = self._held is not None and self._held.begin is not None
-        self._turn.params = replace(self._question.params, guide=self._guide if is_held else None)
+        stop = self._question.params.stop
+        spelt = tuple(text for text in map(self._dialect.spelt, stop) if text not in stop)
+        self._turn.params = replace(
+            self._question.params,
+            guide=self._guide if is_held else None,
+            stop=(*stop, *spelt),
+        )
+        self._turn.marks = self._dialect.marks()
         self._turn.answer, self._turn.on_start = self._kept, self._on_start
 
     async def _pinned_prefix(self) -> History | None:
@@ -205,7 +212,7 @@ class _Answer:
         wanted = len(prompt) + (self._question.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
         self._is_in_reasoning = opens_reasoning(host, self._dialect, prompt)
-        self._parser.is_in_reasoning = self._is_in_reasoning
+        self._parser = self._new_parser()
         n_pinned = len(prompt)
         if self._pinned is not None:
             n_pinned = prompt.common_prefix(self._pinned)
@@ -225,13 +232,20 @@ class _Answer:
         again = self._new_parser()
         again.push(text)
         again.flush()
+        if again.trouble:  # nobody was told of such a call
+            return as_message(self._dialect.written(text, is_shown=True), ())
         message = as_message(again.text, again.calls, again.reasoning)
-        return message if self._wording.knows_calls else say_calls(message)
+        return message if self._wording.knows_calls else say_calls(message, self._dialect)
 
     def _new_parser(self) -> AnswerParser:
         is_forced = self._reads_calls and self._question.choice.mode == "required"
         return AnswerParser(
-            self._dialect, self._call_ids, self._is_in_reasoning, self._reads_calls, is_forced
+            self._dialect,
+            self._call_ids,
+            self._is_in_reasoning,
+            self._reads_calls,
+            is_forced,
+            self._question.tools.given,
         )
 
     # What it says ------------------------------------------------------------------------------
@@ -251,6 +265,21 @@ class _Answer:
             said.append(ReasoningEvent("", token) if is_thought else TextEvent("", token))
         return [*said, *events]
 
+    def check_calls(self, cause: str | None = None) -> None:
+        """Refuse to go on where a call that was begun is none.
+
+        Args:
+            cause: of the answer's end, as ``Finish`` has it; None: it goes on.
+
+        Raises:
+            ApiError: 502, the model wrote no arguments.
+        """
+        trouble, calls = self._parser.trouble, self._parser.calls
+        if not trouble and cause == "eos" and calls and not is_whole(calls[-1]):
+            trouble = f"the call of {calls[-1].name!r} is malformed: the model ended inside of it"
+        if trouble:
+            raise ApiError(502, f"{trouble[:300]}; ask again", "malformed_call")
+
     async def end(self, event: TurnEnd) -> list[ChatEvent]:
         """Turn the end of the turn into events: what was held back, and the end of the answer.
 
@@ -264,6 +293,7 @@ class _Answer:
             raise ApiError(503, message, "cache_full", retry_after_s=5)
         rest = event.finish.text[self._n_seen :]  # held back for a stop text that never came
         said = [_event_of(part) for part in (*self._parser.push(rest), *self._parser.flush())]
+        self.check_calls(event.finish.finish.cause if event.finish.finish else None)
         n_pinned = self._start.pinned_tokens if self._start else 0
         if n_pinned:
             ttl_s = max(pin.ttl_s for pin in self._question.pins)
@@ -280,7 +310,7 @@ class _Answer:
         return Ended(
             reason="tool_calls" if is_called and finish.reason == "stop" else finish.reason,
             cause=finish.cause,
-            stop_text=finish.stop_text,
+            stop_text=finish.stop_text and self._dialect.written(finish.stop_text),
             text=self._parser.text,
             reasoning=self._parser.reasoning,
             calls=tuple(calls),

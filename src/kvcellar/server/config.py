@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvcellar.agents import DEFAULT_RULES, RULES
 from kvcellar.errors import ConfigError
+from kvcellar.server.dialects import DIALECTS
 from kvcellar.server.origins import checked_origin
 
 DEFAULT_PORT = 8642
@@ -42,6 +43,7 @@ class ServerConfig:
         logs_text: let prompts and answers into the log.
         rules: which of ``agents.RULES`` change what clients sent.
         control_tokens_in_text: let text of messages spell the model's control tokens.
+        dialect: name of the dialect that all models speak; None: what each one's template shows.
     """
 
     host: str = "127.0.0.1"
@@ -66,11 +68,16 @@ class ServerConfig:
     logs_text: bool = False
     rules: tuple[str, ...] = DEFAULT_RULES
     control_tokens_in_text: bool = False
+    dialect: str | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.rules) - RULES.keys())
         if unknown:
             raise ConfigError(f"there is no rule {unknown[0]!r}; there are: {', '.join(RULES)}")
+        if self.dialect is not None and self.dialect not in DIALECTS:
+            raise ConfigError(
+                f"there is no dialect {self.dialect!r}; there are: {', '.join(DIALECTS)}"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.hf import from_tokenizer
 
 from kvcellar.agents import ModelHost
-from kvcellar.server.dialects.parser import CALL_BEGIN, CALL_END, call_head
+from kvcellar.server.dialects import dialect_of
+from kvcellar.server.dialects.lark import call_grammars
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
 from kvcellar.server.guide import GuideFn, TokenGuide, one_line
@@ -36,9 +37,6 @@ from kvcellar.server.loosening import ANYTHING
 
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""
-
-THOUGHT_BEGIN = "<think>"
-THOUGHT_END = "</think>"
 
 MOST_CALLS = 8
 """In one answer that has to call."""
@@ -66,8 +64,9 @@ class Constraint:
 class Grammars:
     """Compiles grammars for the models' tokenizers."""
 
-    def __init__(self) -> None:
-        """Create a compiler that has compiled nothing."""
+    def __init__(self, dialect: str | None = None) -> None:
+        """Create a compiler that has compiled nothing; ``dialect`` as ``dialect_of`` has it."""
+        self._dialect = dialect
         self._tokenizers: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -177,16 +176,16 @@ class Grammars:
         if schema is not None and not is_forced:
             json_schema, losses = answer_schema(schema, is_strict)
 
+        dialect = dialect_of(host, self._dialect)
+
         def compiled() -> tuple[GuideFn, GuideFn]:
-            lines = _calls(arguments)
+            first, second = call_grammars(
+                dialect, arguments, is_forced=is_forced, most=most, schema=json_schema
+            )
             is_free = not is_forced and json_schema is None
-            starts = _free(most) if is_free else _forced(most, json_schema)
-            first, second = ("\n".join([*start, *lines]) for start in starts)
             how = {"ends_early": is_forced, "may_let_go": is_free}
             begin = self._compiled(host, first, **how)
-            if THOUGHT_BEGIN not in str(getattr(host.tokenizer, "chat_template", None)):
-                return begin, begin  # no prompt ends in a thought
-            return begin, self._compiled(host, second, **how)
+            return begin, begin if second == first else self._compiled(host, second, **how)
 
         try:
             self._tokenizer(host)
@@ -247,51 +246,7 @@ class Grammars:
             return found
 
 
-# Grammars as text: of an answer, and of one that begins inside a thought --------------------------
-
-_HEAD = "%llguidance {}"
-_TEXT = [
-    "TEXT: /(.|\\n)*/",
-    f"begin[lazy]: TEXT {json.dumps(CALL_BEGIN)}",
-    f"think[lazy]: TEXT {json.dumps(THOUGHT_BEGIN)}",
-    f"thought[lazy]: TEXT {json.dumps(THOUGHT_END)}",
-]
-
-
-def _calls(arguments: Iterable[HeldArguments]) -> list[str]:
-    """Write a rule for each tool's call, behind the mark."""
-    rules = {}
-    for i, one in enumerate(arguments):
-        head = call_head(one.name).removeprefix(CALL_BEGIN)
-        end = json.dumps("}" + CALL_END)
-        rules[f"call_{i}"] = f"{json.dumps(head)} %json {schema_json(one.schema)} {end}"
-    return [f"call: {' | '.join(rules)}", *(f"{name}: {rule}" for name, rule in rules.items())]
-
-
-def _free(most: int) -> tuple[list[str], list[str]]:
-    """Text, thoughts in which nothing is a call, and calls."""
-    if most > 1:
-        items = ["items: (begin call | think thought)*", "body: items (TEXT | think TEXT)"]
-    else:
-        items = ["body: (think thought)* (begin call | TEXT | think TEXT)"]
-    rules = [*items, *_TEXT]
-    return [_HEAD, "start: body", *rules], [_HEAD, "start: thought body | TEXT", *rules]
-
-
-def _forced(most: int, schema: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-    """Calls and spaces, or JSON where a schema is given; a thought that was begun may end first."""
-    more = f" (space? one){{0,{most - 1}}} space?" if most > 1 else ""
-    other = f" | %json {schema_json(schema)}" if schema is not None else ""
-    rules = [
-        f"calls: one{more}",
-        f"one: {json.dumps(CALL_BEGIN)} call",
-        "space: /[ \\n]{1,2}/",
-    ]
-    start = [_HEAD, f"start: calls{other}", *rules]
-    if schema is not None:
-        return start, start
-    thought = ["start: thought space? calls", "TEXT: /(.|\\n)*/", _TEXT[-1]]
-    return start, [_HEAD, *thought, *rules]
+# Forms that are no schema -------------------------------------------------------------------------
 
 
 def _grammar_of(form: Form) -> str:

@@ -54,7 +54,7 @@ class Service:
             control_tokens_in_text=config.control_tokens_in_text,
         )
         self.conversations = Conversations(self.agents, config.max_unnamed)
-        self.grammars = Grammars()
+        self.grammars = Grammars(config.dialect)
         self.pins = Pins()
         self.metrics = Metrics()
         self.responses = StoredResponses(store)

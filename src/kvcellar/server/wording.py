@@ -9,7 +9,7 @@ from typing import Any
 from kvcellar.agents import ModelHost, Turn, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.history import History
-from kvcellar.server.dialects import Dialect
+from kvcellar.server.dialects import Dialect, dialect_of
 from kvcellar.server.dialects.messages import say_calls, say_tools, without_tools
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service
@@ -22,10 +22,12 @@ class Wording:
     Attributes:
         lent: leading messages that are the named agent's, and not the client's.
         knows_calls: the template writes calls by itself.
+        dialect: that the model speaks.
     """
 
     lent: list[dict[str, Any]]
     knows_calls: bool
+    dialect: Dialect
 
 
 async def word(service: Service, host: ModelHost, question: Question) -> tuple[Turn, Wording]:
@@ -38,26 +40,26 @@ async def word(service: Service, host: ModelHost, question: Question) -> tuple[T
     Raises:
         ContextError: it is longer than the model's context, as its bytes say.
     """
-    wording = Wording(await _lent(service, host, question), knows_calls(host))
+    dialect = dialect_of(host, service.config.dialect)
+    wording = Wording(await _lent(service, host, question), knows_calls(host), dialect)
     messages, tools = [*wording.lent, *question.messages], question.tools.given
     size = size_of(messages, tools)
     if host.tokenizer is not None:
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
-    said, told = await service.agents.work.run(
-        size.cost, _worded, messages, tools, wording.knows_calls
-    )
+    said, told = await service.agents.work.run(size.cost, _worded, messages, tools, wording)
     deadline_s = service.config.wait_s
     return Turn(messages=said, tools=told, model=host.name, deadline_s=deadline_s), wording
 
 
 def _worded(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], knows: bool
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], wording: Wording
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return messages and tools as a template takes them that knows calls, or does not."""
-    plain = [dict(message) if knows else say_calls(message) for message in messages]
+    knows, dialect = wording.knows_calls, wording.dialect
+    plain = [dict(message) if knows else say_calls(message, dialect) for message in messages]
     listed = [dict(tool) for tool in tools] or None
     if listed and not knows:
-        return say_tools(plain, listed), None
+        return say_tools(plain, listed, dialect), None
     return plain, listed
 
 
@@ -82,12 +84,9 @@ def knows_calls(host: ModelHost) -> bool:
 
 
 def opens_reasoning(host: ModelHost, dialect: Dialect, prompt: History) -> bool:
-    """Return true if a prompt ends with the mark of reasoning, whose end comes as text."""
+    """Return true if a prompt ends with the mark that opens reasoning."""
     assert host.tokenizer is not None
     if dialect.reasoning is None:
         return False
     end = host.tokenizer.decode(prompt[-16:].tolist(), skip_special_tokens=False)
-    if not end.rstrip().endswith(dialect.reasoning.begin):
-        return False
-    mark = host.tokenizer.encode(dialect.reasoning.end, add_special_tokens=False)
-    return dialect.reasoning.end in host.tokenizer.decode(mark, skip_special_tokens=True)
+    return end.rstrip().endswith(dialect.reasoning.begin.rstrip())

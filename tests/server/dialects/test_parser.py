@@ -20,9 +20,9 @@ from kvcellar.server.dialects import (
     choose_dialect,
 )
 from kvcellar.server.dialects.messages import as_message, say_calls, say_tools, without_tools
-from kvcellar.server.dialects.parser import CALL_BEGIN, CALL_END, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import Grammars
+from tests.server.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 JSON = st.recursive(
     st.booleans() | st.integers(-9, 9) | st.text(max_size=6),
@@ -169,9 +169,9 @@ def test_what_stands_between_a_call_that_never_closes_and_the_next_is_not_lost()
     head = call_head("f")
     parser, _ = read(list(f'{head}{{"x": 1}}}}\nso {head}{{"x": 2}}}}{CALL_END} and on'))
     assert [call.arguments for call in parser.calls] == ['{"x": 1}', '{"x": 2}']
-    assert parser.text == "so  and on"
+    assert parser.text == "\nso  and on"
     parser, _ = read(list(f"{head}{{}}}}\nThat was it."))
-    assert len(parser.calls) == 1 and parser.text == "That was it."
+    assert len(parser.calls) == 1 and parser.text == "\nThat was it."
     parser, _ = read(['<tool_call>{"parameters": {"x": 1}, "name": "f"}'])
     assert [call.name for call in parser.calls] == ["f"] and not parser.text
 

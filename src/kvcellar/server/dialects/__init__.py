@@ -1,8 +1,8 @@
 """Dialects of models: how an answer marks its reasoning and its calls of tools, and how it is read.
 
 Start in ``dialect.py``, which says what a dialect is, then ``formats.py``, which has all of them;
-``known.py`` finds a model's. ``parser.py`` reads answers, ``lark.py`` holds them, ``messages.py`` makes
-messages of them.
+``known.py`` finds a model's. ``parser.py`` reads answers, ``lark.py`` holds them, and
+``messages.py`` makes messages of them.
 """
 
 from kvcellar.server.dialects.dialect import Dialect, ReasoningMarks

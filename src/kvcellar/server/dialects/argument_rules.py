@@ -142,10 +142,8 @@ class _Writer:
         if '"$ref"' in json.dumps(schema):
             shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
             refers = re.findall(r'"\$ref": "#/([^"/]*)', json.dumps([schema, shared]))
-            if not set(refers) <= shared.keys():
-                schema = {}  # to the whole, or to a place in it
-            else:
-                schema = {**schema, **shared}
+            is_apart = set(refers) <= shared.keys()  # and not of the whole, or a place in it
+            schema = {**schema, **shared} if is_apart else {}
         return f"%json {schema_json(schema)}"
 
 

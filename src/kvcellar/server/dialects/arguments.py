@@ -33,22 +33,27 @@ class ArgumentsReader(Protocol):
     """Protocol of a reader.
 
     Attributes:
-        is_done: whether all arguments were read.
         tells_at_end: whether nothing is certain before that.
     """
 
-    is_done: bool
     tells_at_end: bool
+
+    @property
+    def trouble(self) -> str:
+        """Say what can be no arguments; empty for nothing."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """True where all arguments were read."""
+        ...
 
     def push(self, text: str) -> tuple[str, int]:
         """Take what there is.
 
         Returns:
             JSON that became certain, and how many characters were read; the rest is given again
-            with what follows it.
-
-        Raises:
-            ValueError: it can be no arguments.
+            with what follows it. Where there is ``trouble``, what was certain before it.
         """
         ...
 
@@ -84,6 +89,11 @@ class JsonArgumentsReader:
         """True where the object is complete."""
         return self._json.is_done
 
+    @property
+    def trouble(self) -> str:
+        """Say what is no JSON; empty for nothing."""
+        return self._json.trouble
+
     def push(self, text: str) -> tuple[str, int]:
         """Take what there is; all of it, up to the object's end."""
         made, n = self._json.push(text)
@@ -99,7 +109,7 @@ class TaggedReader:
 
     def __init__(self, dialect: Dialect, properties: Mapping[str, Any]) -> None:
         """Stand before the first argument."""
-        self.is_done = False
+        self.is_done, self.trouble = False, ""
         self._dialect = dialect
         self._patterns = tag_patterns_of(dialect)
         self._properties = properties
@@ -125,7 +135,8 @@ class TaggedReader:
         if found is None:
             more = self._patterns.more.match(text, partial=True)
             if more is None:
-                raise NoValueError(f"{text.strip()[:20]!r} where an argument begins or none follows")
+                self.trouble = f"{text.strip()[:1]!r} where an argument has to begin"
+                return "", 0
             if more.partial:
                 return "", 0
             self.is_done = True
@@ -151,7 +162,11 @@ class TaggedReader:
         else:
             plain = _spelt_out(self._dialect, text[:end], is_json=False)
             schema = self._properties.get(self._key)
-            said = _encodable(_as_json(tagged_value(plain, schema, self._is_string)))
+            try:
+                said = _encodable(_as_json(tagged_value(plain, schema, self._is_string)))
+            except ValueError as error:
+                self.trouble = str(error)
+                return "", 0
         if found is None or not is_whole:
             return said, end
         self._is_inside = False
@@ -165,7 +180,7 @@ class PythonReader:
 
     def __init__(self, dialect: Dialect, properties: Mapping[str, Any]) -> None:
         """Stand behind the opening parenthesis."""
-        self.is_done = False
+        self.is_done, self.trouble = False, ""
         self._dialect = dialect
         self._names = list(properties)
         self._text = ""
@@ -175,6 +190,13 @@ class PythonReader:
 
     def push(self, text: str) -> tuple[str, int]:
         """Take what there is, up to the closing parenthesis, which stays."""
+        try:
+            return self._push(text)
+        except ValueError as error:
+            self.trouble = str(error)
+            return "", 0
+
+    def _push(self, text: str) -> tuple[str, int]:
         self._text += text
         while self._at < len(self._text):
             n = self._step(self._text[self._at :])
@@ -228,7 +250,7 @@ class BareReader:
 
     def __init__(self, dialect: Dialect, form: CallForm, quote: str) -> None:
         """Stand behind the opening brace."""
-        self.is_done = False
+        self.is_done, self.trouble = False, ""
         self._dialect = dialect
         self._quote = dialect.spelt(quote)
         self._text = ""
@@ -238,6 +260,13 @@ class BareReader:
 
     def push(self, text: str) -> tuple[str, int]:
         """Take what there is, up to the closing brace, which stays."""
+        try:
+            return self._push(text)
+        except ValueError as error:
+            self.trouble = str(error)
+            return "", 0
+
+    def _push(self, text: str) -> tuple[str, int]:
         self._text += text
         while self._at < len(self._text):
             n = self._step(self._text[self._at : self._at + len(self._quote) + 1])

@@ -90,10 +90,10 @@ class BlockReader:
             found = self._at_first()
             if found is not None:
                 return found
-        patterns, reads = self._patterns, self._reads_calls
+        begin = self._patterns.begin if self._reads_calls else None
         found_all = [
             (found, is_call)
-            for one, is_call in ((patterns.begin if reads else None, True), (patterns.thought, False))
+            for one, is_call in ((begin, True), (self._patterns.thought, False))
             if one is not None and (found := one.search(self._held, partial=True)) is not None
         ]
         if not found_all:
@@ -110,10 +110,9 @@ class BlockReader:
 
     def _at_first(self) -> bool | None:
         """Look for what is only at the beginning; None: there is nothing of it."""
-        patterns = self._patterns
-        firsts = ((patterns.first if self._reads_calls else None, True), (patterns.first_thought, False))
+        calls = self._patterns.first if self._reads_calls else None
         is_open = False
-        for one, is_call in firsts:
+        for one, is_call in ((calls, True), (self._patterns.first_thought, False)):
             found = one.match(self._held, partial=True) if one is not None else None
             if found is not None and not found.partial:
                 self._enter(found.end(), is_call)
@@ -184,13 +183,9 @@ class BlockReader:
     def _in_arguments(self) -> bool:
         reader = self._reader
         assert reader is not None
-        try:
-            made, n = reader.push(self._held)
-        except (ValueError, RecursionError) as error:
-            if reader.tells_at_end:
-                return self._is_no_call()
-            self._said.trouble = f"the call of {self._name!r} is malformed: {error}"
-            return False
+        made, n = reader.push(self._held)
+        if reader.trouble and reader.tells_at_end:
+            return self._is_no_call()
         self._raw += self._held[:n] if reader.tells_at_end else ""
         self._held = self._held[n:]
         if reader.is_done:
@@ -198,6 +193,8 @@ class BlockReader:
                 self._announce()
             self._state = self._in_tail
         self._said.argue(made)
+        if reader.trouble:
+            self._said.trouble = f"the call of {self._name!r} is malformed: {reader.trouble}"
         return bool(reader.is_done)
 
     def _in_tail(self) -> bool:
@@ -232,9 +229,8 @@ class BlockReader:
     def _in_object(self) -> bool:
         reader = self._reader
         assert reader is not None
-        try:
-            made, n = reader.push(self._held)
-        except ValueError:
+        made, n = reader.push(self._held)
+        if reader.trouble:
             return self._is_no_call()
         self._json += made
         self._raw += self._held[:n]

@@ -120,13 +120,12 @@ class ChannelReader:
         assert reader is not None
         if reader.is_done:
             return self._behind_call()
-        try:
-            made, n = reader.push(self._held)
-        except ValueError as error:
-            name = self._said.calls[-1].name
-            self._said.trouble = f"the call of {name!r} is malformed: {error}"
-            return False
+        made, n = reader.push(self._held)
         self._said.argue(made)
+        if reader.trouble:
+            name = self._said.calls[-1].name
+            self._said.trouble = f"the call of {name!r} is malformed: {reader.trouble}"
+            return False
         self._held = self._held[n:]
         return bool(self._held)
 
@@ -144,4 +143,3 @@ class ChannelReader:
         end = found.start() if found[0] in (start, channel) else found.end()
         self._held, self._state = self._held[end:], self._in_header
         return bool(self._held)
-

@@ -3,8 +3,8 @@
 A dialect is described once, in literals; what reads answers (``patterns.py``, ``parser.py``) and
 what holds them (``lark.py``) follow from the description. In a literal, ``$name`` stands for the
 tool, ``$key`` for an argument, ``$index`` for the call's number, ``$string`` for whether a value is
-a string, ``$id`` for the call's id, ``$<`` and ``$>`` stand around it where it has more parts, and ``$[`` and
-``$]`` around what may be missing, which is read and never written.
+a string, ``$id`` for the id of the call; ``$<`` and ``$>`` stand around one of more parts, ``$[``
+and ``$]`` around what may be missing, which is read and never written.
 """
 
 from __future__ import annotations

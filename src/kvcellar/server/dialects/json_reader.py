@@ -23,11 +23,13 @@ class JsonReader:
 
     Attributes:
         is_done: whether the object is complete.
+        trouble: what is no JSON; empty for nothing.
     """
 
     def __init__(self) -> None:
         """Stand before the object."""
         self.is_done = False
+        self.trouble = ""
         self._open: list[str] = []
         self._wants = "value"
         self._word = ""
@@ -38,14 +40,16 @@ class JsonReader:
         """Take text up to the object's end.
 
         Returns:
-            JSON, and how many characters of the text it is.
-
-        Raises:
-            NoJsonError: it is none.
+            JSON, and how many characters of the text it is; where it ends in ``trouble``, what is
+            JSON before that.
         """
         made: list[str] = []
         for i, char in enumerate(text):
-            made.append(self._string(char) if self._is_in_string else self._value(char))
+            try:
+                made.append(self._string(char) if self._is_in_string else self._value(char))
+            except NoJsonError as error:
+                self.trouble = str(error)
+                return "".join(made), i
             if self.is_done:
                 return "".join(made), i + 1
         return "".join(made), len(text)

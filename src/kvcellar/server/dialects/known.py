@@ -53,6 +53,13 @@ _OTHER_MARKS = (
 )
 _REASONING_KEY = re.compile(r"""(?:\.|\[['"]|get\(['"])(reasoning_content|reasoning|thinking)\b""")
 
+
+def _is_known(marks: ReasoningMarks, template: str, added: Mapping[str, tuple[int, bool]]) -> bool:
+    """Return true if a template or a vocabulary has one of the marks."""
+    begin = marks.begin.strip()
+    return marks.end in added or begin in added or marks.end in template or begin in template
+
+
 _known: WeakKeyDictionary[Any, tuple[tuple[str, str | None], Dialect]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -99,6 +106,6 @@ def choose_dialect(
     key = min(keys, key=("reasoning_content", "reasoning", "thinking").index, default="")
     if not dialect.has_channels:
         own = dialect.reasoning or ReasoningMarks()
-        marks = (one for one in (own, *_OTHER_MARKS) if one.end in template or one.end in added)
+        marks = (one for one in (own, *_OTHER_MARKS) if _is_known(one, template, added))
         dialect = replace(dialect, reasoning=next(marks, own if key else None))
     return replace(dialect, reasoning_key=key).of_vocabulary(added)

@@ -46,10 +46,7 @@ def call_grammars(
         starts = channel_starts(rules, arguments, is_forced=is_forced or schema is not None)
     else:
         _call_rules(rules, arguments)
-        if is_forced or schema is not None:
-            starts = _forced(rules, most)
-        else:
-            starts = _free(rules, most)
+        starts = _forced(rules, most) if is_forced or schema is not None else _free(rules, most)
     if schema is not None:
         starts = (f"{starts[0]} | %json {schema_json(schema)}",) * 2
     rules.add("", _TEXT)
@@ -105,12 +102,14 @@ def _free(rules: Rules, most: int) -> tuple[str, str]:
         _first_body(rules, form, block)
     else:
         begins = [form.begin, *(one for one in form.other_begins if _is_marked(rules, one))]
-        pieces = [f"{rules.text_until(begin)} {block}" for begin in begins]
-        if opened:
-            pieces.append(f"TEXT {opened} thought")
-        times = "?" if most < 2 and not opened else "*"
-        items = f"({' | '.join(pieces)}){times}"
-        rules.add("body", f"{items} TEXT" + (f" | {items} TEXT {opened} TEXT" if opened else ""))
+        calls = " | ".join(f"{rules.text_until(begin)} {block}" for begin in begins)
+        thoughts = f"TEXT {opened} thought" if opened else ""
+        if most < 2:
+            items, last = f"({thoughts})* " if opened else "", f"{calls} | TEXT"
+        else:
+            items, last = f"({' | '.join(filter(None, (calls, thoughts)))})* ", "TEXT"
+        last += f" | TEXT {opened} TEXT" if opened else ""
+        rules.add("body", f"{items}({last})")
     if marks is None:
         return "body", "body"
     rules.add("thought", rules.text_until(marks.end))

@@ -82,9 +82,7 @@ def python_arguments(inside: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(
-        node.value, str | int | float | bool | None
-    ):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
