@@ -73,7 +73,7 @@ class Turn:
     deadline_s: float | None = None
     is_continuing: bool = False
     answer: AnswerFn | None = None
-    marks: Mapping[int, str] = field(default_factory=dict)
+    marks: Mapping[int, str] | None = None
     on_start: StartFn | None = None
     progress: ProgressFn | None = None
     prompt: History = field(init=False, default_factory=History, repr=False)

@@ -85,6 +85,14 @@ def serve_command(
             "or `tool-order`; may be given several times. `none`: no rule at all.",
         ),
     ] = None,
+    dialect: Annotated[
+        str | None,
+        option(
+            "NAME",
+            "How the models write calls of tools, such as `hermes`, `qwen3-coder` or `mistral`; "
+            "a wrong name has all of them listed. By default as each model's chat template shows.",
+        ),
+    ] = None,
     trust: TrustOptions,
     limits: LimitOptions,
     engine: EngineOptions,
@@ -113,6 +121,7 @@ def serve_command(
         plan=hosting.plan,
         takes_any_model=any_model,
         rules=rule or [],
+        dialect=dialect,
     )
     _check_models(hosting, loading.backend, offered.values())
     if not place.is_local and config.api_key is None:

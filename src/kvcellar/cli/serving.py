@@ -225,6 +225,7 @@ def server_config(
     plan: MemoryPlan | None,
     takes_any_model: bool,
     rules: list[str],
+    dialect: str | None,
 ) -> ServerConfig:
     """Make the server's configuration of its options.
 
@@ -242,6 +243,7 @@ def server_config(
         logs_text=trust.log_text,
         takes_any_model=takes_any_model,
         rules=_rules(rules),
+        dialect=dialect,
         control_tokens_in_text=trust.control_tokens_in_text,
         max_tokens=limits.max_tokens,
         max_requests=limits.max_requests,

@@ -41,7 +41,7 @@ class Request:
             otherwise. A model that cannot be cut back everywhere is made ready to resume there.
         space: with which adapter it is computed, and with whom its K and V are shared.
         marks: what stands in the text for a token of which the text would not say that it came:
-            such as one character that no text has.
+            such as one character that no text has. None: of no token.
     """
 
     prompt_ids: History
@@ -51,7 +51,7 @@ class Request:
     prompt_logprobs: int | None = None
     snapshots_at: tuple[int, ...] = ()
     space: Space = SHARED
-    marks: Mapping[int, str] = field(default_factory=dict)
+    marks: Mapping[int, str] | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
