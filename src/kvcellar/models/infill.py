@@ -47,7 +47,7 @@ FAMILIES = (
         "<file_sep>",
     ),
     FillWords("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<fim-pad>",)),
-    FillWords("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
+    FillWords("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     FillWords("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     FillWords("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),
     FillWords("[PREFIX]", "[SUFFIX]", "[MIDDLE]", is_suffix_first=True),
