@@ -24,15 +24,15 @@ LLAMA_1B = {
 """The shape of Llama 3.2 1B."""
 
 
-def random_llama(shape: dict[str, int], folder: Path) -> Path:
-    """Make a random model of a shape in bfloat16, with a tokenizer of a few words."""
+def random_llama(shape: dict[str, int], folder: Path, device: str = "cpu") -> Path:
+    """Make a random model of a shape in bfloat16 on a device, with a tokenizer of a few words."""
     config = transformers.LlamaConfig(
         **shape, max_position_embeddings=16384, tie_word_embeddings=True, dtype="bfloat16"
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.02, generator=generator)

@@ -1,0 +1,138 @@
+"""Distance of logits on a card from transformers': chunks, forks, trees, windows, sinks, states."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import kvcellar as kv
+from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.models import LoadedModel, load_model
+
+Logits = NDArray[np.float32]
+GraphsOf = Callable[[LoadedModel, Any], None]
+"""Gives a runner the graphs that it has on a card; where there is none, a stand-in's."""
+
+FAMILIES = {
+    "llama": "seq",
+    "gemma2": "seq",  # windows and caps
+    "gpt_oss": "seq",  # sinks and windows, and experts that amplify rounding
+    "lfm2": "seq",  # states
+    "qwen3": "tree",
+}
+PROMPT = 40
+TREE = (-1, 0, 0, 1)
+"""Parents of guesses: two behind the first, and one behind the second."""
+
+
+class Eager:
+    """A family's own network of transformers, without caches: what logits should be."""
+
+    def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
+        """Read its weights."""
+        from transformers import AutoModelForCausalLM
+
+        made = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=dtype
+        )
+        self._network, self._device = made.to(device).eval(), device
+
+    def logits(self, tokens: Sequence[int]) -> Logits:
+        """Return ``[len(tokens), vocab_size]``."""
+        with torch.inference_mode():
+            ids = torch.tensor([list(tokens)], device=self._device)
+            found: Logits = self._network(ids, use_cache=False).logits[0].float().cpu().numpy()
+        return found
+
+
+class Played:
+    """A session on a card whose logits are held against a network's."""
+
+    def __init__(self, eager: Eager, runner: Any, cache: Any) -> None:
+        """Begin without tokens."""
+        self._eager, self._runner, self._cache = eager, runner, cache
+        self.texts: dict[int, list[int]] = {}
+        self.apart = 0.0
+
+    def bring(self, tokens: Sequence[int], seq: int = 0) -> None:
+        """Bring tokens of a sequence in one forward, and compare the logits of all of them."""
+        positions = self._cache.begin_step([seq] * len(tokens))
+        found = self._runner.forward(list(tokens), positions, range(len(tokens)))
+        text = self.texts.setdefault(seq, [])
+        text += tokens
+        self._compare(found, self._eager.logits(text)[-len(tokens) :])
+
+    def fork(self, seq: int) -> None:
+        """Begin a sequence with the tokens of the first."""
+        self._cache.seq_cp(0, seq)
+        self.texts[seq] = list(self.texts[0])
+
+    def guess(self, tokens: Sequence[int]) -> None:
+        """Verify a tree of guesses behind the first sequence, and take it back."""
+        self._cache.propose(list(TREE), 0)
+        positions = self._cache.begin_step([0] * len(tokens))
+        found = self._runner.forward(list(tokens), positions, range(len(tokens)))
+        paths = []
+        for parent, token in zip(TREE, tokens, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else ()), token])
+        wanted = [self._eager.logits([*self.texts[0], *path])[-1] for path in paths]
+        self._compare(found, np.stack(wanted))
+        self._cache.commit([], 0)
+
+    def _compare(self, found: Logits, wanted: Logits) -> None:
+        self.apart = max(self.apart, float(np.abs(found - wanted).max()))
+
+
+def apart(family: str, kind: str, device: str, graphs: GraphsOf) -> tuple[float, int]:
+    """Return how far a tiny model's float32 logits are from transformers', and its graphs."""
+    make = kv.make_tree_session if kind == "tree" else kv.make_seq_session
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_tiny(family, Path(name))
+        model = load_model(str(folder), device=device, dtype="float32", weights="none")
+        eager = Eager(folder, device, torch.float32)
+        with make("torch", kv.make_config(model.params, 4 * PROMPT)) as session:
+            runner: Any = model.bind(session)
+            graphs(model, runner)
+            played = Played(eager, runner, session.cache)
+            _play(played, has_tree=kind == "tree")
+            return played.apart, 0 if runner.graphs is None else runner.graphs.n_graphs
+
+
+def _play(played: Played, *, has_tree: bool) -> None:
+    """Bring a prompt in parts, decode, fork, decode both, and guess."""
+    tokens = [3 + 7 * i % 200 for i in range(PROMPT)]
+    third = PROMPT // 3
+    for start in range(0, PROMPT, third):
+        played.bring(tokens[start : start + third])
+    for token in (5, 6, 7):
+        played.bring([token])
+    played.fork(1)
+    for seq in (0, 1, 0, 1):
+        played.bring([9 + seq], seq)
+    if has_tree:
+        for first in (20, 30):
+            played.guess([first, first + 1, first + 2, first + 3])
+
+
+def rounding(folder: Path, model: LoadedModel, device: str, n: int) -> float:
+    """Return the error of bfloat16 logits against float32, ours over transformers' own."""
+    tokens = [3 + 11 * i % 250 for i in range(n)]
+    exact = Eager(folder, device, torch.float32).logits(tokens)
+    theirs = Eager(folder, device, torch.bfloat16).logits(tokens)
+    with kv.make_seq_session("torch", kv.make_config(model.params, n + 64)) as session:
+        runner, half = model.bind(session), n // 2
+        parts = [tokens[:half], tokens[half:]]
+        ours = np.concatenate(
+            [
+                runner.forward(part, session.cache.begin_step([0] * len(part)), range(len(part)))
+                for part in parts
+            ]
+        )
+    base = max(float(np.linalg.norm(theirs - exact)), 1e-9)
+    return float(np.linalg.norm(ours - exact)) / base
