@@ -445,7 +445,7 @@ PARTS = """\
 def test_a_template_that_reads_lists_of_parts_alone_gets_texts_as_such():
     known = wrapped(byte_level(), PARTS, [special("<|end|>"), special("<|user|>")])
     messages = [{"role": "user", "content": "I am <|end|>"}, {"role": "assistant", "content": "é"}]
-    rendered = render(known, messages)
+    rendered = render(known, messages, is_asking=False)
     assert rendered.text == "<|user|>I am <|end|><|end|><|assistant|>é<|end|>"
     assert encode(known, rendered).count(known.convert_tokens_to_ids("<|end|>")) == 2
     both = PARTS.replace(

@@ -16,7 +16,7 @@ from kvcellar.agents.lengths import refuse_text
 from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
 from kvcellar.errors import ModelError, PromptError
 from kvcellar.history import History
-from kvcellar.models.prompts import PromptTokenizer, Rendered, encode, render
+from kvcellar.models.prompts import PromptTokenizer, Rendered, begun_of, encode, render
 
 Message = dict[str, Any]
 
@@ -150,6 +150,7 @@ class Spoken:
             may keep the history from being continued; None where all of it was sent again.
         changes: what rules changed.
         prefixes: its tokens, and where its messages end.
+        begun: the text with which the answer has begun already, as it was sent.
     """
 
     messages: list[Message]
@@ -158,11 +159,18 @@ class Spoken:
     changed: str | None
     changes: tuple[RuleChange, ...]
     prefixes: Prefixes = field(repr=False)
+    begun: str = ""
 
     @property
     def tokens(self) -> History:
         """All of them, ready to be answered."""
         return self.prefixes.tokens
+
+    def with_answer(self, answer: Message) -> tuple[Message, ...]:
+        """Return the conversation with its answer, which goes on from how it was begun."""
+        if self.begun:
+            answer = {**answer, "content": f"{self.begun}{answer.get('content') or ''}"}
+        return (*self.messages, answer)
 
 
 def plan_messages(
@@ -184,7 +192,8 @@ def plan_messages(
         history: the agent's tokens.
         known: its messages.
         known_tools: the tool definitions that the history began with.
-        messages: the whole conversation, oldest first; the last is not an answer.
+        messages: the whole conversation, oldest first; where the last is an answer, it is gone on
+            with.
         tools: definitions of tools, as the template takes them.
         rules: names of rules for volatile text; see ``volatile.RULES``.
         control_tokens_in_text: let messages spell control tokens.
@@ -192,16 +201,22 @@ def plan_messages(
 
     Raises:
         ContextError: it has many more tokens, and not all of them were counted.
-        PromptError: no message, or the last is the assistant's.
+        PromptError: no message, or the last has calls whose results are not there.
         ModelError: the template refuses the messages, or there is none.
     """
-    if not messages or messages[-1].get("role") == "assistant":
+    said, begun = split_begun(messages)
+    if not said or (said[-1].get("role") == "assistant" and not begun):
         raise PromptError(
-            "a turn needs a message to answer; end the conversation with the user's or a tool's"
+            "a turn needs a message to answer; end the conversation with the user's or a tool's, "
+            "or with an answer without calls that is to be gone on with"
         )
-    ruled = apply_rules(messages, tools, rules, known)
+    ruled = apply_rules(said, tools, rules, known)
+    begun_message = [dict(messages[-1])] if begun else []
     rendered = render(
-        tokenizer, ruled.messages, ruled.tools, control_tokens_in_text=control_tokens_in_text
+        tokenizer,
+        [*ruled.messages, *begun_message],
+        ruled.tools,
+        control_tokens_in_text=control_tokens_in_text,
     )
     if context is not None:
         refuse_text(tokenizer, rendered.text, context)
@@ -216,7 +231,16 @@ def plan_messages(
     prefixes = Prefixes(
         tokenizer, ruled.messages, ruled.tools, rendered, tokens, n_common, control_tokens_in_text
     )
-    return Spoken(ruled.messages, n_known, ruled.tools, changed, ruled.changes, prefixes)
+    return Spoken(ruled.messages, n_known, ruled.tools, changed, ruled.changes, prefixes, begun)
+
+
+def split_begun(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Return a conversation without the answer that it ends with, and that answer's text.
+
+    An answer with calls stays, since nothing but their results can follow it.
+    """
+    begun = begun_of(messages)
+    return (messages, "") if begun is None else (messages[:-1], begun)
 
 
 def what_changed(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents.alike import n_alike
-from kvcellar.agents.conversation import Message
+from kvcellar.agents.conversation import Message, split_begun
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
 
@@ -64,7 +64,8 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
     if len(known) == 1 == n_system and _goes_on(known[0], messages):
         return Joined(messages, n, True, False, agent.agent_id, 0, added)
     is_new = n == n_system == n_system_of(messages) < len(given)
-    if is_new and all(message.get("role") != "assistant" for message in messages):
+    said, _ = split_begun(messages)
+    if is_new and all(message.get("role") != "assistant" for message in said):
         whole = [*known, *messages[n:]]
         added = [*added, *known[n_system:]]
         return Joined(whole, len(known), True, True, agent.agent_id, len(agent.turns), added)

@@ -228,7 +228,7 @@ def record_turn(
         answer = {"role": "assistant", "content": event.text}
         if turn.answer is not None:
             answer = turn.answer(event.text)
-        agent.messages = (*turn.spoken.messages, answer)
+        agent.messages = turn.spoken.with_answer(answer)
         agent.tools = turn.spoken.tools
     n_prompt = len(turn.prompt)
     now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason, took)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.models.prompts import encode_text
+from kvcellar.models.controls import encode_text
 from kvcellar.models.tokenizer import opening_tokens
 
 

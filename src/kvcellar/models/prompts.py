@@ -9,27 +9,16 @@ characters, and not the token. Only what the template itself writes becomes one.
 
 from __future__ import annotations
 
-import json
-import re
-import threading
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvcellar.errors import ModelError, PromptError, TemplateLimitError
+from kvcellar.errors import ModelError, TemplateLimitError
+from kvcellar.models.controls import controls_of, free_mark, is_rendered_by_transformers
+from kvcellar.models.fitting import fit, in_parts, reads_parts_alone, takes
 from kvcellar.models.rendering import ask_renderer
 
-_MARKS = [chr(code) for code in range(0xFDD0, 0xFDEE)]
-"""Put before a control token that a message spells. Noncharacters: no text should have them, one
-that a text has is not taken, and no template trims them."""
-
-_STANDS = ("\ufdee", "\ufdef")
-"""How the names begin by which the template's own control tokens are told from others."""
-
-_SAID = ("content", "reasoning", "reasoning_content", "thinking")
-"""What of an answer the model wrote itself, with tags such as ``<think>``."""
+_THOUGHT = "<think>"
 
 
 class PromptTokenizer(Protocol):
@@ -58,12 +47,14 @@ class Rendered:
             none does.
         mark: that mark.
         is_literal: whether control tokens in messages become tokens, as the user wished.
+        notes: what the template takes otherwise than it was sent, in sentences.
     """
 
     text: str
     marked: str | None = None
     mark: str = ""
     is_literal: bool = False
+    notes: tuple[str, ...] = ()
 
     def behind(self, other: Rendered) -> Rendered:
         """Return what follows the beginning that it has in common with another of the same mark."""
@@ -91,7 +82,8 @@ def render(
         tokenizer: of the model.
         messages: the conversation, oldest first.
         tools: definitions of tools, as the template takes them.
-        is_asking: end with the opening of an answer.
+        is_asking: end with the opening of an answer; where the last message is an answer, with that
+            answer as far as it goes.
         control_tokens_in_text: let messages spell control tokens.
 
     Raises:
@@ -106,21 +98,35 @@ def render(
         )
     said = [dict(message) for message in messages]
     listed = None if tools is None else [dict(tool) for tool in tools]
-    controls = None if control_tokens_in_text else _controls_of(tokenizer)
+    controls = None if control_tokens_in_text else controls_of(tokenizer)
     mark = ""
     if controls is not None and controls.is_spelt(said, listed):
-        mark = _free_mark((said, listed))
+        mark = free_mark((said, listed))
         said, listed = controls.marked(said, listed, mark)
     try:
-        text = _apply(tokenizer, said, listed, is_asking)
+        is_begun = is_asking and begun_of(said) is not None
+        write = _continued if is_begun else _apply
+        text, notes = write(tokenizer, said, listed, is_asking)
     except TemplateLimitError:
         raise
     except Exception as error:  # templates raise errors of jinja's
         raise ModelError(f"the model's chat template refuses these messages: {error}") from error
     if not mark:
-        return Rendered(text, is_literal=control_tokens_in_text)
+        return Rendered(text, is_literal=control_tokens_in_text, notes=notes)
     text = text.replace(f"\\u{ord(mark):04x}", mark)  # what a template escaped
-    return Rendered(text.replace(mark, ""), text, mark)
+    return Rendered(text.replace(mark, ""), text, mark, notes=notes)
+
+
+def begun_of(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the text of an answer that a conversation ends with, which is to be gone on with.
+
+    None where it ends otherwise, or with calls, behind which only their results may come.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return None
+    content = last.get("content")
+    return content if isinstance(content, str) else None if content else ""
 
 
 def encode(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
@@ -129,7 +135,7 @@ def encode(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
     Raises:
         PromptError: the text has noncharacters that are needed to tell its control tokens apart.
     """
-    controls = None if rendered.is_literal else _controls_of(tokenizer)
+    controls = None if rendered.is_literal else controls_of(tokenizer)
     if rendered.marked is None:
         ids = [int(i) for i in tokenizer.encode(rendered.text, add_special_tokens=False)]
         if controls is None or controls.are_all_written(rendered.text, ids):
@@ -138,20 +144,31 @@ def encode(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
     return controls.encode(rendered.marked or rendered.text, rendered.mark)
 
 
-def encode_text(tokenizer: Any, text: str, names: Collection[str] = ()) -> list[int]:
-    """Return the tokens of a text that spells no special token, nor one of some names.
+def _continued(
+    tokenizer: PromptTokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    is_asking: bool,
+) -> tuple[str, tuple[str, ...]]:
+    """Write a conversation up to the end of its last answer, which is read as it was sent.
 
-    Raises:
-        PromptError: it has the noncharacters that are needed to tell.
+    As the template writes such an answer, where it writes all of it; else behind the opening of
+    one, such as where it begins with a thought that it has not ended.
     """
-    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    ids = {t.content: int(i) for i, t in added if t.special or t.content in names}
-    words = _one_of(ids.keys())
-    if not words.search(text):
-        return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
-    mark = _free_mark(text)
-    controls = _Controls(weakref.ref(tokenizer), ids, words, words, words)
-    return controls.encode(words.sub(lambda found: mark + found[0], text), mark)
+    begun = begun_of(messages) or ""
+    if begun and not begun.lstrip().startswith(_THOUGHT):
+        end = free_mark((messages, tools), 1)
+        last = {**messages[-1], "content": begun + end}
+        text, notes = _apply(tokenizer, [*messages[:-1], last], tools, False)
+        text = text.rpartition(end)[0]
+        if text.endswith(begun):
+            return text, notes
+        if text.endswith(begun.lstrip()):  # templates trim
+            return text.removesuffix(begun.lstrip()) + begun, notes
+    text, notes = _apply(tokenizer, messages[:-1], tools, is_asking)
+    n = next((n for n in range(len(begun), 0, -1) if text.endswith(begun[:n])), 0)
+    is_opened = n and begun[:n].strip() == _THOUGHT
+    return text + begun[n if is_opened else 0 :], notes
 
 
 def _apply(
@@ -159,339 +176,28 @@ def _apply(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     is_asking: bool,
-) -> str:
-    """Render a conversation by ``apply_chat_template``."""
-    if not _is_rendered_by_transformers(tokenizer):
+) -> tuple[str, tuple[str, ...]]:
+    """Render a conversation by ``apply_chat_template``, made so that the template takes it."""
+    if not is_rendered_by_transformers(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
-        return str(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=is_asking, tokenize=False, **more
-            )
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=is_asking, tokenize=False, **more
         )
+        return str(text), ()
     known: Any = tokenizer
     if not messages:
         raise ValueError("there is no message")
     template = known.get_chat_template(None, tools)
-    words = {k: v for k, v in known.special_tokens_map.items() if isinstance(v, str)}
+    special = {k: v for k, v in known.special_tokens_map.items() if isinstance(v, str)}
+    words = tuple(special.items())
     said = [{k: v for k, v in m.items() if v is not None} for m in messages]
-    if _reads_parts_alone(template, tuple(words.items())):
-        said = [_in_parts(message) for message in said]
+    said, notes = fit(said, lambda name: takes(template, words, name))
+    if reads_parts_alone(template, words):
+        said = [in_parts(message) for message in said]
     job = {
         "conversations": [said],
         "tools": tools,
         "chat_template": template,
         "add_generation_prompt": is_asking,
     }
-    return ask_renderer({**known.special_tokens_map, **job})
-
-
-@lru_cache(maxsize=64)
-def _reads_parts_alone(template: str, words: tuple[tuple[str, str], ...]) -> bool:
-    """Return true if a template shows the text of a message only where it is in a list of parts.
-
-    Some templates of models that see images are so.
-    """
-    text = "kvcellar"
-    for content in (text, [{"type": "text", "text": text}]):
-        job = {
-            "conversations": [[{"role": "user", "content": content}]],
-            "tools": None,
-            "chat_template": template,
-            "add_generation_prompt": False,
-        }
-        try:
-            if text in ask_renderer({**dict(words), **job}):
-                return content != text
-        except TemplateLimitError:
-            raise
-        except ModelError:  # it wants other messages
-            continue
-    return False
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content, where it is a text, is a list with that text."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}]}
-
-
-def _is_rendered_by_transformers(tokenizer: Any) -> bool:
-    """Return true if its template is Jinja that transformers renders; others do it themselves."""
-    from transformers import PreTrainedTokenizerBase
-
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return False
-    own: Any = type(tokenizer).apply_chat_template
-    return own is PreTrainedTokenizerBase.apply_chat_template
-
-
-# Control tokens -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Controls:
-    """The control tokens of a tokenizer, and how text is encoded without meeting them.
-
-    Attributes:
-        tokenizer: whose, without keeping it alive.
-        ids: of each of them.
-        everything: finds all of them.
-        in_texts: finds them in one text of a message, and their beginnings at its end, since what
-            a template writes behind it may be the rest.
-        in_answers: the same without the tags (``<think>``) that only answers of the model may have.
-    """
-
-    tokenizer: weakref.ref[Any]
-    ids: dict[str, int]
-    everything: re.Pattern[str]
-    in_texts: re.Pattern[str]
-    in_answers: re.Pattern[str]
-    twins: dict[str, tuple[Any, dict[int, int]]] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.Lock)
-
-    def is_spelt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
-        """Return true if any text spells one of the control tokens."""
-        return any(
-            pattern.search(text)
-            for value, pattern in self._parts(messages, tools)
-            for text in _texts(value)
-        )
-
-    def marked(self, messages: Any, tools: Any, mark: str) -> tuple[Any, Any]:
-        """Return messages and tools with a mark before each control token that they spell."""
-        said = [
-            {
-                _marked(key, self.in_texts, mark): _marked(
-                    value, self._pattern_of(message, key), mark
-                )
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
-        return said, _marked(tools, self.in_texts, mark)
-
-    def are_all_written(self, text: str, ids: Collection[int]) -> bool:
-        """Return true if each control token stands in the text as such.
-
-        They do not where a tokenizer normalises text into them (wide characters, capitals).
-        """
-        own = set(self.ids.values())
-        return sum(i in own for i in ids) <= sum(1 for _ in self.everything.finditer(text))
-
-    def encode(self, text: str, mark: str) -> list[int]:
-        """Return the tokens of a text in which what is marked is no control token."""
-        stand = next((stand for stand in _STANDS if stand not in text), None)
-        if stand is None:
-            raise PromptError(
-                "a text that spells control tokens has the noncharacters U+FDEE and U+FDEF; leave "
-                "one of them out"
-            )
-        names = {content: _stand_in(stand, i) for i, content in enumerate(self.ids)}
-        words = self.everything.pattern
-        pattern = re.compile(f"({mark})?(?:{words})|{mark}" if mark else f"()(?:{words})")
-
-        def written(found: re.Match[str]) -> str:
-            if found[0] == mark:
-                return ""
-            return found[0][len(mark) :] if found[1] else names[found[0]]
-
-        return self._encode_with(pattern.sub(written, text), stand, names)
-
-    def _encode_with(self, text: str, stand: str, names: Mapping[str, str]) -> list[int]:
-        known = self.tokenizer()
-        backend = getattr(known, "backend_tokenizer", None)
-        if backend is None:
-            return self._encode_in_parts(known, text, stand, names)
-        with self.lock:
-            if stand not in self.twins:
-                self.twins[stand] = _twin_of(backend, names)
-            twin, ids = self.twins[stand]
-        (found,) = twin.encode_batch([text], add_special_tokens=False)  # encode() keeps the GIL
-        return [ids.get(i, i) for i in found.ids]
-
-    def _encode_in_parts(
-        self, known: Any, text: str, stand: str, names: Mapping[str, str]
-    ) -> list[int]:
-        """Encode with a tokenizer written in Python: part by part between control tokens."""
-        ids: list[int] = []
-        own = {name: content for content, name in names.items()}
-        for part in re.split(f"({stand}.)", text):
-            if part in own:
-                ids.append(self.ids[own[part]])
-            elif part:
-                ids += known.encode(part, add_special_tokens=False, split_special_tokens=True)
-        return ids
-
-    def _parts(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any
-    ) -> Iterable[tuple[Any, re.Pattern[str]]]:
-        yield tools, self.in_texts
-        for message in messages:
-            for key, value in message.items():
-                yield key, self.in_texts
-                yield value, self._pattern_of(message, key)
-
-    def _pattern_of(self, message: Mapping[str, Any], key: str) -> re.Pattern[str]:
-        is_own = message.get("role") == "assistant" and key in _SAID
-        return self.in_answers if is_own else self.in_texts
-
-
-_known: weakref.WeakKeyDictionary[Any, tuple[Any, _Controls | None]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def _controls_of(tokenizer: Any) -> _Controls | None:
-    """Return the control tokens of a tokenizer; None: it has none, or is not of transformers."""
-    if not _is_rendered_by_transformers(tokenizer):
-        return None
-    state = (str(tokenizer.chat_template), len(tokenizer))
-    with _lock:
-        known = _known.get(tokenizer)
-    if known is None or known[0] != state:
-        known = (state, _find_controls(tokenizer))
-        with _lock:
-            _known[tokenizer] = known
-    return known[1]
-
-
-def _find_controls(tokenizer: Any) -> _Controls | None:
-    templates = tokenizer.chat_template
-    templates = list(templates.values()) if isinstance(templates, dict) else [templates]
-    said = ""
-    for template in templates:
-        try:
-            said += ask_renderer({"literals": template}) + "\0"
-        except ModelError:  # it will not render either, and say why
-            continue
-    added = {
-        token.content: int(i)
-        for i, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-        or (len(token.content) > 1 and not token.content.isspace() and token.content in said)
-    }
-    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    if not added:
-        return None
-    tags = {content for content in added if content not in special and _is_tag(content, added)}
-    return _Controls(
-        weakref.ref(tokenizer),
-        added,
-        _one_of(added.keys()),
-        _whole_or_begun(added.keys()),
-        _whole_or_begun(added.keys() - tags),
-    )
-
-
-def _is_tag(content: str, added: Collection[str]) -> bool:
-    """Return true if a token opens or closes a stretch of text, as ``<think>`` does."""
-    return content[:1] + "/" + content[1:] in added or (
-        content[1:2] == "/" and content[:1] + content[2:] in added
-    )
-
-
-def _twin_of(backend: Any, names: Mapping[str, str]) -> tuple[Any, dict[int, int]]:
-    """Make a tokenizer that knows control tokens by other names; and its ids where they differ."""
-    from tokenizers import Tokenizer
-
-    value = json.loads(backend.to_str())
-    model = value["model"]
-    if isinstance(model.get("vocab"), dict):
-        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
-    elif model.get("vocab"):
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-    if model.get("merges"):
-        pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
-        model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & names.keys()]
-    if isinstance(model.get("unk_token"), str):
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    for token in value["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    value.update(post_processor=None, truncation=None, padding=None)
-    twin = Tokenizer.from_str(json.dumps(value))
-    added = value["added_tokens"]
-    return twin, {twin.token_to_id(token["content"]) or 0: int(token["id"]) for token in added}
-
-
-def _stand_in(stand: str, number: int) -> str:
-    return stand + chr(0xF0000 + number)
-
-
-def _free_mark(value: Any) -> str:
-    """Return a mark that no text has.
-
-    Raises:
-        PromptError: the texts have all of them.
-    """
-    taken = {mark for text in _texts(value) for mark in _MARKS if mark in text}
-    taken |= {
-        mark for text in _texts(value) for mark in _MARKS if f"\\u{ord(mark):04x}" in text.lower()
-    }
-    for mark in _MARKS:
-        if mark not in taken:
-            return mark
-    raise PromptError(
-        "the texts of this conversation have all noncharacters from U+FDD0 to U+FDED and spell "
-        "control tokens; leave one of the noncharacters out"
-    )
-
-
-def _texts(value: Any) -> Iterable[str]:
-    """Yield every text in a value of JSON, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _texts(key)
-            yield from _texts(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
-
-
-def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
-    """Return a value of JSON with a mark before each match in its texts, keys too."""
-    put: Callable[[re.Match[str]], str] = lambda found: mark + found[0]  # noqa: E731
-    if isinstance(value, str):
-        return pattern.sub(put, value)
-    if isinstance(value, Mapping):
-        return {_marked(k, pattern, mark): _marked(v, pattern, mark) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_marked(part, pattern, mark) for part in value]
-    return value
-
-
-def _whole_or_begun(words: Collection[str]) -> re.Pattern[str]:
-    """Compile a pattern that finds words, and at the end of a text what they begin with.
-
-    Letters and digits alone are no such beginning: templates compare short words.
-    """
-    begun = {word[:n] for word in words for n in range(1, len(word))}
-    ends = _one_of({text for text in begun if not text.isalnum()})
-    return re.compile(rf"{_one_of(words).pattern}|(?:{ends.pattern})\Z")
-
-
-def _one_of(words: Collection[str]) -> re.Pattern[str]:
-    """Write a pattern that finds the longest of some words at a place, in one pass over a text.
-
-    Words that begin alike share their beginning, since tokenizers have hundreds that do.
-    """
-    tree: dict[str, Any] = {}
-    for word in words:
-        node = tree
-        for char in word:
-            node = node.setdefault(char, {})
-        node[""] = {}
-    return re.compile(_pattern_of(tree) if words else "(?!)")
-
-
-def _pattern_of(node: Mapping[str, Any]) -> str:
-    run = ""
-    while len(node) == 1 and "" not in node:  # a chain: without a level of its own
-        ((char, node),) = node.items()
-        run += re.escape(char)
-    if not node or list(node) == [""]:
-        return run
-    branches = [re.escape(c) + _pattern_of(below) for c, below in sorted(node.items()) if c]
-    return f"{run}(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+    return ask_renderer({**known.special_tokens_map, **job}), notes

@@ -13,7 +13,7 @@ from kvcellar.agents import ModelHost
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import Engine, SamplingParams
 from kvcellar.engine.token_bytes import token_bytes
-from kvcellar.models.prompts import encode_text
+from kvcellar.models.controls import encode_text
 from kvcellar.models.tokenizer import opening_tokens
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import read_prompt
