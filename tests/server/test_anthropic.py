@@ -161,8 +161,8 @@ def test_errors_are_those_of_the_protocol(client):
         client.messages.create(model="no", max_tokens=1, messages=[said("x")])
     assert caught.value.body["error"]["type"] == "not_found_error"
     assert caught.value.body["request_id"] == caught.value.response.headers["x-request-id"]
-    with pytest.raises(anthropic.BadRequestError, match="type 'image'"):
-        ask(client, [{"role": "user", "content": [{"type": "image", "source": {}}]}])
+    with pytest.raises(anthropic.BadRequestError, match="type 'tool_use'"):
+        ask(client, [{"role": "user", "content": [{"type": "tool_use", "name": "f"}]}])
     with pytest.raises(anthropic.BadRequestError, match="an input_schema"):
         ask(client, [said("x")], tools=[{"name": "look"}])
 

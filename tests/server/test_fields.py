@@ -125,26 +125,6 @@ def test_a_call_that_has_to_be_made_needs_tools(live, path, choice):
     assert "no tools" in refusal(live, path, tool_choice=choice, tools=[])
 
 
-IMAGE = {"url": "data:image/png;base64,AAAA"}
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "part"),
-    [
-        ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": IMAGE}),
-        ("/v1/chat/completions", "messages", {"type": "input_audio", "input_audio": {}}),
-        ("/v1/responses", "input", {"type": "input_image", "image_url": "data:"}),
-        ("/v1/responses", "input", {"type": "input_file", "file_id": "x"}),
-        ("/v1/messages", "messages", {"type": "image", "source": {}}),
-        ("/v1/messages", "messages", {"type": "document", "source": {}}),
-    ],
-)
-def test_a_part_that_is_no_text_is_refused_also_where_it_has_text_beside(live, path, field, part):
-    for more in ({}, {"text": "What is this?"}):
-        said = {"role": "user", "content": [{**part, **more}]}
-        assert f"type {part['type']!r}" in refusal(live, path, **{field: [said]})
-
-
 # Fields that no schema declares -------------------------------------------------------------------
 
 ASKS = {
@@ -154,13 +134,12 @@ ASKS = {
     "lora": "name",
     "typical_p": 0.5,
     "mirostat": 2,
-    "repeat_penalty": 1.3,
+    "options": {"num_ctx": 4096},
     "length_penalty": 0.5,
     "use_beam_search": True,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
     "chat_template": "{{ messages }}",
-    "continue_final_message": True,
     "truncate_prompt_tokens": 5,
     "modalities": ["text", "audio"],
     "background": True,
@@ -263,6 +242,73 @@ def test_every_field_is_in_the_docs():
         field.alias or name for schema in schemas for name, field in schema.model_fields.items()
     }
     assert {*HARMLESS, *REFUSED, *honoured} <= named
+
+
+# Other names and values --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "own"),
+    [
+        ("/v1/chat/completions", {"n_predict": 3}, {"max_tokens": 3}),
+        ("/v1/chat/completions", {"num_predict": 3}, {"max_completion_tokens": 3}),
+        ("/v1/completions", {"max_new_tokens": 3}, {"max_tokens": 3}),
+        ("/v1/completions", {"min_new_tokens": 2}, {"min_tokens": 2}),
+        ("/v1/responses", {"n_predict": 3}, {"max_output_tokens": 3}),
+        ("/v1/completions", {"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ("/v1/completions", {"repeat_penalty": 1.5, "repeat_last_n": 0}, {}),
+        ("/v1/completions", {"top_k": -1}, {"top_k": 0}),
+        ("/v1/messages", {"top_k": -1}, {"top_k": 0}),
+        ("/v1/completions", {"top_p": 0, "temperature": 1}, {"top_k": 1}),
+        (
+            "/v1/completions",
+            {"logit_bias": [[65, 5], [66, False]]},
+            {"logit_bias": {"65": 5, "66": -100}},
+        ),
+        ("/v1/completions", {"stop": "", "logit_bias": [], "seed": "", "grammar": ""}, {}),
+        ("/v1/chat/completions", {"stop": [""], "tool_choice": "", "tools": []}, {}),
+        ("/v1/chat/completions", {"response_format": {}, "model": "", "agent_id": ""}, {}),
+    ],
+)
+def test_names_and_values_of_other_servers_mean_what_they_mean_there(live, path, given, own):
+    plain = {"/v1/messages": {"messages": [SAID], "max_tokens": 6}, "/v1/responses": {"input": "x"}}
+    plain |= {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [SAID]}}
+    limit = {} if path == "/v1/responses" or "_tokens" in str(own) else {"max_tokens": 6}
+    body = {**plain[path], "temperature": 0, **limit}
+    answers = [live.post(path, {**body, **fields}) for fields in (given, own)]
+    same = ("choices", "content", "usage") if path != "/v1/responses" else ("usage",)
+    told = [{key: one.get(key) for key in same} for one in answers]
+    for one in told:
+        for part in ("prompt_tokens_details", "input_tokens_details"):
+            one["usage"].pop(part, None)
+        for part in ("cache_read_input_tokens", "input_tokens"):
+            one["usage"].pop(part, None)
+    assert told[0] == told[1]
+
+
+def test_no_limit_goes_on_to_the_end_of_the_context(live):
+    context = live.get("/v1/models")["data"][0]["context_length"]
+    prompt = [65] * (context - 5)
+    body = {"prompt": prompt, "max_tokens": -1, "ignore_eos": True, "temperature": 0}
+    answer = live.post("/v1/completions", body)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["kvcellar"] and 4 <= answer["usage"]["completion_tokens"] <= 6
+
+
+def test_a_seed_of_minus_one_is_any_and_two_names_of_one_field_have_one_value(live):
+    path = "/v1/completions"
+    body = {"prompt": "x", "max_tokens": 12, "temperature": 2, "seed": -1, "ignore_eos": True}
+    texts = {live.post(path, body)["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) > 1
+    assert "give one of them" in refusal(live, path, n_predict=5)
+    assert "at least 1 token" in refusal(live, "/v1/chat/completions", max_tokens=0)
+
+
+def test_a_penalty_that_holds_for_more_than_was_asked_is_said_to(live):
+    body = {"prompt": "x", "max_tokens": 2, "repeat_penalty": 1.1}
+    (note,) = live.post("/v1/completions", body)["kvcellar"]["notes"]
+    assert "not for the last 64" in note
+    assert not live.post("/v1/completions", {**body, "repeat_last_n": -1})["kvcellar"]["notes"]
 
 
 # Several at once ---------------------------------------------------------------------------------

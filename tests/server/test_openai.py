@@ -285,8 +285,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_numbers(client):
 
 
 def test_what_cannot_be_sent_is_said(client):
-    with pytest.raises(openai.BadRequestError, match="part of type 'image_url'"):
-        part = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(openai.BadRequestError, match="part of type 'smell'"):
+        part = {"type": "smell", "smell": {"url": "data:"}}
         ask(client, [{"role": "user", "content": [part]}])
     with pytest.raises(openai.BadRequestError, match="messages: List should have at least 1 item"):
         ask(client, [])

@@ -189,9 +189,14 @@ def usage_of(
         drafted_tokens=usage.drafted_tokens if usage is not None else 0,
         accepted_tokens=usage.accepted_tokens if usage is not None else 0,
         miss=agent.miss,
-        notes=(*agent.notes, *_notes_of(back)),
+        notes=(*agent.notes, *_notes_of_template(turn), *_notes_of(back)),
         rules=() if turn.spoken is None else turn.spoken.changes,
     )
+
+
+def _notes_of_template(turn: Turn) -> tuple[str, ...]:
+    """Say what the template took otherwise than it was sent."""
+    return () if turn.spoken is None else turn.spoken.prefixes.rendered.notes
 
 
 def _notes_of(back: BroughtBack) -> list[str]:

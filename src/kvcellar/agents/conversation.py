@@ -166,12 +166,6 @@ class Spoken:
         """All of them, ready to be answered."""
         return self.prefixes.tokens
 
-    def with_answer(self, answer: Message) -> tuple[Message, ...]:
-        """Return the conversation with its answer, which goes on from how it was begun."""
-        if self.begun:
-            answer = {**answer, "content": f"{self.begun}{answer.get('content') or ''}"}
-        return (*self.messages, answer)
-
 
 def plan_messages(
     tokenizer: AgentTokenizer,

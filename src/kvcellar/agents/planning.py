@@ -19,7 +19,7 @@ from kvcellar.errors import PromptError
 from kvcellar.history import History
 
 AnswerFn = Callable[[str], Message]
-"""From the text of an answer to the message that clients will send back for it."""
+"""From the text of an answer, with how it was begun, to the message that clients send back."""
 
 StartFn = Callable[[History, int], None]
 """Called with a turn's tokens and how many of them the cache holds; it may refuse by raising."""
@@ -225,10 +225,11 @@ def record_turn(
     agent.tokens = History(turn.prompt)
     agent.tokens.extend(event.token_ids)
     if turn.spoken is not None:
-        answer = {"role": "assistant", "content": event.text}
+        text = turn.spoken.begun + event.text
+        answer = {"role": "assistant", "content": text}
         if turn.answer is not None:
-            answer = turn.answer(event.text)
-        agent.messages = turn.spoken.with_answer(answer)
+            answer = turn.answer(text)
+        agent.messages = (*turn.spoken.messages, answer)
         agent.tools = turn.spoken.tools
     n_prompt = len(turn.prompt)
     now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason, took)

@@ -16,6 +16,7 @@ from kvcellar.engine import TokenEvent
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import ModelError
 from kvcellar.history import History
+from kvcellar.models.prompts import begun_of
 from kvcellar.server.conversations import Seat
 from kvcellar.server.dialects import (
     AnswerParser,
@@ -51,6 +52,7 @@ async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEve
         KVCellarError: as ``Turns.generate``.
     """
     name = service.models.resolve(question.model)
+    _check_answerable(question)
     with service.admitted():
         async with service.models.registry.use(name) as host:
             turn, wording = await word(service, host, question)
@@ -105,6 +107,22 @@ async def whole(
     return [(ends[i], tokens[i]) for i in range(len(questions))]
 
 
+def _check_answerable(question: Question) -> None:
+    """Refuse a question that ends with calls, behind which their results come and no answer.
+
+    Raises:
+        ApiError: 400, so it does.
+    """
+    last = question.messages[-1] if question.messages else {}
+    if last.get("role") == "assistant" and last.get("tool_calls"):
+        raise ApiError(
+            400,
+            "a turn needs a message to answer, and the last one has calls; send their results",
+            "invalid_value",
+            param="messages",
+        )
+
+
 async def _held(service: Service, host: ModelHost, question: Question) -> Constraint | None:
     """Find out what an answer is held to: the tools that it may call, and its form.
 
@@ -112,6 +130,14 @@ async def _held(service: Service, host: ModelHost, question: Question) -> Constr
         ApiError: 400, no grammar can be made of it, or the two contradict each other.
     """
     callable_, form = chosen(question.tools, question.choice), question.form
+    if form is not None and begun_of(question.messages):
+        raise ApiError(
+            400,
+            f"{form.field} holds an answer from its beginning, and this one has begun: the last "
+            f"message is the assistant's; leave one of them out",
+            "invalid_value",
+            param=form.field,
+        )
     if not callable_:
         return None if form is None else await service.grammars.of_form(host, form)
     if form is not None and form.kind != "schema":
@@ -161,6 +187,7 @@ class _Answer:
         if question.form is not None:  # which leaves no room for reasoning
             self._dialect = replace(self._dialect, reasoning=None)
         self._is_in_reasoning = False
+        self._begun = begun_of(question.messages) or ""
         self._parser = self._new_parser()
         self._pinned: History | None = History()
         self._start: Started | None = None
@@ -211,7 +238,7 @@ class _Answer:
         service.check_fits(host, prompt)
         wanted = len(prompt) + (self._question.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-        self._is_in_reasoning = opens_reasoning(host, self._dialect, prompt)
+        self._is_in_reasoning = opens_reasoning(host, self._dialect, prompt, self._begun)
         self._parser = self._new_parser()
         n_pinned = len(prompt)
         if self._pinned is not None:
@@ -228,8 +255,8 @@ class _Answer:
         return guide
 
     def _kept(self, text: str) -> dict[str, Any]:
-        """Make the message that clients will send back for this answer."""
-        again = self._new_parser()
+        """Make the message that clients will send back for an answer, from all of its text."""
+        again = self._new_parser(is_from_start=True)
         again.push(text)
         again.flush()
         if again.trouble:  # nobody was told of such a call
@@ -237,12 +264,14 @@ class _Answer:
         message = as_message(again.text, again.calls, again.reasoning)
         return message if self._wording.knows_calls else say_calls(message, self._dialect)
 
-    def _new_parser(self) -> AnswerParser:
+    def _new_parser(self, *, is_from_start: bool = False) -> AnswerParser:
+        """Create a parser of what is new, or of all that an answer says from its start."""
+        is_begun = is_from_start and bool(self._begun)
         is_forced = self._reads_calls and self._question.choice.mode == "required"
         return AnswerParser(
             self._dialect,
             self._call_ids,
-            self._is_in_reasoning,
+            self._is_in_reasoning and not is_begun,
             self._reads_calls,
             is_forced,
             self._question.tools.given,
@@ -306,7 +335,8 @@ class _Answer:
         assert finish is not None, "an answer that was stopped, or has no more room, says by what"
         is_called = bool(calls) and is_whole(calls[-1])
         held_notes = self._held.notes if self._held is not None else ()
-        notes = [*self._question.tools.notes(), *held_notes, *self._guide_troubles]
+        asked = self._question
+        notes = [*asked.tools.notes(), *asked.left_out.notes(), *held_notes, *self._guide_troubles]
         return Ended(
             reason="tool_calls" if is_called and finish.reason == "stop" else finish.reason,
             cause=finish.cause,

@@ -107,7 +107,7 @@ class Continuations:
     @property
     def extra(self) -> dict[str, Any]:
         """Facts that the protocol has no field for."""
-        return {"ignored": list(self.body.ignored), "notes": self.notes}
+        return {"ignored": list(self.body.ignored), "notes": [*self.body.notes, *self.notes]}
 
 
 @asynccontextmanager
@@ -138,7 +138,8 @@ async def continued(
         if whose.name is not None:
             _check_turn(body, len(prompts) * batch.n)
         with service.admitted(len(prompts) * batch.n):
-            n_most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+            wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+            n_most = None if wanted < 0 else wanted
             for tokens, echo in prompts:
                 for i in range(batch.n):
                     params = sampling_of(body, max_tokens=n_most, logprobs=body.logprobs, index=i)

@@ -12,6 +12,7 @@ from kvcellar.engine.generate import GeneratedToken
 from kvcellar.server.conversations import Whose
 from kvcellar.server.dialects import Call, is_whole
 from kvcellar.server.forms import Form
+from kvcellar.server.media import LeftOut
 from kvcellar.server.tools import Toolbox, ToolChoice
 
 
@@ -42,6 +43,7 @@ class Question:
         form: what an answer without calls has to be.
         whose: whom it is for, as the client says it.
         pins: what to keep in the cache.
+        left_out: counts what was no text in its messages.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -53,6 +55,7 @@ class Question:
     form: Form | None = None
     whose: Whose = field(default_factory=Whose)
     pins: Sequence[PinWish] = ()
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from kvcellar.engine import DEFAULTABLE, SamplingParams
+from kvcellar.models.prompts import begun_of
 from kvcellar.server.conversations import Whose
 from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.errors import ApiError
-from kvcellar.server.schemas.openai import ChatMessage, NamedTool, SamplingFields, ToolCall
+from kvcellar.server.media import MEDIA, LeftOut, join_parts
+from kvcellar.server.schemas.openai import ChatMessage, FunctionCall, NamedTool, SamplingFields
+from kvcellar.server.service import Service
 from kvcellar.server.tools import ToolChoice, told
 
 _SEEDS = 1 << 63
@@ -28,6 +31,9 @@ _SESSION_HEADERS = (
 )
 """What OpenCode, Claude Code and Codex call their conversations in."""
 
+_LEAST_TOP_P = 1e-6
+"""A share that the likeliest token alone has."""
+
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -37,6 +43,11 @@ class PartLike(Protocol):
     type: str
     text: str | None
     refusal: str | None
+
+    @property
+    def filename(self) -> str | None:
+        """The name of a file."""
+        ...
 
 
 async def agent_headers(
@@ -114,7 +125,7 @@ def sampling_of(
     return SamplingParams(
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_k=fields.top_k or 0,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_p=1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P),
         min_p=fields.min_p or 0.0,
         repetition_penalty=fields.repetition_penalty or 1.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
@@ -131,16 +142,29 @@ def sampling_of(
     )
 
 
+def most_of(service: Service, *wanted: int | None) -> int | None:
+    """Return how many tokens an answer may have: the first limit that is given, or the server's.
+
+    -1 is none but the end of the context, as with other local servers: None.
+    """
+    most = next((one for one in wanted if one is not None), service.config.max_tokens)
+    return None if most < 0 else most
+
+
 def unset_in(fields: BaseModel) -> frozenset[str]:
     """Settings of sampling that a request leaves to the model."""
     return frozenset(name for name in DEFAULTABLE if getattr(fields, name, None) is None)
 
 
-def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[ChatMessage], left_out: LeftOut) -> list[dict[str, Any]]:
     """Messages of OpenAI's as chat templates take them.
 
+    Args:
+        messages: as they were sent.
+        left_out: counts what is no text.
+
     Raises:
-        ApiError: 400, a message has more than text.
+        ApiError: 400, a message has a part of a type that nobody here knows.
     """
     of_text = {  # calls of tools that take text, which are no functions
         call.id: call.custom.name
@@ -148,16 +172,20 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         for call in message.tool_calls or ()
         if call.custom is not None
     }
-    return [_plain(message, of_text) for message in messages]
+    return [_plain(message, of_text, left_out) for message in messages]
 
 
-def _plain(message: ChatMessage, of_text: Mapping[str | None, str]) -> dict[str, Any]:
+def _plain(
+    message: ChatMessage, of_text: Mapping[str | None, str], left_out: LeftOut
+) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    content = text_of(message.content, "messages")
+    content = text_of(message.content, "messages", left_out)
     if role == "tool" and message.tool_call_id in of_text:
         said = {"name": of_text[message.tool_call_id], "output": content}
         return {"role": "user", "content": told("custom_tool_call_output", said)}
-    calls = [call for call in message.tool_calls or () if call.function is not None]
+    calls = [_call(call.function, call.id) for call in message.tool_calls or () if call.function]
+    if message.function_call is not None and not calls:
+        calls = [_call(message.function_call, None)]
     others = [call.custom for call in message.tool_calls or () if call.custom is not None]
     said_too = [told("custom_tool_call", call.model_dump()) for call in others]
     content = "\n".join([*([content] if content else []), *said_too])
@@ -167,29 +195,38 @@ def _plain(message: ChatMessage, of_text: Mapping[str | None, str]) -> dict[str,
     if message.tool_call_id:
         plain["tool_call_id"] = message.tool_call_id
     if calls:
-        plain["tool_calls"] = [_call(call) for call in calls]
+        plain["tool_calls"] = calls
     return plain
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    assert call.function is not None
-    arguments = _arguments(call.function.arguments)
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id or "", "type": "function", "function": function}
+def _call(call: FunctionCall, call_id: str | None) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _arguments(call.arguments)}
+    return {"id": call_id or "", "type": "function", "function": function}
 
 
-def text_of(content: str | Sequence[PartLike] | None, param: str) -> str:
+def text_of(
+    content: str | Sequence[PartLike] | None, param: str, left_out: LeftOut | None = None
+) -> str:
     """Join the text of a message, or of the parts it comes in.
 
+    Args:
+        content: of the message.
+        param: the field of the request that has it.
+        left_out: counts pictures, sounds and files, each of which becomes a line.
+
     Raises:
-        ApiError: 400, a part is something else than text, whatever text it has beside.
+        ApiError: 400, a part is of a type that nobody here knows, whatever text it has beside.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_text_of(part, param) for part in content)
+    left_out = LeftOut() if left_out is None else left_out
+    return join_parts([_text_of(part, param, left_out) for part in content])
 
 
-def _text_of(part: PartLike, param: str) -> str:
+def _text_of(part: PartLike, param: str, left_out: LeftOut) -> tuple[str, bool]:
+    if part.type in MEDIA:
+        line = left_out.line(part.type, part.filename)
+        return (f"{line}\n{part.text}" if part.text else line), True
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or text is None:
         raise ApiError(
@@ -201,11 +238,44 @@ def _text_of(part: PartLike, param: str) -> str:
             "unsupported_content",
             param=param,
         )
-    return text
+    return text, False
 
 
 def _arguments(value: str | Mapping[str, Any] | None) -> Any:
     return read_arguments(value) if isinstance(value, str) else dict(value or {})
+
+
+def check_continued(
+    messages: Sequence[Mapping[str, Any]], is_continued: bool | None, is_opened: bool | None
+) -> None:
+    """Make sure that what a request says of its last message is so.
+
+    Args:
+        messages: the conversation; an answer that it ends with is gone on with.
+        is_continued: ``continue_final_message``.
+        is_opened: ``add_generation_prompt``.
+
+    Raises:
+        ApiError: 400, it asks for an answer behind an answer, or to go on with what is none.
+    """
+    has_begun = begun_of(messages) is not None
+    if is_continued and not has_begun:
+        said = "continue_final_message is true, and the last message is no answer without calls"
+    elif is_continued is False and has_begun:
+        said = "continue_final_message is false, and the last message is an answer"
+    elif is_opened is False and not has_begun:
+        said = "add_generation_prompt is false, and the last message is no answer without calls"
+    elif is_opened and is_continued:
+        said = "continue_final_message and add_generation_prompt are both true"
+    else:
+        return
+    raise ApiError(
+        400,
+        f"{said}; an answer at the end of the messages is gone on with, and behind anything else "
+        f"a new one is given: leave both fields out",
+        "unsupported_field",
+        param=said.partition(" ")[0],
+    )
 
 
 def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice:

@@ -45,6 +45,7 @@ def extra_of(end: Ended, body: QuestionBody) -> dict[str, Any]:
         "finish_cause": end.cause,
         "ignored": list(body.ignored),
         **usage_extra(end.usage),
+        "notes": [*body.notes, *end.usage.notes],
     }
 
 

@@ -83,10 +83,15 @@ def knows_calls(host: ModelHost) -> bool:
     return "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
 
 
-def opens_reasoning(host: ModelHost, dialect: Dialect, prompt: History) -> bool:
-    """Return true if a prompt ends with the mark that opens reasoning."""
+def opens_reasoning(host: ModelHost, dialect: Dialect, prompt: History, begun: str = "") -> bool:
+    """Return true if a prompt ends inside reasoning, whose end comes as text.
+
+    It ends with the mark that opens it, or with an answer that has ``begun`` to reason.
+    """
     assert host.tokenizer is not None
     if dialect.reasoning is None:
         return False
     end = host.tokenizer.decode(prompt[-16:].tolist(), skip_special_tokens=False)
+    if begun.rfind(dialect.reasoning.begin) > begun.rfind(dialect.reasoning.end):
+        return True
     return end.rstrip().endswith(dialect.reasoning.begin.rstrip())

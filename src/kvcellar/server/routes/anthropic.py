@@ -26,6 +26,7 @@ from kvcellar.server.dialogue import (
 )
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
+from kvcellar.server.media import MEDIA, LeftOut
 from kvcellar.server.parsing import READS_AGENT, unset_in, whose_of
 from kvcellar.server.replies import frame, sse
 from kvcellar.server.schemas.anthropic import (
@@ -33,6 +34,7 @@ from kvcellar.server.schemas.anthropic import (
     ContentBlock,
     CountRequest,
     MessagesRequest,
+    Source,
 )
 from kvcellar.server.service import new_id, service_of
 from kvcellar.server.streams import Stream, until_gone
@@ -54,7 +56,7 @@ router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 _TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SKIPPED = ("thinking", "redacted_thinking")
-_READ = ("text", "tool_use", "tool_result", "image", "document", *_SKIPPED)
+_READ = ("text", "tool_use", "tool_result", *_SKIPPED)
 """Blocks that mean something to this server; what tools of Anthropic's did is told as text."""
 
 
@@ -62,7 +64,7 @@ _READ = ("text", "tool_use", "tool_result", "image", "document", *_SKIPPED)
 async def count(request: Request, body: CountRequest) -> dict[str, int]:
     """Count the tokens that a turn would have as its prompt, an agent's history with them."""
     service = service_of(request)
-    messages, _ = _messages(body)
+    messages, _ = _messages(body, LeftOut())
     question = Question(
         messages,
         SamplingParams(),
@@ -105,7 +107,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 
 def _question(request: Request, body: MessagesRequest) -> Question:
-    messages, pins = _messages(body)
+    left_out = LeftOut()
+    messages, pins = _messages(body, left_out)
     if body.cache_control is not None:
         pins.append(PinWish(len(messages), _TTL_S[body.cache_control.ttl]))
     choice = body.tool_choice
@@ -129,6 +132,7 @@ def _question(request: Request, body: MessagesRequest) -> Question:
         form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
         whose=whose_of(request, body.agent_id, body.session_id, user_id),
         pins=pins,
+        left_out=left_out,
     )
 
 
@@ -154,7 +158,7 @@ def _tools(body: CountRequest) -> Toolbox:
     return tools
 
 
-def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[PinWish]]:
+def _messages(body: CountRequest, left_out: LeftOut) -> tuple[list[dict[str, Any]], list[PinWish]]:
     """Messages as chat templates take them, and the wishes to keep what comes before some."""
     messages: list[dict[str, Any]] = []
     pins: list[PinWish] = []
@@ -168,7 +172,7 @@ def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[PinWish]]:
             [ContentBlock(type="text", text=body.system)] if isinstance(body.system, str) else []
         )
         blocks = blocks or list(body.system)  # type: ignore[arg-type]
-        text = "\n".join(_text(block) for block in blocks)
+        text = _joined(blocks, left_out)
         messages.append({"role": "system", "content": text})
         for block in blocks:
             wish(block.cache_control)
@@ -178,7 +182,8 @@ def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[PinWish]]:
     for message in body.messages:
         content = message.content
         given = [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
-        messages.extend(_of_assistant(given) if message.role == "assistant" else _of_user(given))
+        of_role = _of_assistant if message.role == "assistant" else _of_user
+        messages.extend(of_role(given, left_out))
         if message.role == "system":
             messages[-1]["role"] = "system"
         for block in given:
@@ -186,12 +191,12 @@ def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[PinWish]]:
     return messages, pins
 
 
-def _of_user(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
+def _of_user(blocks: Sequence[ContentBlock], left_out: LeftOut) -> list[dict[str, Any]]:
     """Results of tools first, each a message, then what somebody says."""
     results = [
         {
             "role": "tool",
-            "content": _result(block),
+            "content": _result(block, left_out),
             "tool_call_id": block.tool_use_id or "",
         }
         for block in blocks
@@ -199,12 +204,12 @@ def _of_user(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
     ]
     said = [block for block in blocks if block.type != "tool_result"]
     if said or not results:
-        return [*results, {"role": "user", "content": "\n".join(_text(block) for block in said)}]
+        return [*results, {"role": "user", "content": _joined(said, left_out)}]
     return results
 
 
-def _of_assistant(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
-    texts = [_text(b) for b in blocks if b.type not in ("tool_use", *_SKIPPED)]
+def _of_assistant(blocks: Sequence[ContentBlock], left_out: LeftOut) -> list[dict[str, Any]]:
+    texts = [_text(b, left_out) for b in blocks if b.type not in ("tool_use", *_SKIPPED)]
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     calls = [
         {
@@ -220,17 +225,30 @@ def _of_assistant(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
     return [message]
 
 
-def _result(block: ContentBlock) -> str:
+def _result(block: ContentBlock, left_out: LeftOut) -> str:
     if block.content is None or isinstance(block.content, str):
         return block.content or ""
     if isinstance(block.content, dict):
         return told(block.type, block.content)
-    return "\n".join(_text(part) for part in block.content)
+    return _joined(block.content, left_out)
 
 
-def _text(block: ContentBlock) -> str:
+def _joined(blocks: Sequence[ContentBlock], left_out: LeftOut) -> str:
+    return "\n".join(_text(block, left_out) for block in blocks)
+
+
+def _text(block: ContentBlock, left_out: LeftOut) -> str:
     if block.type == "text" and block.text is not None:
         return block.text
+    if block.type == "document" and isinstance(block.source, Source) and block.source.is_text:
+        title = [f"{block.title}:"] if block.title else []
+        inside = block.source.content
+        texts = inside if isinstance(inside, list) else [block.source.data or inside or ""]
+        said = (_text(t, left_out) if isinstance(t, ContentBlock) else t for t in texts)
+        return "\n".join([*title, *said])
+    if block.type in MEDIA:
+        line = left_out.line(block.type, block.title)
+        return f"{line}\n{block.text}" if block.text else line
     if block.type in _READ:
         raise ApiError(
             400,

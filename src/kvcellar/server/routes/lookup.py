@@ -19,6 +19,7 @@ from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import read_prompt
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
+from kvcellar.server.media import LeftOut
 from kvcellar.server.parsing import plain_messages
 from kvcellar.server.routes.openai import tools_of
 from kvcellar.server.schemas.lookup import DetokenizeRequest, TokenizeRequest
@@ -48,7 +49,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def _tokens_of(service: Service, host: ModelHost, body: TokenizeRequest) -> list[int]:
     tokenizer = _tokenizer_of(service, host)
     if body.messages is not None:
-        messages = plain_messages(body.messages)
+        messages = plain_messages(body.messages, LeftOut())
         tools = tools_of(body.tools)
         question = Question(messages, SamplingParams(), body.model, tools)
         return [int(i) for i in (await read_prompt(service, question))[:]]

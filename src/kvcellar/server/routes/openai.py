@@ -25,8 +25,11 @@ from kvcellar.server.dialogue import (
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import form_of
 from kvcellar.server.logprobs import ChatLogprobs
+from kvcellar.server.media import LeftOut
 from kvcellar.server.parsing import (
     READS_AGENT,
+    check_continued,
+    most_of,
     plain_messages,
     sampling_of,
     tool_choice_of,
@@ -142,9 +145,12 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
             f"{body.max_completion_tokens}; give one of them",
             param="max_tokens",
         )
-    most = body.max_completion_tokens or body.max_tokens or service.config.max_tokens
+    most = most_of(service, body.max_completion_tokens, body.max_tokens)
+    left_out = LeftOut()
+    messages = plain_messages(body.messages, left_out)
+    check_continued(messages, body.continue_final_message, body.add_generation_prompt)
     return Question(
-        messages=plain_messages(body.messages),
+        messages=messages,
         model=body.model,
         params=sampling_of(body, max_tokens=most, logprobs=logprobs, index=index),
         tools=tools_of(body.tools),
@@ -152,6 +158,7 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
         is_parallel=body.parallel_tool_calls is not False,
         form=form_of(body),
         whose=whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key),
+        left_out=left_out,
     )
 
 

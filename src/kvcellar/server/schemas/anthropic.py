@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, Body, Open, QuestionBody, SessionId, Stops
+from kvcellar.server.schemas.base import AgentId, Body, Open, QuestionBody, SessionId, Stops, TopK
 
 
 class CacheControl(Open):
@@ -14,6 +14,19 @@ class CacheControl(Open):
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: Literal["5m", "1h"] | None = None
+
+
+class Source(Open):
+    """What a document or a picture is; text is read, data are not."""
+
+    type: str | None = None
+    data: str | None = None
+    content: str | list[ContentBlock] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """True for a document that comes as text."""
+        return self.type in ("text", "content")
 
 
 class ContentBlock(Open):
@@ -29,6 +42,8 @@ class ContentBlock(Open):
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
+    source: Source | str | None = None
+    title: str | None = None
     cache_control: CacheControl | None = None
 
 
@@ -110,7 +125,7 @@ class MessagesRequest(CountRequest, QuestionBody):
     stop_sequences: Stops | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: TopK | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         None, description="Not Anthropic's: the same seed gives the same text."
     )

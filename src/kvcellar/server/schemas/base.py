@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -20,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvcellar.server.errors import ApiError
+from kvcellar.server.schemas.aliases import by_own_names, notes_on
 from kvcellar.server.schemas.fields import MOST_UNKNOWN, refuse_or_ignore
 from kvcellar.valid import valid_json
 
@@ -38,6 +40,19 @@ def _bounded(stops: list[str]) -> list[str]:
     return stops
 
 
+def _not_none(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("no_tokens", "an answer has at least 1 token; -1: no limit")
+    return value
+
+
+def _all_of(value: Any) -> Any:
+    return 0 if value == -1 and not isinstance(value, bool) else value
+
+
+MostTokens = Annotated[int, Field(ge=-1), AfterValidator(_not_none)]
+"""Tokens of an answer; -1: as many as the context has room for."""
+TopK = Annotated[int, BeforeValidator(_all_of), Field(ge=0, description="0 or -1: all tokens.")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS), AfterValidator(_bounded)]
 AgentId = Annotated[
@@ -87,11 +102,23 @@ class QuestionBody(Body):
     route: ClassVar[str] = ""
     takes_unknown: ClassVar[bool] = True
     _ignored: tuple[str, ...] = PrivateAttr(())
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on fields that are honoured otherwise than elsewhere."""
+        return self._notes
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Names of the fields that nobody here knows."""
         return self._ignored
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_their_names(cls, value: Any) -> Any:
+        """Read fields by the names and values that other servers have for them."""
+        return by_own_names(value, _names_of(cls)) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _fields_are_known(self) -> QuestionBody:
@@ -117,6 +144,7 @@ class QuestionBody(Body):
             raise ApiError(
                 400, f"there is no field {names}", "unknown_field", param=unknown[0][:40]
             )
+        self._notes = tuple(notes_on(extra))
         self._ignored = tuple(
             name if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) else "?" for name in unknown
         )

@@ -33,7 +33,7 @@ HARMLESS: Mapping[str, str] = {
     **_each(
         "service_tier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
         "inference_geo speed cache_prompt id_slot slot_id guided_decoding_backend "
-        "timings_per_token return_progress",
+        "timings_per_token return_progress keep_alive ttl draft_model",
         "where or how fast the answer is computed, which is the same",
     ),
     **_each(
@@ -61,6 +61,7 @@ HARMLESS: Mapping[str, str] = {
 _NO_SAMPLER = "this way of sampling is not done here; use temperature, top_p, top_k or min_p"
 _NOT_SHOWN = "the answer's text has neither special tokens nor its stop text"
 _OWN_TEMPLATE = "the model's own chat template is used as it is"
+_ENDS = "a conversation that ends with an answer is gone on with; leave it out"
 _ALL_READ = "nothing is dropped from a prompt; one that is too long is refused"
 
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -70,29 +71,34 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         "lora lora_path lora_name lora_request lora_adapters",
         ("adapters are not loaded per request; serve the merged model under its own name", ()),
     ),
-    **_each("typical_p typical tfs_z num_beams beam_width length_penalty", (_NO_SAMPLER, (1,))),
+    **_each(
+        "typical_p typ_p typical tfs_z num_beams beam_width length_penalty", (_NO_SAMPLER, (1,))
+    ),
     **_each(
         "top_a mirostat mirostat_mode dynatemp_range xtc_probability dry_multiplier samplers "
         "logits_processors use_beam_search early_stopping",
         (_NO_SAMPLER, (0,)),
     ),
     "top_n_sigma": (_NO_SAMPLER, (0, -1)),
-    "repeat_penalty": ("it is called repetition_penalty here", (1,)),
+    "repeat_penalty": ("it is repetition_penalty, which this route does not have", (1,)),
+    "options": ("it is Ollama's; give what is in it beside the other fields", ()),
+    "extra_body": ("it is its client's; give what is in it beside the other fields", ()),
+    "format": ("use response_format", ()),
     **_each(
-        "n_predict num_predict max_new_tokens max_length",
-        ("it is called max_tokens here", (-1,)),
+        "n_predict num_predict max_new_tokens",
+        ("it is called max_tokens here, and what this route has of it is in /openapi.json", (-1,)),
     ),
-    "min_new_tokens": ("it is called min_tokens here", (0,)),
+    "max_length": ("it counts the prompt, too; give max_tokens", (-1,)),
+    "min_new_tokens": ("it is called min_tokens, which this route does not have", (0,)),
     "n_probs": ("it is called logprobs here", (0,)),
     **_each("n_keep truncate_prompt_tokens", (_ALL_READ, (0,))),
     "bad_words": ("ban tokens with logit_bias", ()),
     "allowed_token_ids": ("use guided_choice or guided_regex", ()),
     **_each("include_stop_str_in_output no_stop_trim", (_NOT_SHOWN, ())),
     **_each("skip_special_tokens spaces_between_special_tokens", (_NOT_SHOWN, (True,))),
-    "add_generation_prompt": (_OWN_TEMPLATE, (True,)),
-    **_each(
-        "continue_final_message chat_template chat_template_kwargs documents", (_OWN_TEMPLATE, ())
-    ),
+    "add_generation_prompt": (_ENDS, (True,)),
+    "continue_final_message": (_ENDS, ()),
+    **_each("chat_template chat_template_kwargs documents", (_OWN_TEMPLATE, ())),
     "guided_whitespace_pattern": ("JSON is written in one way here", ()),
     **_each("ebnf structural_tag", ("use guided_grammar", ())),
     **_each(

@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, Open, QuestionBody, SessionId, Stop, Stops
+from kvcellar.server.schemas.base import (
+    AgentId,
+    MostTokens,
+    Open,
+    QuestionBody,
+    SessionId,
+    Stop,
+    Stops,
+    TopK,
+)
 
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -25,8 +34,8 @@ class SamplingFields(QuestionBody):
     """Settings of sampling, as in OpenAI's requests, with what local servers add."""
 
     temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, description="0: all tokens.")
+    top_p: float | None = Field(None, ge=0, le=1, description="0: the likeliest token.")
+    top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -75,12 +84,24 @@ class ToolCall(Open):
         return self
 
 
+class FileName(Open):
+    """The name of a file; the rest is not read."""
+
+    filename: str | None = None
+
+
 class ContentPart(Open):
     """A piece of a message."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    file: FileName | None = None
+
+    @property
+    def filename(self) -> str | None:
+        """The name of a file, which is not read."""
+        return self.file.filename if self.file else None
 
 
 class ChatMessage(Open):
@@ -91,6 +112,7 @@ class ChatMessage(Open):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = Field(None, description="As it was before tool_calls.")
 
 
 class Function(Open):
@@ -216,8 +238,8 @@ class ChatRequest(FormFields):
 
     model: str | None = Field(None, max_length=512)
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: MostTokens | None = None
+    max_completion_tokens: MostTokens | None = None
     n: int | None = Field(None, ge=1, le=64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -226,6 +248,12 @@ class ChatRequest(FormFields):
     tools: list[FunctionTool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="True where the last message is the assistant's, which is gone on with."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="False where the last message is the assistant's."
+    )
     agent_id: AgentId | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
@@ -238,7 +266,9 @@ class CompletionRequest(FormFields):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = ""
-    max_tokens: int | None = Field(None, ge=0, description="0: read the prompt alone.")
+    max_tokens: int | None = Field(
+        None, ge=-1, description="0: read the prompt alone. -1: no limit."
+    )
     n: int | None = Field(None, ge=1, le=64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

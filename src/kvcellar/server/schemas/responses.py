@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
 
-from kvcellar.server.schemas.base import AgentId, Open, SessionId
+from kvcellar.server.schemas.base import AgentId, MostTokens, Open, SessionId
 from kvcellar.server.schemas.openai import NamedTool, SamplingFields
 
 
@@ -19,6 +19,7 @@ class ItemPart(Open):
     type: str
     text: str | None = None
     refusal: str | None = None
+    filename: str | None = None
 
 
 class Item(Open):
@@ -110,7 +111,7 @@ class ResponseRequest(SamplingFields):
     input: str | list[AnyItem]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: MostTokens | None = None
     stream: bool | None = None
     store: bool | None = None
     tools: list[FlatTool] | None = Field(None, max_length=512)

@@ -11,6 +11,7 @@ from kvcellar.engine import SamplingParams
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
+from kvcellar.server.media import LeftOut
 from kvcellar.server.parsing import sampling_of, whose_of
 from kvcellar.server.routes.ollama.models import path_of
 from kvcellar.server.schemas.ollama import (
@@ -38,7 +39,8 @@ def chat_question(request: Request, body: OllamaChatRequest) -> Question:
             tools.add(given.name, given.description, given.parameters)
         else:
             tools.leave_out(tool.function.name, tool.type or "")
-    return _question(request, body, _plain(body.messages), tools)
+    left_out = LeftOut()
+    return _question(request, body, _plain(body.messages, left_out), tools, left_out)
 
 
 def prompt_question(request: Request, body: OllamaGenerateRequest) -> Question:
@@ -47,12 +49,12 @@ def prompt_question(request: Request, body: OllamaGenerateRequest) -> Question:
     Raises:
         ApiError: what is asked for cannot be had.
     """
-    if body.images:
-        raise _no_pictures("images")
-    said = [{"role": "user", "content": body.prompt}]
+    left_out = LeftOut()
+    prompt = _with_pictures(body.prompt or "", body.images, left_out)
+    said = [{"role": "user", "content": prompt}]
     if body.system:
         said.insert(0, {"role": "system", "content": body.system})
-    return _question(request, body, said, Toolbox())
+    return _question(request, body, said, Toolbox(), left_out)
 
 
 async def raw_completion(
@@ -86,7 +88,11 @@ async def raw_completion(
 
 
 def _question(
-    request: Request, body: OllamaBody, messages: Sequence[dict[str, Any]], tools: Toolbox
+    request: Request,
+    body: OllamaBody,
+    messages: Sequence[dict[str, Any]],
+    tools: Toolbox,
+    left_out: LeftOut,
 ) -> Question:
     service = service_of(request)
     return Question(
@@ -96,6 +102,7 @@ def _question(
         tools=tools,
         form=_form(body),
         whose=whose_of(request, body.agent_id),
+        left_out=left_out,
     )
 
 
@@ -142,19 +149,20 @@ def _form(body: OllamaBody) -> Form | None:
     return Form("schema", schema, "format")
 
 
-def _plain(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them.
-
-    Raises:
-        ApiError: 400, one has a picture.
-    """
-    return [_message(message, number) for number, message in enumerate(messages)]
+def _plain(messages: Sequence[OllamaMessage], left_out: LeftOut) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them; a line stands for each picture."""
+    return [_message(message, number, left_out) for number, message in enumerate(messages)]
 
 
-def _message(message: OllamaMessage, number: int) -> dict[str, Any]:
-    if message.images:
-        raise _no_pictures("messages")
-    plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+def _with_pictures(text: str, images: Sequence[Any] | None, left_out: LeftOut) -> str:
+    """Return a text with a line behind it for each picture."""
+    lines = [left_out.line("image") for _ in images or ()]
+    return "\n".join([text, *lines] if text else lines)
+
+
+def _message(message: OllamaMessage, number: int, left_out: LeftOut) -> dict[str, Any]:
+    content = _with_pictures(message.content or "", message.images, left_out)
+    plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking:
         plain["reasoning_content"] = message.thinking
     if message.tool_name:
@@ -171,8 +179,3 @@ def _message(message: OllamaMessage, number: int) -> dict[str, Any]:
             for i, call in enumerate(message.tool_calls)
         ]
     return plain
-
-
-def _no_pictures(param: str) -> ApiError:
-    message = "the request has images, and this server takes text"
-    return ApiError(400, message, "unsupported_content", param=param)

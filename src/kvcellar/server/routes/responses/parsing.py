@@ -13,7 +13,8 @@ from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
-from kvcellar.server.parsing import sampling_of, text_of, tool_choice_of, whose_of
+from kvcellar.server.media import LeftOut
+from kvcellar.server.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
 from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
 from kvcellar.server.service import Service, service_of
@@ -37,18 +38,19 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
             400, "give previous_response_id or an agent, not both", param="previous_response_id"
         )
     before: list[dict[str, Any]] = []
+    left_out = LeftOut()
     previous = None
     if body.previous_response_id is not None:
         previous = await stored_response(service, body.previous_response_id)
         value.before = [*previous.items, *previous.response["output"]]
         value.added = previous.added
-        _add_items(before, read_items(value.before))
+        _add_items(before, read_items(value.before), left_out)
         n_system = n_system_of(before)
         before[n_system:n_system] = previous.added
     if body.store is not False and whose.name is None:
         after = None if previous is None else (previous.agent_id, previous.n_tokens)
         whose = replace(whose, own_id=value.response_id, after=after)
-    return _question(service, body, before, whose)
+    return _question(service, body, before, whose, left_out)
 
 
 async def stored_response(service: Service, response_id: str) -> StoredResponse:
@@ -77,7 +79,11 @@ def unknown_response(response_id: str) -> ApiError:
 
 
 def _question(
-    service: Service, body: ResponseRequest, before: list[dict[str, Any]], whose: Whose
+    service: Service,
+    body: ResponseRequest,
+    before: list[dict[str, Any]],
+    whose: Whose,
+    left_out: LeftOut,
 ) -> Question:
     if any("logprobs" in name for name in body.include or ()):
         raise ApiError(
@@ -93,8 +99,8 @@ def _question(
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        _add_items(messages, body.input)
-    most = body.max_output_tokens or service.config.max_tokens
+        _add_items(messages, body.input, left_out)
+    most = most_of(service, body.max_output_tokens)
     return Question(
         messages=messages,
         model=body.model,
@@ -104,6 +110,7 @@ def _question(
         is_parallel=body.parallel_tool_calls is not False,
         form=_form(body),
         whose=whose,
+        left_out=left_out,
     )
 
 
@@ -128,7 +135,9 @@ def _tools(body: ResponseRequest) -> Toolbox:
     return tools
 
 
-def _add_items(messages: list[dict[str, Any]], items: list[Item | OtherItem]) -> None:
+def _add_items(
+    messages: list[dict[str, Any]], items: list[Item | OtherItem], left_out: LeftOut
+) -> None:
     """Add items as chat templates take them: calls join the answer that they are part of."""
     for item in items:
         if isinstance(item, OtherItem):
@@ -136,11 +145,11 @@ def _add_items(messages: list[dict[str, Any]], items: list[Item | OtherItem]) ->
         elif item.type == "function_call":
             _add_call(messages, item)
         elif item.type == "function_call_output":
-            content, call_id = text_of(item.output, "input"), item.call_id or ""
+            content, call_id = text_of(item.output, "input", left_out), item.call_id or ""
             messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif item.type in (None, "message") and item.role is not None:
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": text_of(item.content, "input")})
+            messages.append({"role": role, "content": text_of(item.content, "input", left_out)})
         elif item.type != "reasoning":
             raise ApiError(
                 400,
@@ -166,7 +175,7 @@ def _add_told(messages: list[dict[str, Any]], item: OtherItem) -> None:
     text = told(item.type, item.model_extra or {})
     if item.type.endswith(("_output", "_response", "_result")):
         messages.append({"role": "user", "content": text})
-    elif messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+    elif messages and messages[-1]["role"] == "assistant":
         before = messages[-1]["content"]
         messages[-1] = {**messages[-1], "content": f"{before}\n{text}" if before else text}
     else:
