@@ -194,6 +194,8 @@ SENT = {
 }
 """What fields of requests are sent that take no number of any size."""
 
+NOT_SENT = ("stream", "parallel_tool_calls", "continue_final_message")
+
 
 def body_of(kind: type[Body]) -> dict[str, Any]:
     """A request with every setting of one number or switch, as clients send it."""
@@ -202,7 +204,7 @@ def body_of(kind: type[Body]) -> dict[str, Any]:
         types = {*get_args(field.annotation), field.annotation}
         numbers = {int: 3, float: 0.5, bool: True}
         value = SENT.get(name, next((numbers[t] for t in numbers if t in types), None))
-        if value is not None and name not in ("stream", "parallel_tool_calls"):
+        if value is not None and name not in NOT_SENT:
             body[name] = value
     return body
 

@@ -452,4 +452,4 @@ def test_a_template_that_reads_lists_of_parts_alone_gets_texts_as_such():
         "{% for part", "{% if m.content is string %}{{ m.content }}{% else %}{% for part"
     )
     known.chat_template = both.replace("{% endfor %}<|end|>", "{% endfor %}{% endif %}<|end|>")
-    assert render(known, messages).text == rendered.text
+    assert render(known, messages, is_asking=False).text == rendered.text

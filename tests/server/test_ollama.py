@@ -126,7 +126,6 @@ def test_nothing_to_answer_loads_a_model(client):
         ({"options": {"mirostat": 2}}, "mirostat"),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"context": [1, 2]}, "context"),
-        ({"images": ["AAAA"]}, "images"),
         ({"model": "other"}, "other"),
         ({"top_logprobs": 2}, "top_logprobs"),
     ],
