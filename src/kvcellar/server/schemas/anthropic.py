@@ -17,7 +17,7 @@ class CacheControl(Open):
 
 
 class Source(Open):
-    """What a document or a picture is; text is read, data are not."""
+    """Source of a document or a picture; text is read, data are not."""
 
     type: str | None = None
     data: str | None = None
