@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcellar import LayerGroup, ModelCacheParams, make_config, make_paged_session, make_seq_session
-from kvcellar.backends.torch.gpu import choice, kernels, launch, stores
+from kvcellar.backends.torch.gpu import choice, kernels, launch, multiply, products, stores
+from kvcellar.backends.torch.gpu.matrices import FORMS, PACKED, CardMatrices, Form, Parts
 
 CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
     "bf16": (LayerGroup((0,), 2, 64, 64), 8, "bfloat16", torch.bfloat16, False),
@@ -41,12 +42,26 @@ CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
 
 QUICK = ("bf16", "int4-window-sinks-cap")
 
+WEIGHTS: dict[str, tuple[Form, torch.dtype]] = {
+    "weights-int8": (PACKED[8], torch.bfloat16),
+    "weights-q4_k": (FORMS["Q4_K"], torch.bfloat16),
+    "weights-q6_k": (FORMS["Q6_K"], torch.bfloat16),
+    "weights-iq4_xs": (FORMS["IQ4_XS"], torch.bfloat16),
+    "weights-mxfp4": (FORMS["MXFP4"], torch.bfloat16),
+    "weights-bf16": (FORMS["BF16"], torch.bfloat16),
+    "weights-q4_k-of-float32": (FORMS["Q4_K"], torch.float32),
+}
+"""(form of a matrix, type of its inputs) by name."""
+
 KERNELS = (
     (kernels, "attend_lists"),
     (kernels, "merge_parts"),
     (stores, "write_rows"),
     (stores, "move_rows"),
     (stores, "copy_rows"),
+    (products, "multiply_few"),
+    (products, "multiply_tiles"),
+    (products, "take_rows"),
 )
 PLAIN = {name: getattr(module, name) for module, name in KERNELS}
 
@@ -95,10 +110,13 @@ def _type_of(given: Any) -> str:
 
 
 def compile_case(name: str, target: GPUTarget) -> None:
-    """Run a prompt, a fork and a tree of guesses whose launches are compiled and not made."""
-    group, n_heads, kv_dtype, dtype, has_sinks = CASES[name]
+    """Run a prompt and a token, or products, whose launches are compiled and not made."""
     for module, kernel in KERNELS:
         setattr(module, kernel, Recorder(PLAIN[kernel], target, name))
+    if name in WEIGHTS:
+        multiply_all(*WEIGHTS[name])
+        return
+    group, n_heads, kv_dtype, dtype, has_sinks = CASES[name]
     config = make_config(ModelCacheParams(1, groups=(group,)), capacity=2048, kv_dtype=kv_dtype)
     make = make_paged_session if "window" in name else make_seq_session
     sinks = torch.zeros(n_heads, dtype=dtype) if has_sinks else None
@@ -120,6 +138,33 @@ def compile_case(name: str, target: GPUTarget) -> None:
         session.cache.write_rows([np.array([3, 4])], rows)
 
 
+def multiply_all(form: Form, dtype: torch.dtype) -> None:
+    """Multiply from one to many rows by a matrix, and by experts."""
+    weights = matrices_of(form, 4, 256, 512)
+    for n_rows in (1, 4, 16, 64, 300):
+        multiply.multiply(weights, torch.zeros(n_rows, 512, dtype=dtype), None)
+    multiply.take(weights, torch.zeros(3, dtype=torch.int64), dtype)
+    bias = torch.zeros(4, 256, dtype=dtype)
+    for n_rows in (2, 400):
+        x, chosen = torch.zeros(n_rows, 512, dtype=dtype), torch.zeros(n_rows, dtype=torch.int64)
+        rows = multiply.sorted_rows(chosen, 4, x) if n_rows > 2 else None
+        multiply.multiply_chosen(weights, x, chosen, bias, rows)
+
+
+def matrices_of(form: Form, n_experts: int, n_out: int, n_in: int) -> CardMatrices:
+    """Zeros of a form."""
+    n_groups, n_each = n_in // form.group if form.group else 0, 1 + form.has_minima
+    shape, number = (n_experts, n_out), torch.bfloat16 if form.bits == 16 else torch.int8
+    number = torch.uint8 if form.bits == 4 else number
+    step = torch.uint8 if form.has_exponents else torch.float16
+    step = (torch.uint8 if form.has_minima else torch.int8) if form.top else step
+    numbers = torch.zeros(*shape, n_in // 2 if form.bits == 4 else n_in, dtype=number)
+    steps = torch.zeros(*shape, n_groups, n_each, dtype=step)
+    n_tops = n_groups // form.top if form.top else 0
+    tops = torch.zeros(*shape, n_tops, n_each, dtype=torch.float16)
+    return CardMatrices(form, n_in, Parts(numbers, steps, tops))
+
+
 def main() -> None:
     """Compile all cases, or those that are named, for a target."""
     backend, arch, size, *names = sys.argv[1:]
@@ -128,7 +173,7 @@ def main() -> None:
     )
     choice.ON_CPU = True
     launch.shared_bytes = lambda device: 232_448 if size == "large" else 101_376
-    for name in names or CASES:
+    for name in names or (*CASES, *WEIGHTS):
         compile_case(name, target)
 
 

@@ -100,7 +100,8 @@ class StoredRows:
         at = torch.arange(one.n_out)
         at = at.view(2, -1).T.flatten() if stored.is_by_turns else at
         at = at if order is None else at[order]
-        self._order = None if torch.equal(at, torch.arange(one.n_out)) else at
+        self.order = None if torch.equal(at, torch.arange(one.n_out)) else at
+        """Outputs of the file's matrices in the order that is wanted; None: as they are."""
 
     def place(self, arena: Arena) -> tuple[Tensor, Tensor, linear.LinearWeights]:
         """Put all experts one behind the other; return numbers, what is beside them, the first."""
@@ -109,7 +110,7 @@ class StoredRows:
         placer = Placer()
         for expert in range(len(self)):
             to = data[expert].data_ptr(), beside[expert].data_ptr()
-            placer.add(self.stored.of(expert), *to, self._order)
+            placer.add(self.stored.of(expert), *to, self.order)
         placer.run()
         return data, beside, weights_at(self._one, data.data_ptr(), beside.data_ptr())
 
@@ -122,7 +123,7 @@ class StoredRows:
         one, (_, n_out, n_in) = self.stored.of(expert), self.shape
         parts = [torch.empty(n, dtype=torch.uint8) for n in placed_bytes(one)]
         to = parts[0].data_ptr(), parts[1].data_ptr()
-        place(one, *to, self._order)
+        place(one, *to, self.order)
         outputs, found = torch.arange(n_out), torch.empty(n_out, n_in)
         at = outputs.data_ptr(), n_out, dtype_of(found.dtype), found.data_ptr()
         weights_at(one, *to).gather(*at)
@@ -190,7 +191,25 @@ class ExpertWeights(nn.Module):
         return out
 
 
-class KernelExperts(nn.Module):
+class HeldExperts(nn.Module):
+    """Experts that run in the place of a mixture's own."""
+
+    n_experts: int
+    n_weights: int
+    """Numbers of all experts' weights."""
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Sum what the experts that each token chose make of it, times their shares.
+
+        Args:
+            x: ``[n_tokens, hidden]``.
+            chosen: integers ``[n_tokens, n_chosen]``; an expert that is not there adds nothing.
+            shares: ``[n_tokens, n_chosen]``.
+        """
+        raise NotImplementedError
+
+
+class KernelExperts(HeldExperts):
     """All experts of a mixture, run by the kernel."""
 
     def __init__(
@@ -212,17 +231,14 @@ class KernelExperts(nn.Module):
         """
         super().__init__()
         self.up, self.down = up, down
+        self.n_experts = up.n_experts
+        self.n_weights = sum(
+            part.n_experts * part.out_features * part.in_features for part in (up, down)
+        )
         self._between, self._after = between, after
         self._native: native.Experts | None = None
         if gate is not None and after is None:
             self._native = native.Experts(up.native, down.native, gate)
-
-    @property
-    def n_weights(self) -> int:
-        """Numbers of all experts' weights."""
-        return sum(
-            part.n_experts * part.out_features * part.in_features for part in (self.up, self.down)
-        )
 
     @property
     def native(self) -> native.Experts | None:
@@ -230,13 +246,7 @@ class KernelExperts(nn.Module):
         return self._native
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Sum what the experts that each token chose make of it, times their shares.
-
-        Args:
-            x: ``[n_tokens, hidden]``.
-            chosen: integers ``[n_tokens, n_chosen]``; an expert that is not there adds nothing.
-            shares: ``[n_tokens, n_chosen]``.
-        """
+        """Run the kernel on at most ``PAIRS`` at a time; see :class:`HeldExperts`."""
         x, chosen = x.contiguous(), chosen.long().contiguous()
         shares = shares.float().contiguous()
         n = max(1, PAIRS // chosen.shape[1])
@@ -253,7 +263,7 @@ class KernelExperts(nn.Module):
             gated = self._between(self.up.rows(x, chosen).flatten(0, 1)).contiguous()
             rows = self.down.rows(gated, chosen.view(-1, 1))[:, 0]
             found = rows if self._after is None else self._after(rows)
-            return _weighed(found.view(*chosen.shape, -1), shares, x.dtype)
+            return weighed(found.view(*chosen.shape, -1), shares, x.dtype)
         out = torch.empty_like(x)
         self._native.run(
             x.data_ptr(),
@@ -282,7 +292,7 @@ class KernelExperts(nn.Module):
             rows = self._linear(self.up, expert, x[where // chosen.shape[1]])
             rows = self._linear(self.down, expert, self._between(rows))
             out[where] = rows if self._after is None else self._after(rows)
-        return _weighed(out.view(*chosen.shape, -1), shares, x.dtype)
+        return weighed(out.view(*chosen.shape, -1), shares, x.dtype)
 
     @staticmethod
     def _linear(layer: ExpertWeights, expert: int, x: Tensor) -> Tensor:
@@ -290,7 +300,7 @@ class KernelExperts(nn.Module):
         return F.linear(x, layer.weight[expert], bias)
 
 
-def _weighed(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
+def weighed(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum ``[n_tokens, n_chosen, hidden]`` by their shares."""
     return torch.einsum("tch,tc->th", rows.float(), shares).to(dtype)
 

@@ -108,11 +108,11 @@ def hold_weights(
     _check(model, weights)
     holder = _Holder(model, weights, leave, blocks or {})
     n_weights = n_numbers(model)
-    parts, whole, why_none = _find(model, holder, known)
+    parts, whole, why_none = find_parts(model, holder.linears, known)
     holder.hold_embeddings()
     for name in outermost(parts):
         holder.put(name, build(name, model.get_submodule(name), parts, holder.make))
-    for name, place in _beside_experts(parts):
+    for name, place in beside_experts(parts):
         held = build(name, model.get_submodule(place), parts, holder.make)
         model.set_submodule(place, held)
     holder.hold_others()
@@ -187,15 +187,21 @@ def _check(model: Any, weights: str) -> None:
         )
 
 
-def _find(
-    model: Any, holder: _Holder, known: Path | None
+def find_parts(
+    model: Any, linears: Mapping[str, tuple[int, int, bool]], known: Path | None
 ) -> tuple[dict[str, Part], Whole | None, str | None]:
-    """Find parts all of whose linear layers can be held; the model as a whole; or why not."""
-    key = key_of(model, holder.linears)
+    """Find parts all of whose linear layers can be held; the model as a whole; or why not.
+
+    Args:
+        model: of transformers, on a CPU.
+        linears: inputs, outputs and whether there is a bias, of layers that can be held, by name.
+        known: where parts are kept once they are found; None: they are found again.
+    """
+    key = key_of(model, linears)
     kept = None if known is None else read_parts(known, key)
     if kept is not None:
         return *kept, None
-    sizes = {id(model.get_submodule(name)): size for name, size in holder.linears.items()}
+    sizes = {id(model.get_submodule(name)): size for name, size in linears.items()}
     try:
         finder = Finder(model, lambda module: sizes.get(id(module)))
         finder.find()
@@ -252,7 +258,7 @@ class _Holder:
         }
         self._left = WeakSet(model.get_submodule(name) for name in self.linears)
         self._embeddings = held_embeddings(model)
-        self._names = _names(model)
+        self._names = names_of(model)
         self._times = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
         self._shared: dict[tuple[int, ...], tuple[KernelLinear | BlockLinear, list[nn.Linear]]] = {}
         self._tied = self._find_tied()
@@ -371,7 +377,7 @@ class _Holder:
         self._arena.move(one for one in self._model.parameters() if id(one) not in ids)
 
 
-def _beside_experts(parts: Parts) -> Iterator[tuple[str, str]]:
+def beside_experts(parts: Parts) -> Iterator[tuple[str, str]]:
     """Yield parts inside the mixtures of layers, and where they lie once the layer is replaced."""
     for layer, part in parts.items():
         block = f"{layer}.{part.mlp}" if isinstance(part, LayerPart) else ""
@@ -380,7 +386,7 @@ def _beside_experts(parts: Parts) -> Iterator[tuple[str, str]]:
                 yield name, f"{layer}.mlp.own{name.removeprefix(block)}"
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
+def names_of(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each module that a model has in more than one place, by the first."""
     found: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):

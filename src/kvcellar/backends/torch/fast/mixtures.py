@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,6 +20,7 @@ from kvcellar.backends.torch.fast.experts import (
     MXFP4,
     STORED,
     ExpertWeights,
+    HeldExperts,
     KernelExperts,
     Rows,
     ShippedWeights,
@@ -90,9 +91,28 @@ def hold_experts(
     Returns:
         How many numbers the kernel holds.
     """
-    n_held, stored = 0, stored or {}
+    return replace_experts(model, lambda found: kernel_experts(found, weights, arena), stored or {})
+
+
+def replace_experts(
+    model: Any,
+    make: Callable[[FoundExperts], HeldExperts | None],
+    stored: Mapping[int, StoredExperts],
+) -> int:
+    """Put what holds and runs their experts into a model's mixtures; others stay as they are.
+
+    Args:
+        model: of transformers, on a CPU, in evaluation mode.
+        make: makes it of what was found; None: it cannot.
+        stored: as ``hold_experts`` has them.
+
+    Returns:
+        How many numbers are held.
+    """
+    n_held = 0
     for module in list(mixtures(model)):
-        held = _kernel_experts(module, weights, arena, stored)
+        found = find_experts(module, stored)
+        held = None if found is None else make(found)
         if held is None:
             _make_plain(module, stored)
             continue
@@ -203,6 +223,28 @@ def _weights_of(
 Weights: TypeAlias = ExpertRows | ShippedWeights | StoredRows
 
 
+class FoundExperts(NamedTuple):
+    """Experts of a module as they were found.
+
+    Attributes:
+        up: weights of the first product; of gate and up joined, where there is a gate.
+        down: of the second.
+        up_bias: ``[n_experts, n_out]`` or None.
+        down_bias: the same of the second.
+        gate: what the kernel computes between them; None: it has no such gate.
+        between: the same by torch, ``[n, up's outputs] -> [n, down's inputs]``.
+        after: what becomes of each expert's result before it is weighed, if anything.
+    """
+
+    up: Weights
+    down: Weights
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate: native.Gate | None
+    between: Rows
+    after: Rows | None
+
+
 def bits_of_experts(weights: Weights, name: str) -> float | None:
     """Return how many bits a weight gets by a name of ``WEIGHTS``; None: the kernel has no such."""
     if isinstance(weights, StoredRows):
@@ -288,10 +330,13 @@ def _by_turns(x: Tensor) -> Tensor:
     return torch.stack(x.chunk(2, -1), -1).flatten(-2)
 
 
-def _kernel_experts(
-    module: Any, name: str, arena: Arena, stored: Mapping[int, StoredExperts]
-) -> KernelExperts | None:
-    """Make what the kernel runs in a module's place; None where it is not what was understood."""
+def find_experts(module: Any, stored: Mapping[int, StoredExperts]) -> FoundExperts | None:
+    """Return what a module's experts are; None where it computes something else.
+
+    Args:
+        module: of experts, on a CPU.
+        stored: parameters that stay as a file has them, by their ids.
+    """
     gate, between = None, _between(module)
     is_interleaved = module.has_gate and not module.is_concatenated
     order = None
@@ -305,16 +350,25 @@ def _kernel_experts(
     biases = [module._parameters.get(f"{part}_bias") for part in (up, "down_proj")]
     if order is not None and biases[0] is not None:
         biases[0] = biases[0][:, order]
-    bits = [bits_of_experts(part, name) for part in parts]
     after: Rows | None = module.post_expert_norm if module.has_post_expert_norm else None
-    if None in bits or not _is_understood(module, parts, biases, between, after, stored):
+    if not _is_understood(module, parts, biases, between, after, stored):
         return None
-    held = [
-        ExpertWeights(part, None if bias is None else bias.detach(), n, arena)
+    found = [None if bias is None else bias.detach() for bias in biases]
+    return FoundExperts(parts[0], parts[1], found[0], found[1], gate, between, after)
+
+
+def kernel_experts(found: FoundExperts, name: str, arena: Arena) -> KernelExperts | None:
+    """Make what the kernel runs; None: it has no such weights."""
+    parts, biases = (found.up, found.down), (found.up_bias, found.down_bias)
+    bits = [bits_of_experts(part, name) for part in parts]
+    if None in bits:
+        return None
+    up, down = (
+        ExpertWeights(part, bias, n, arena)
         for part, bias, n in zip(parts, biases, bits, strict=True)
         if n is not None
-    ]
-    return KernelExperts(held[0], held[1], gate, between, after)
+    )
+    return KernelExperts(up, down, found.gate, found.between, found.after)
 
 
 def _is_understood(

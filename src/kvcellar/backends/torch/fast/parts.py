@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +68,43 @@ Part = NormPart | MlpPart | AttentionPart | LayerPart | MixerPart
 Parts = Mapping[str, Part]
 
 
-def build(name: str, module: nn.Module, parts: Parts, make: MakeLinear) -> nn.Module:
-    """Make the kernel's module for a part of a network.
+class Kinds(NamedTuple):
+    """Modules that are made for parts: the CPU kernel's, or a card's.
+
+    Attributes:
+        norm: of a weight and what is added to the mean of squares.
+        mlp: of its linear layers and the activation.
+        attention: as :class:`KernelAttention`.
+        layer: of a module and its parts, the last an MLP of these kinds or a mixture's block.
+    """
+
+    norm: Callable[[Tensor, float], nn.Module]
+    mlp: Callable[[Any, Any, nn.Module | None], nn.Module]
+    attention: Callable[..., nn.Module]
+    layer: Callable[..., nn.Module]
+
+
+def _kernel_layer(
+    own: nn.Module, before: Any, attention: Any, between: Any, mlp: nn.Module
+) -> nn.Module:
+    mlp = mlp if isinstance(mlp, KernelMlp) else KernelMixture(mlp)
+    return KernelLayer(own, before, attention, between, mlp)
+
+
+OF_KERNEL = Kinds(KernelNorm, KernelMlp, KernelAttention, _kernel_layer)
+
+
+def build(
+    name: str, module: nn.Module, parts: Parts, make: MakeLinear, kinds: Kinds = OF_KERNEL
+) -> nn.Module:
+    """Make the kernel's module, or a card's, for a part of a network.
 
     Args:
         name: of the module in its network.
         module: what it stands in for; linear layers, norms and weights are taken from it.
         parts: of the network, by name; this one is among them, with what it is made of.
         make: holds linear layers.
+        kinds: modules that are made.
     """
 
     def linears(names: Sequence[str]) -> nn.Module:
@@ -83,15 +112,15 @@ def build(name: str, module: nn.Module, parts: Parts, make: MakeLinear) -> nn.Mo
 
     def child(relative: str) -> Any:
         inner, full = module.get_submodule(relative), f"{name}.{relative}"
-        return build(full, inner, parts, make) if full in parts else inner
+        return build(full, inner, parts, make, kinds) if full in parts else inner
 
     part = parts[name]
     if isinstance(part, NormPart):
         own = next(module.parameters()).detach()
-        return KernelNorm(own if part.is_own else read_weight(module, part.dim), part.eps)
+        return kinds.norm(own if part.is_own else read_weight(module, part.dim), part.eps)
     if isinstance(part, MlpPart):
         act = None if part.act is None else module.get_submodule(part.act)
-        return KernelMlp(linears(part.gate_up), linears([part.down]), act)
+        return kinds.mlp(linears(part.gate_up), linears([part.down]), act)
     if isinstance(part, MixerPart):
         chains = {"gate": part.gate, "decay": part.decay}
         behind = {of: linears([chain[1]]) for of, chain in chains.items() if chain}
@@ -100,11 +129,10 @@ def build(name: str, module: nn.Module, parts: Parts, make: MakeLinear) -> nn.Mo
         before, attention, between, mlp = (
             child(one) for one in (part.before, part.attention, part.between, part.mlp)
         )
-        mlp = mlp if isinstance(mlp, KernelMlp) else KernelMixture(mlp)
-        return KernelLayer(module, before, attention, between, mlp)
+        return kinds.layer(module, before, attention, between, mlp)
     norms = None if part.norms is None else (child(part.norms[0]), child(part.norms[1]))
     qkv, o = linears(part.qkv), linears([part.o])
-    return KernelAttention(module, part.heads, part.scaling, part.rotation, qkv, o, norms)
+    return kinds.attention(module, part.heads, part.scaling, part.rotation, qkv, o, norms)
 
 
 def read_weight(module: nn.Module, dim: int) -> Tensor:

@@ -8,7 +8,7 @@ by what it makes of a few rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.fast.experts import ExpertWeights, KernelExperts, Rows
+from kvcellar.backends.torch.fast.experts import HeldExperts, Rows
 from kvcellar.backends.torch.fast.mixtures import (
     APART,
     ExpertRows,
-    bits_of_experts,
+    FoundExperts,
     find_gate,
     is_mixture,
+    kernel_experts,
 )
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.models.weights import Matrix
@@ -34,19 +35,20 @@ _N_ROWS = 3
 class SortedExperts(nn.Module):
     """Experts that the kernel holds, in the place of a module that is given rows by expert."""
 
-    def __init__(self, held: KernelExperts) -> None:
+    def __init__(self, held: HeldExperts) -> None:
         """Run these experts."""
         super().__init__()
         self.held = held
 
     def forward(self, rows: Tensor) -> Tensor:
         """Run each expert on its rows: ``[n_experts * n_each, hidden]``, and so the result."""
-        x = rows.view(self.held.up.n_experts, -1, rows.shape[-1])
+        x = rows.view(self.held.n_experts, -1, rows.shape[-1])
         experts, at = x.any(-1).nonzero(as_tuple=True)
         out = torch.zeros_like(x)
         if len(experts):
             chosen = experts[:, None]
-            out[experts, at] = self.held(x[experts, at], chosen, torch.ones(chosen.shape))
+            shares = torch.ones(chosen.shape, device=x.device)
+            out[experts, at] = self.held(x[experts, at], chosen, shares)
         return out.view(rows.shape)
 
 
@@ -66,9 +68,20 @@ def hold_sorted_experts(model: nn.Module, weights: str, arena: Arena) -> int:
         weights: a name of ``WEIGHTS``.
         arena: where weights shall lie.
     """
+    return replace_sorted(model, lambda found: kernel_experts(found, weights, arena))
+
+
+def replace_sorted(model: nn.Module, make: Callable[[FoundExperts], HeldExperts | None]) -> int:
+    """Put what holds and runs such experts into a model; return how many numbers are held.
+
+    Args:
+        model: of transformers, on a CPU, in evaluation mode.
+        make: makes it of what was found; None: it cannot.
+    """
     n_held = 0
     for name in [name for name, module in model.named_modules() if _parts(module)]:
-        held = _kernel_experts(model.get_submodule(name), weights, arena)
+        found = _found(model.get_submodule(name))
+        held = None if found is None else make(found)
         if held is not None:
             model.set_submodule(name, SortedExperts(held))
             n_held += held.n_weights
@@ -104,20 +117,14 @@ def find_sorted(module: nn.Module) -> tuple[ExpertRows, ExpertRows, Rows] | None
     return None if between is None else (up, down, between)
 
 
-def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | None:
-    """Make what the kernel runs in a module's place; None where it is not what was understood."""
+def _found(module: Any) -> FoundExperts | None:
+    """Return what such a module's experts are; None where it is not what was understood."""
     found = find_sorted(module)
     if found is None:
         return None
-    *parts, between = found
-    bits = [bits_of_experts(part, name) for part in parts]
-    if None in bits:
-        return None
+    up, down, between = found
     gate, joined = find_gate(between, False)
-    up, down = (
-        ExpertWeights(part, None, n, arena) for part, n in zip(parts, bits, strict=True) if n
-    )
-    return KernelExperts(up, down, gate, joined, None)
+    return FoundExperts(up, down, None, None, gate, joined, None)
 
 
 def _betweens(module: nn.Module) -> Iterator[Rows]:

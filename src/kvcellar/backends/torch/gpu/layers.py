@@ -1,0 +1,167 @@
+"""Decoder layers on a card, of parts that were found by running them (decision 61).
+
+A layer is a norm, q, k and v as one product, one launch that turns them, the cache's, and the
+output's product, which adds what came in; then a norm, a product that is gated and one that adds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from kvcellar.backends.torch.fast.layers import KernelAttention, take_attributes
+from kvcellar.backends.torch.fast.rotations import Rotation, Sides
+from kvcellar.backends.torch.gpu import between
+from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
+from kvcellar.backends.torch.gpu.linears import CardLinear
+
+
+class CardNorm(nn.Module):
+    """RMSNorm over the last dimension, one launch."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Take a weight, which stays shared, and what is added to the mean of squares."""
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[B, T, dim]`` or ``[B, T, rows, dim]``, in the weight's type."""
+        dim = x.shape[-1]
+        flat = x.reshape(-1, *x.shape[2:]) if x.dim() == 4 else x.reshape(-1, 1, dim)
+        flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+        n_tokens, n_each, _ = flat.shape
+        kind = torch.float32 if is_interpreted() else self.weight.dtype
+        out = torch.empty(x.shape, dtype=kind, device=x.device)
+        with on_device(x.device):
+            between.norm_rows[(n_tokens * n_each,)](
+                flat, out, self.weight, self.eps, dim, n_each, flat.stride(0), flat.stride(1),
+                triton.next_power_of_2(dim), num_warps=8 if dim > 2048 else 4,
+            )  # fmt: skip
+        return out.to(self.weight.dtype)
+
+
+class CardMlp(nn.Module):
+    """``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, gate_up: CardLinear, down: CardLinear, act: nn.Module | None) -> None:
+        """Take linear layers and the activation; None: silu, which the product has."""
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act = gate_up, down, act
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """Run ``[..., hidden] -> [..., hidden]``, with something added to the result."""
+        if self.act is None:
+            inner = self.gate_up_proj.gated(x)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            inner = self.act(gate) * up
+        out: Tensor = self.down_proj(inner, add)
+        return out
+
+
+class CardAttention(KernelAttention):
+    """Projections, one launch that turns heads, and one call of the op."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Sides | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Run ``[1, T, hidden] -> [1, T, hidden]``; no weights are returned."""
+        assert past_key_values is None, "the cache is behind the op"
+        return self.o_proj(self.attended(hidden_states, position_embeddings, kwargs)), None
+
+    def attended(self, x: Tensor, sides: Sides | None, kwargs: dict[str, Any]) -> Tensor:
+        """Attend ``[1, T, hidden] -> [1, T, n_heads * head_dim]``."""
+        joined = self.qkv_proj(x)
+        norms = self.q_norm, self.k_norm
+        if isinstance(norms[0], CardNorm) and isinstance(norms[1], CardNorm):
+            self._turn(joined, sides, (norms[0], norms[1]))
+        elif norms[0] is None or norms[1] is None:
+            self._turn(joined, sides, None)
+        else:
+            heads, n_q, n_k = self._heads(joined)
+            parts = heads.split([n_q, n_k, n_k], 2)
+            q, k = norms[0](parts[0]), norms[1](parts[1])
+            joined = torch.cat([q, k, parts[2]], 2).view(joined.shape)
+            self._turn(joined, sides, None)
+        return self.attend(joined, kwargs)
+
+    def _turn(
+        self, joined: Tensor, sides: Sides | None, norms: tuple[CardNorm, CardNorm] | None
+    ) -> None:
+        """Normalise and rotate q and k of ``[1, T, q, k and v]`` in place."""
+        if norms is None and not self.rotation.n_turned:
+            return
+        rotation, n_tokens = self.rotation, joined.shape[1]
+        cos, sin = _sides(rotation, sides, joined)
+        q, k = norms or (None, None)
+        half = triton.next_power_of_2(max(1, rotation.n_turned // 2))
+        rest = triton.next_power_of_2(max(1, self.head_dim - rotation.n_turned))
+        with on_device(joined.device):
+            between.turn_heads[(n_tokens, self.n_heads + self.n_kv_heads)](
+                joined, cos, sin, cos if q is None else q.weight, cos if k is None else k.weight,
+                0.0 if q is None else q.eps, 0.0 if k is None else k.eps, self.n_heads,
+                joined.stride(1), self.head_dim, cos.stride(1), rotation.n_turned,
+                rotation.is_paired, 2 if rotation.layout == "repeated" else 1, norms is not None,
+                half, rest, num_warps=1,
+            )  # fmt: skip
+
+
+def _sides(rotation: Rotation, sides: Sides | None, joined: Tensor) -> Sides:
+    """Return cosines and sines ``[1, T, n]`` with a token's behind each other."""
+    if not rotation.n_turned:
+        return joined, joined
+    assert sides is not None, "a rotation has cosines and sines"
+    cos, sin = (side.expand(1, joined.shape[1], side.shape[2]) for side in sides)
+    is_plain = cos.stride(2) == sin.stride(2) == 1 and cos.stride(1) == sin.stride(1)
+    return (cos, sin) if is_plain else (cos.contiguous(), sin.contiguous())
+
+
+class CardLayer(nn.Module):
+    """A decoder layer in some ten launches."""
+
+    def __init__(
+        self,
+        own: nn.Module,
+        before: CardNorm,
+        attention: CardAttention,
+        between: CardNorm,
+        mlp: nn.Module,
+    ) -> None:
+        """Take the parts of a module, whose plain attributes are this one's as well.
+
+        ``mlp`` is a :class:`CardMlp`, or the block of a mixture.
+        """
+        super().__init__()
+        take_attributes(self, own)
+        self.input_layernorm, self.self_attn = before, attention
+        self.post_attention_layernorm, self.mlp = between, mlp
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_embeddings: Sides | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run ``[1, T, hidden] -> [1, T, hidden]``."""
+        assert past_key_values is None, "the cache is behind the op"
+        x = hidden_states
+        attended = self.self_attn.attended(self.input_layernorm(x), position_embeddings, kwargs)
+        x = self.self_attn.o_proj(attended, x)
+        inner = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, CardMlp):
+            return self.mlp(inner, x)  # type: ignore[no-any-return]
+        found = self.mlp(inner)
+        out: Tensor = x + (found[0] if isinstance(found, tuple) else found)
+        return out

@@ -1,0 +1,195 @@
+"""Linear layers, embeddings and experts whose weights lie on a card, in the forms of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+import triton
+from torch import Tensor, nn
+
+from kvcellar.backends.torch.fast.experts import HeldExperts, Rows, weighed
+from kvcellar.backends.torch.gpu import between, multiply
+from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
+from kvcellar.backends.torch.gpu.matrices import CardMatrices, joined
+
+PAIRS = 16_384
+"""Tokens times experts of each that are computed together: their rows lie in memory meanwhile."""
+
+
+class CardLinear(nn.Module):
+    """``nn.Linear`` for evaluation on a card, of matrices one behind the other."""
+
+    def __init__(self, matrices: Sequence[CardMatrices], bias: Tensor | None) -> None:
+        """Take matrices of the same inputs; those of one form that are neighbours become one."""
+        super().__init__()
+        self._matrices = _merged(matrices)
+        self.in_features = matrices[0].n_in
+        self.out_features = sum(one.n_out for one in matrices)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        for i, one in enumerate(self._matrices):
+            _register(self, f"matrix_{i}", one)
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """Multiply ``[..., in_features] -> [..., out_features]``, in the type of x.
+
+        Args:
+            x: inputs.
+            add: ``[..., out_features]``, of the type of x, that is added to the result.
+        """
+        flat = x.reshape(-1, self.in_features)
+        also = None if add is None else add.reshape(-1, self.out_features)
+        return self._rows(flat, also).view(*x.shape[:-1], self.out_features)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return the silu of the first half of the outputs times the second half."""
+        flat, n = x.reshape(-1, self.in_features), self.out_features // 2
+        if len(self._matrices) == 1 and len(flat) <= multiply.FEW:
+            out = multiply.multiply(self._matrices[0], flat, self.bias, is_gated=True)
+        else:
+            out = gate(self._rows(flat, None))
+        return out.view(*x.shape[:-1], n)
+
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights of outputs of the first matrix, ``[...] -> [..., in_features]``."""
+        found = multiply.take(self._matrices[0], outputs.reshape(-1), dtype)
+        return found.view(*outputs.shape, self.in_features)
+
+    def _rows(self, x: Tensor, add: Tensor | None) -> Tensor:
+        first = self._matrices[0]
+        if len(self._matrices) == 1:
+            numbers = first.parts.numbers[0]
+            if first.form.bits == 16 and numbers.dtype == x.dtype and len(x) > multiply.FEW:
+                return _by_torch(x, numbers, self.bias, add)
+            return multiply.multiply(first, x, self.bias, add)
+        out, at = x.new_empty((len(x), self.out_features)), 0
+        for one in self._matrices:
+            part = slice(at, at + one.n_out)
+            bias = None if self.bias is None else self.bias[part]
+            also = None if add is None else add[:, part]
+            multiply.multiply(one, x, bias, also, out[:, part])
+            at += one.n_out
+        return out
+
+
+class CardEmbedding(nn.Module):
+    """An embedding whose rows are read out of a matrix on a card, its head's or its own."""
+
+    embed_scale: Tensor | None
+
+    def __init__(self, rows: CardLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
+        """Read rows of a matrix.
+
+        Args:
+            rows: one output for each row: the last layer where they are its, too.
+            dtype: of the rows that are returned.
+            scale: factor on them, or None.
+        """
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = rows.out_features, rows.in_features
+        self.dtype = dtype
+        self.held = rows
+        self.register_buffer("embed_scale", scale, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows ``[num_embeddings, embedding_dim]``, not scaled: made anew each time."""
+        device = next(self.held.buffers()).device
+        return self.held.rows(torch.arange(self.num_embeddings, device=device), self.dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look rows up, ``[...] -> [..., embedding_dim]``; nothing waits for the device."""
+        rows = self.held.rows(ids, self.dtype)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(self.dtype)
+
+
+class CardExperts(HeldExperts):
+    """All experts of a mixture on a card: two launches for a step's products, however many."""
+
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(
+        self,
+        matrices: tuple[CardMatrices, CardMatrices],
+        biases: tuple[Tensor | None, Tensor | None],
+        between: Rows,
+        after: Rows | None,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            matrices: of both products; of the first gate and up joined, where there is a gate.
+            biases: of both, ``[n_experts, n_out]``, or None.
+            between: ``[n, first's outputs] -> [n, second's inputs]``.
+            after: what becomes of each expert's result before it is weighed, if anything.
+        """
+        super().__init__()
+        self.n_experts = matrices[0].n_experts
+        self.n_weights = sum(one.n_weights for one in matrices)
+        self._up, self._down = matrices
+        for name, one, bias in zip(("up", "down"), matrices, biases, strict=True):
+            _register(self, name, one)
+            self.register_buffer(f"{name}_bias", bias, persistent=False)
+        self._between, self._after = between, after
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Run at most ``PAIRS`` at a time; see :class:`HeldExperts`."""
+        n = max(1, PAIRS // chosen.shape[1])
+        if len(x) <= n:
+            return self._some(x, chosen, shares)
+        parts = zip(x.split(n), chosen.split(n), shares.split(n), strict=True)
+        return torch.cat([self._some(*part) for part in parts])
+
+    def _some(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        flat = chosen.reshape(-1).long()
+        rows = None
+        if len(flat) > multiply.FEW_PAIRS:
+            rows = multiply.sorted_rows(flat, self.n_experts, x)
+        inner = self._between(multiply.multiply_chosen(self._up, x, flat, self.up_bias, rows))
+        found = multiply.multiply_chosen(self._down, inner, flat, self.down_bias, rows)
+        found = found if self._after is None else self._after(found)
+        return weighed(found.view(*chosen.shape, -1), self._shares(chosen, shares), x.dtype)
+
+    def _shares(self, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Return shares in float32, none for an expert that is not there."""
+        is_there = (chosen >= 0) & (chosen < self.n_experts)
+        return torch.where(is_there, shares.float(), 0.0)
+
+
+def gate(both: Tensor) -> Tensor:
+    """Multiply the silu of the first half of rows ``[n_rows, 2 * n]`` with the second half."""
+    n_rows, n = len(both), both.shape[1] // 2
+    dtype = torch.float32 if is_interpreted() else both.dtype
+    out, size = both.new_empty((n_rows, n), dtype=dtype), min(1024, triton.next_power_of_2(n))
+    with on_device(both.device):
+        between.gate_rows[(n_rows, triton.cdiv(n, size))](both, out, n, size)
+    return out.to(both.dtype)
+
+
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
+    """Multiply many rows by weights of their type."""
+    if add is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.addmm(add, x, weight.T)
+    return F.linear(x, weight, bias) + add
+
+
+def _merged(matrices: Sequence[CardMatrices]) -> list[CardMatrices]:
+    """Return matrices with neighbours of one form joined."""
+    found = [matrices[0]]
+    for one in matrices[1:]:
+        both = joined([found[-1], one])
+        if both is None:
+            found.append(one)
+        else:
+            found[-1] = both
+    return found
+
+
+def _register(module: nn.Module, name: str, matrices: CardMatrices) -> None:
+    """Have a module count the tensors of matrices as its own."""
+    for part, tensor in zip(matrices.parts._fields, matrices.parts, strict=True):
+        module.register_buffer(f"{name}_{part}", tensor, persistent=False)
