@@ -115,14 +115,16 @@ def size_checkpoint(
     *,
     has_kernel: bool = False,
     is_coded: bool = False,
+    between: str = BETWEEN_BLOCKS,
 ) -> ModelCacheSpec:
     """Work out what a checkpoint's KV and weights cost.
 
     Args:
         options: of the model; what concerns caches is ignored.
         facts_of: a loader's ``model_facts``.
-        has_kernel: true if its linear layers can be held as the CPU kernel reads them.
+        has_kernel: true if its linear layers can be held as a kernel reads them.
         is_coded: true if that kernel reads bfloat16 weights in 12 bits here.
+        between: type that a model of a file's blocks computes in, where none is asked for.
 
     Raises:
         ModelError, ConfigError, BackendError: as ``size_model``.
@@ -132,7 +134,7 @@ def size_checkpoint(
     raw = read_json(path) if checkpoint is None else read_config(checkpoint)
     try:
         asked = parse_weights(options.weights, options.dtype)
-        return _spec_of(options, path, raw, facts_of, asked, has_kernel, is_coded)
+        return _spec_of(options, path, raw, facts_of, asked, has_kernel, is_coded, between)
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -200,6 +202,7 @@ def _spec_of(
     asked: str | None,
     has_kernel: bool,
     is_coded: bool,
+    between: str,
 ) -> ModelCacheSpec:
     """Work out a spec from a config, and from the weights' files where they lie beside it."""
     name, dtype = options.name, options.dtype
@@ -227,11 +230,11 @@ def _spec_of(
     kept = checkpoint if keeps and (is_grouped or path.suffix != ".json") else None
     sizes, matrices = _parameters(raw, files, group_size, kept)
     if has_kernel and wants_blocks(asked, dtype) and (asked or are_blocks(sizes, matrices)):
-        asked, dtype = FILE, BETWEEN_BLOCKS if dtype in (None, "auto") else dtype
+        asked, dtype = FILE, between if dtype in (None, "auto") else dtype
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, format, is_for_mlx)
-    weights = choose_weights(asked, dtype, is_built=has_kernel)
+    weights = choose_weights(asked, dtype, has_kernel=has_kernel)
     is_mxfp4 = format is not None and format.method == MXFP4
     is_kept = format is not None and weights == FILE
     if format is not None and not is_kept and not (is_mxfp4 and weights is not None):

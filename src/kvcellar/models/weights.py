@@ -9,7 +9,7 @@ from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 
 WEIGHTS = ("bf16", "int8", "int4")
-"""Formats that the torch backend's linear layers read with the kernel of this package."""
+"""Formats that the torch backend's linear layers read with the kernels of this package."""
 
 FILE = "file"
 """Weights as a file has them: the blocks of GGUF, or what MLX, AWQ or GPTQ quantised."""
@@ -18,7 +18,8 @@ BETWEEN_BLOCKS, BESIDE_BLOCKS = "float32", "bfloat16"
 """Types that a model of a file's blocks computes in, and keeps K and V in, where none is asked for.
 
 Inputs of its products are rounded to 8 bits in any case. In bfloat16 they would be twice, and a
-step takes as long; K and V of twice the bytes gain nothing beside that.
+step takes as long; K and V of twice the bytes gain nothing beside that. On a card inputs are not
+rounded to 8 bits, and the model computes in ``BESIDE_BLOCKS``, which its tensor cores multiply.
 """
 
 _MOST = 0.75
@@ -116,24 +117,21 @@ def parse_weights(weights: str | None, dtype: object) -> str | None:
     return weights
 
 
-def choose_weights(
-    asked: str | None, dtype: str, *, is_cpu: bool = True, is_built: bool = True
-) -> str | None:
+def choose_weights(asked: str | None, dtype: str, *, has_kernel: bool = True) -> str | None:
     """Choose how linear layers hold weights of a type: a name of ``WEIGHTS``; None: as torch does.
 
-    Where nothing is asked for, bfloat16 ones are read by the kernel wherever it is: nothing is
-    lost, and a step takes a fraction of the time. Others stay as they are, since it would round
+    Where nothing is asked for, bfloat16 ones are read by a kernel wherever there is one: nothing
+    is lost, and a step takes a fraction of the time. Others stay as they are, since it would round
     them.
 
     Args:
         asked: what ``parse_weights`` has checked.
         dtype: of the weights in memory, by name.
-        is_cpu: whether they are in main memory.
-        is_built: whether the kernel is there.
+        has_kernel: whether a kernel reads weights where they are.
     """
     if asked == PLAIN:
         return None
-    if asked is None and dtype == "bfloat16" and is_cpu and is_built:
+    if asked is None and dtype == "bfloat16" and has_kernel:
         return "bf16"
     return asked
 

@@ -21,7 +21,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcellar import LayerGroup, ModelCacheParams, make_config, make_paged_session, make_seq_session
-from kvcellar.backends.torch.gpu import choice, kernels, launch, multiply, products, stores
+from kvcellar.backends.torch.fast.rotations import Rotation
+from kvcellar.backends.torch.gpu import (
+    between,
+    choice,
+    kernels,
+    launch,
+    layers,
+    linears,
+    multiply,
+    products,
+    stores,
+)
 from kvcellar.backends.torch.gpu.matrices import FORMS, PACKED, CardMatrices, Form, Parts
 
 CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
@@ -62,6 +73,9 @@ KERNELS = (
     (products, "multiply_few"),
     (products, "multiply_tiles"),
     (products, "take_rows"),
+    (between, "norm_rows"),
+    (between, "turn_heads"),
+    (between, "gate_rows"),
 )
 PLAIN = {name: getattr(module, name) for module, name in KERNELS}
 
@@ -115,6 +129,7 @@ def compile_case(name: str, target: GPUTarget) -> None:
         setattr(module, kernel, Recorder(PLAIN[kernel], target, name))
     if name in WEIGHTS:
         multiply_all(*WEIGHTS[name])
+        lay_between(WEIGHTS[name][1])
         return
     group, n_heads, kv_dtype, dtype, has_sinks = CASES[name]
     config = make_config(ModelCacheParams(1, groups=(group,)), capacity=2048, kv_dtype=kv_dtype)
@@ -149,6 +164,18 @@ def multiply_all(form: Form, dtype: torch.dtype) -> None:
         x, chosen = torch.zeros(n_rows, 512, dtype=dtype), torch.zeros(n_rows, dtype=torch.int64)
         rows = multiply.sorted_rows(chosen, 4, x) if n_rows > 2 else None
         multiply.multiply_chosen(weights, x, chosen, bias, rows)
+
+
+def lay_between(dtype: torch.dtype) -> None:
+    """Normalise rows, turn heads with and without norms, gate rows."""
+    norm, heads = layers.CardNorm(torch.zeros(128, dtype=dtype), 1e-5), (8, 2, 128)
+    norm(torch.zeros(1, 3, 128, dtype=dtype))
+    joined, sides = torch.zeros(1, 3, 12 * 128, dtype=dtype), torch.zeros(1, 3, 128, dtype=dtype)
+    for rotation in (Rotation(128, False, "doubled", True, False),
+                     Rotation(64, True, "once", False, True)):  # fmt: skip
+        for norms in (None, (norm, norm)):
+            layers.turn(joined, rotation, (sides, sides), norms, heads)
+    linears.gate(torch.zeros(3, 256, dtype=dtype))
 
 
 def matrices_of(form: Form, n_experts: int, n_out: int, n_in: int) -> CardMatrices:

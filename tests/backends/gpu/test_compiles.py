@@ -16,6 +16,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 QUICK = ("bf16", "int4-window-sinks-cap")
+WEIGHTS = ("weights-q4_k", "weights-bf16")
 LARGE, SMALL = 232_448, 101_376
 """Bytes of shared memory that a program may have on an H100, and on a card for desktops."""
 
@@ -29,15 +30,20 @@ def compiled(*words: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+OF_WEIGHTS = (
+    "multiply_few", "multiply_tiles", "take_rows", "norm_rows", "turn_heads", "gate_rows"
+)  # fmt: skip
+
+
 @needs_triton
 def test_kernels_compile_for_nvidia() -> None:
-    found = compiled("cuda", "90", "large", *QUICK)
+    found = compiled("cuda", "90", "large", *QUICK, *WEIGHTS)
     names = {(one["kernel"], one["case"]) for one in found}
     assert names == {
         (kernel, case)
         for kernel in ("attend_lists", "merge_parts", "write_rows", "move_rows", "copy_rows")
         for case in QUICK
-    }
+    } | {(kernel, case) for kernel in OF_WEIGHTS for case in WEIGHTS}
     assert all(int(str(one["shared"])) <= LARGE for one in found)
 
 

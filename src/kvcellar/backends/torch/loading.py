@@ -22,6 +22,7 @@ from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gguf import makers_of, other_types
+from kvcellar.backends.torch.gpu.choice import is_gpu
 from kvcellar.backends.torch.gpu.logits import samples_on
 from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
 from kvcellar.backends.torch.networks import empty_network, load_network
@@ -55,6 +56,7 @@ from kvcellar.models.tokenizer import (
     quiet,
 )
 from kvcellar.models.weights import (
+    BESIDE_BLOCKS,
     BETWEEN_BLOCKS,
     FILE,
     Matrix,
@@ -268,16 +270,17 @@ def versions() -> dict[str, str]:
 
 
 def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None]:
-    """Read the weights; return the module, and what the kernel has of it.
+    """Read the weights; return the module on its device, and what a kernel has of it.
 
     Raises:
         ModelError: weights that are missing, or not this architecture's.
     """
+    on_card = found.weights is not None and is_gpu(found.device)
     network = load_network(
         found.folder,
         found.raw,
         dtype=found.dtype,
-        device=found.device,
+        device=torch.device("cpu") if on_card else found.device,
         keeps_mxfp4=found.weights is not None,
         kept=found.kept,
     )
@@ -289,6 +292,11 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None]:
         hold_mixers(network, known)
         return network, None
     report(0.95, "packing the weights")
+    if on_card:
+        from kvcellar.backends.torch.gpu.hold import hold_on_card  # it imports Triton
+
+        to = found.weights, found.device
+        return network, hold_on_card(network, *to, known=known, blocks=found.blocks)
     is_first = not known.is_file()
     held = hold_weights(network, found.weights, known=known, blocks=found.blocks)
     if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):
@@ -364,14 +372,10 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     counted = _blocks(folder, raw, facts, options, asked)
     if counted.blocks:
         asked = FILE
-        wanted = BETWEEN_BLOCKS if wanted in (None, "auto") else wanted
+        wanted = _between(_device(options)) if wanted in (None, "auto") else wanted
     dtype, device = pick_types(wanted, options.device, raw, stored)
-    weights = choose_weights(
-        asked,
-        str(dtype).removeprefix("torch."),
-        is_cpu=device.type == "cpu",
-        is_built=reads_weights(),
-    )
+    has_kernel = reads_weights() and _has_kernel(device)
+    weights = choose_weights(asked, str(dtype).removeprefix("torch."), has_kernel=has_kernel)
     kept = {counted.keys[name]: one.shape for name, one in counted.blocks.items()}
     return _Found(folder, raw, dtype, device, weights, facts, counted.blocks, kept)
 
@@ -384,8 +388,8 @@ def _blocks(
     Raises:
         ConfigError: that was asked for, and none can.
     """
-    is_cpu = options.device is None or torch.device(options.device).type == "cpu"
-    if not (may_keep(raw, folder) and is_cpu and wants_blocks(asked, options.dtype)):
+    has_kernel = _has_kernel(_device(options))
+    if not (may_keep(raw, folder) and has_kernel and wants_blocks(asked, options.dtype)):
         return NOTHING
     counted = _count(raw, facts, folder)
     if asked == FILE and reads_weights() and not counted.blocks:
@@ -395,6 +399,21 @@ def _blocks(
         )
     is_taken = asked == FILE or are_blocks(counted.sizes, counted.matrices)
     return counted if is_taken else NOTHING
+
+
+def _device(options: LoadOptions) -> torch.device:
+    """Return where a model goes."""
+    return torch.device("cpu" if options.device is None else options.device)
+
+
+def _between(device: torch.device) -> str:
+    """Return the type that a model of a file's blocks computes in, where none is asked for."""
+    return BESIDE_BLOCKS if is_gpu(device) else BETWEEN_BLOCKS
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Return true if a kernel of ours reads weights on a device: the CPU's, or Triton's."""
+    return device.type == "cpu" or is_gpu(device)
 
 
 def _read_raw(folder: Path) -> dict[str, Any]:
@@ -464,7 +483,14 @@ def size_model(options: LoadOptions) -> ModelCacheSpec:
     path = find_config(options.model)
     if path.suffix != ".json":
         _read_raw(path)
-    return size_checkpoint(options, model_facts, has_kernel=True, is_coded=codes_weights())
+    device = _device(options)
+    return size_checkpoint(
+        options,
+        model_facts,
+        has_kernel=_has_kernel(device),
+        is_coded=codes_weights() and not is_gpu(device),
+        between=_between(device),
+    )
 
 
 def count_parameters(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,27 +196,35 @@ class _CardHolder:
 
     def hold_experts(self) -> None:
         """Have the experts of mixtures on the card."""
-        self.n_held += replace_experts(self._model, self._held_experts, self._experts)
-        self.n_held += replace_sorted(self._model, self._held_experts)
-
-    def _held_experts(self, found: FoundExperts) -> CardExperts:
-        up, down = (
-            experts_on_card(one, self._bits(one), self._device) for one in (found.up, found.down)
-        )
-        up_bias, down_bias = (
-            None if one is None else one.to(self._device).contiguous()
-            for one in (found.up_bias, found.down_bias)
-        )
-        return CardExperts((up, down), (up_bias, down_bias), found.between, found.after)
-
-    def _bits(self, weights: Weights) -> int:
-        """Return how many bits weights of experts get, where they are numbers."""
-        is_to_pack = self._weights not in (FILE, "bf16")
-        if not isinstance(weights, ExpertRows) or not is_to_pack:
-            return FLOATS
-        return bits_of(self._weights) if can_pack(weights[0].shape[1]) else FLOATS
+        make = partial(card_experts, weights=self._weights, device=self._device)
+        self.n_held += replace_experts(self._model, make, self._experts)
+        self.n_held += replace_sorted(self._model, make)
 
     def _put(self, name: str, held: nn.Module) -> None:
         """Put a module wherever the model has the one of a name."""
         for one in self._names.get(name, [name]):
             self._model.set_submodule(one, held)
+
+
+def card_experts(found: FoundExperts, weights: str, device: torch.device) -> CardExperts:
+    """Put the experts of a mixture on a card.
+
+    Args:
+        found: them, in main memory.
+        weights: as of ``hold_on_card``; those that were shipped or stored otherwise stay so.
+        device: where they go.
+    """
+    up, down = (experts_on_card(one, _bits(one, weights), device) for one in (found.up, found.down))
+    up_bias, down_bias = (
+        None if one is None else one.to(device).contiguous()
+        for one in (found.up_bias, found.down_bias)
+    )
+    return CardExperts((up, down), (up_bias, down_bias), found.between, found.after)
+
+
+def _bits(experts: Weights, weights: str) -> int:
+    """Return how many bits weights of experts get, where they are numbers."""
+    is_to_pack = weights not in (FILE, "bf16")
+    if not isinstance(experts, ExpertRows) or not is_to_pack:
+        return FLOATS
+    return bits_of(weights) if can_pack(experts[0].shape[1]) else FLOATS

@@ -82,37 +82,47 @@ class CardAttention(KernelAttention):
         """Attend ``[1, T, hidden] -> [1, T, n_heads * head_dim]``."""
         joined = self.qkv_proj(x)
         norms = self.q_norm, self.k_norm
+        own = None
         if isinstance(norms[0], CardNorm) and isinstance(norms[1], CardNorm):
-            self._turn(joined, sides, (norms[0], norms[1]))
-        elif norms[0] is None or norms[1] is None:
-            self._turn(joined, sides, None)
-        else:
+            own = norms[0], norms[1]
+        elif norms[0] is not None and norms[1] is not None:
             heads, n_q, n_k = self._heads(joined)
-            parts = heads.split([n_q, n_k, n_k], 2)
-            q, k = norms[0](parts[0]), norms[1](parts[1])
-            joined = torch.cat([q, k, parts[2]], 2).view(joined.shape)
-            self._turn(joined, sides, None)
+            q, k, v = heads.split([n_q, n_k, n_k], 2)
+            joined = torch.cat([norms[0](q), norms[1](k), v], 2).view(joined.shape)
+        turn(joined, self.rotation, sides, own, (self.n_heads, self.n_kv_heads, self.head_dim))
         return self.attend(joined, kwargs)
 
-    def _turn(
-        self, joined: Tensor, sides: Sides | None, norms: tuple[CardNorm, CardNorm] | None
-    ) -> None:
-        """Normalise and rotate q and k of ``[1, T, q, k and v]`` in place."""
-        if norms is None and not self.rotation.n_turned:
-            return
-        rotation, n_tokens = self.rotation, joined.shape[1]
-        cos, sin = _sides(rotation, sides, joined)
-        q, k = norms or (None, None)
-        half = triton.next_power_of_2(max(1, rotation.n_turned // 2))
-        rest = triton.next_power_of_2(max(1, self.head_dim - rotation.n_turned))
-        with on_device(joined.device):
-            between.turn_heads[(n_tokens, self.n_heads + self.n_kv_heads)](
-                joined, cos, sin, cos if q is None else q.weight, cos if k is None else k.weight,
-                0.0 if q is None else q.eps, 0.0 if k is None else k.eps, self.n_heads,
-                joined.stride(1), self.head_dim, cos.stride(1), rotation.n_turned,
-                rotation.is_paired, 2 if rotation.layout == "repeated" else 1, norms is not None,
-                half, rest, num_warps=1,
-            )  # fmt: skip
+
+def turn(
+    joined: Tensor,
+    rotation: Rotation,
+    sides: Sides | None,
+    norms: tuple[CardNorm, CardNorm] | None,
+    heads: tuple[int, int, int],
+) -> None:
+    """Normalise and rotate q and k in place, in one launch; in none where there is nothing to do.
+
+    Args:
+        joined: ``[1, T, q, k and v]``.
+        rotation: of q and k.
+        sides: cosines and sines as the model makes them.
+        norms: of q's and k's heads, or None.
+        heads: how many are q's, how many k's, and their size.
+    """
+    if norms is None and not rotation.n_turned:
+        return
+    n_q, n_k, dim = heads
+    cos, sin = _sides(rotation, sides, joined)
+    q, k = norms or (None, None)
+    half = triton.next_power_of_2(max(1, rotation.n_turned // 2))
+    rest = triton.next_power_of_2(max(1, dim - rotation.n_turned))
+    with on_device(joined.device):
+        between.turn_heads[(joined.shape[1], n_q + n_k)](
+            joined, cos, sin, cos if q is None else q.weight, cos if k is None else k.weight,
+            0.0 if q is None else q.eps, 0.0 if k is None else k.eps, n_q,
+            joined.stride(1), dim, cos.stride(1), rotation.n_turned, rotation.is_paired,
+            2 if rotation.layout == "repeated" else 1, norms is not None, half, rest, num_warps=1,
+        )  # fmt: skip
 
 
 def _sides(rotation: Rotation, sides: Sides | None, joined: Tensor) -> Sides:
