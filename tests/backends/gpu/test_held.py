@@ -63,7 +63,7 @@ def logits(model: Any) -> np.ndarray:
 
 
 def by_torch(folder: Path, weights: str) -> Any:
-    """The same model by torch, in float32, with the numbers that packed weights stand for."""
+    """Load a model by torch, in float32, with the numbers that packed weights stand for."""
     model = load_model(folder, weights="none", dtype="float32")
     network: Any = model.network
     head = network.get_output_embeddings()

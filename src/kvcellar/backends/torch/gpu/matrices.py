@@ -32,7 +32,7 @@ _AT_A_TIME = 1 << 26
 
 
 class Form(NamedTuple):
-    """How a matrix is held.
+    """Form of a matrix: what its numbers and what is beside them stand for.
 
     Attributes:
         bits: of a number: 4 or 8; 16 for floats, of any type, that are weights by themselves.
