@@ -17,6 +17,7 @@ from kvcellar.agents.templates import TemplateReport, check_template
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService
+from kvcellar.engine.embedding import Embedder, Pooling
 from kvcellar.engine.speculate import (
     Drafter,
     DraftModel,
@@ -29,6 +30,7 @@ from kvcellar.home import default_home
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
+from kvcellar.models.pooling import pooling_of
 from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
 from kvcellar.models.snapshots import slots_bytes, what_resumes
@@ -60,6 +62,8 @@ class ModelHost:
         template: what its chat template does to old turns; None without one.
         restoring: one restore at a time: the second of two forks finds what the first brought.
         space: of all its histories in the engine's cache.
+        embedder: makes vectors of texts with the same weights; None: nobody does.
+        pooling: how these vectors are pooled where a request does not say.
     """
 
     name: str
@@ -77,6 +81,8 @@ class ModelHost:
     template: TemplateReport | None = None
     restoring: Gate = field(default_factory=Gate)
     space: Space = SHARED
+    embedder: Embedder | None = None
+    pooling: Pooling = "mean"
     _on_close: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -170,6 +176,8 @@ def open_host(
             weights=loaded.held_as,
             capacity=_granted(chosen, engine.cache.capacity, options.memory_bytes),
             template=check_template(loaded.tokenizer) if has_template else None,
+            embedder=Embedder(loaded, options, budgets[0]),
+            pooling=pooling_of(loaded.path),
             _on_close=stack.pop_all(),
         )
 

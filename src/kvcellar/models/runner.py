@@ -85,6 +85,21 @@ class FeatureRunner(Runner, Protocol):
 
 
 @runtime_checkable
+class HiddenRunner(Runner, Protocol):
+    """A runner that also tells what the model makes logits of."""
+
+    def forward_hidden(
+        self, token_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray
+    ) -> FloatArray:
+        """Run the tokens as ``forward`` and make no logits.
+
+        Returns:
+            The hidden states ``[T, hidden_size]`` of all tokens, behind the model's last norm.
+        """
+        ...
+
+
+@runtime_checkable
 class AdaptingRunner(Runner, Protocol):
     """A runner whose tokens may each be computed with an adapter beside the model's weights.
 

@@ -21,6 +21,7 @@ from kvcellar.server.routes import (
     agents,
     anthropic,
     completions,
+    embeddings,
     infill,
     lookup,
     observe,
@@ -39,6 +40,7 @@ _ROUTES = (
     ollama,
     lookup,
     infill,
+    embeddings,
     agents,
     observe,
     viewer,
@@ -90,18 +92,7 @@ def create_api(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.watch = Watch(service)
-    for module in (
-        openai,
-        completions,
-        responses,
-        anthropic,
-        ollama,
-        lookup,
-        infill,
-        agents,
-        observe,
-        viewer,
-    ):
+    for module in _ROUTES:
         app.include_router(module.router)
 
     @app.exception_handler(KVCellarError)

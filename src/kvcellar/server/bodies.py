@@ -55,8 +55,8 @@ _DRAIN_SILENT_S = 0.5
 """How much of a body that nobody wants is taken, for how long, and how long it may stop coming."""
 
 _IMPORT = "/v1/agents/import"
-_BATCHES = "/v1/completions"
-"""Has prompts by the hundred, each of which may be as long as the context."""
+_BATCHES = ("/v1/completions", "/v1/embeddings", "/api/embed")
+"""Have prompts by the hundred, each of which may be as long as the context."""
 
 _NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'",[{')
 
@@ -80,7 +80,7 @@ class Bodies:
         limit = config.max_body_bytes
         if scope["path"] == _IMPORT:
             limit = config.max_import_bytes
-        elif scope["path"] != _BATCHES and (prompt := self._service.models.longest_prompt()):
+        elif scope["path"] not in _BATCHES and (prompt := self._service.models.longest_prompt()):
             most, context = prompt
             most *= _BYTES_PER_BYTE
             if n_bytes > most + _ROOM_BYTES:

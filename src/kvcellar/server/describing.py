@@ -82,6 +82,8 @@ def capabilities_of(host: ModelHost) -> list[str]:
         found.append("insert")
     if getattr(host.tokenizer, "chat_template", None):
         found.append("tools")
+    if host.embedder is not None:
+        found.append("embedding")
     if dialect_of(host).reasoning is not None:
         found.append("thinking")
     return found

@@ -83,6 +83,7 @@ class Forward:
         offsets: ``[T]`` positions, as ropes take them.
         rows: ``[R]`` tokens whose logits are wanted; None: of one token, its own.
         wanted: layers whose inputs are to be kept.
+        hidden: what logits are made of, ``[R, 1, hidden]``.
         inputs: what was kept, ``[T, 1, hidden]`` by layer.
     """
 
@@ -99,6 +100,7 @@ class Forward:
         self._state_caches: list[StateCache] = []
         self.wanted: tuple[int, ...] = ()
         self.inputs: dict[int, mx.array] = {}
+        self.hidden: mx.array | None = None
 
     def begin(self, positions: IntArray, rows: IntArray | None) -> None:
         """Begin a forward of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
@@ -366,6 +368,8 @@ def _selecting(base: type, name: str) -> type:
         forward = _current()
         if forward is not None and forward.rows is not None:
             x = mx.take(x, forward.rows, axis=0)
+        if forward is not None:
+            forward.hidden = x
         out: mx.array = own(self, x, *args, **kwargs)
         return out
 

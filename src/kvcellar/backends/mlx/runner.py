@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcellar.backends.mlx.binding import Forward, Running, bind_features
 from kvcellar.backends.mlx.learning import Learnt
+from kvcellar.errors import ConfigError
 from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray
@@ -60,6 +61,40 @@ class MlxRunner(BoundRunner):
             return np.array(logits), np.array(features)
         finally:
             forward.inputs.clear()
+            forward.hidden = None
+
+    def forward_hidden(
+        self, token_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray
+    ) -> FloatArray:
+        """See :meth:`kvcellar.models.runner.HiddenRunner.forward_hidden`.
+
+        Raises:
+            ConfigError: the module that makes logits was not found, nor what it is given.
+        """
+        if not self._is_head_bound:
+            raise ConfigError(
+                "what this model makes logits of is not known, so it has no hidden states; ask "
+                "another model"
+            )
+        rows = list(range(len(token_ids)))
+        return self._forward(self._hidden, token_ids, positions, rows, has_features=False)[0]
+
+    def _hidden(
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        """Run the model; what its head is given is evaluated, and logits, being lazy, are not."""
+        forward = self._shared
+        forward.begin(at, rows)
+        forward.wanted = ()
+        try:
+            with self._on_device(), Running(forward):
+                self._model(mx.array(ids[:, None]), cache=self._caches)
+                assert forward.hidden is not None, "the head was given something"
+                states = forward.hidden[:, 0].astype(mx.float32)
+                cache.settle(states)
+            return np.array(states), np.empty((len(ids), 0), np.float32)
+        finally:
+            forward.hidden = None
 
     def _wanted(self, logits: mx.array) -> mx.array:
         """Return ``[R, vocab]`` of logits ``[R, 1, vocab]``, or of all tokens' where no head is."""

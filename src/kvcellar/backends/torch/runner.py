@@ -74,6 +74,24 @@ class TorchRunner(BoundRunner):
         self.graphs = _graphs_of(model, self._feature_modules)
         """Small forwards on a card as graphs; None: all are the modules' own."""
 
+    def forward_hidden(
+        self, token_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray
+    ) -> FloatArray:
+        """See :meth:`kvcellar.models.runner.HiddenRunner.forward_hidden`."""
+        return self._forward(self._hidden, token_ids, positions, None, has_features=False)[0]
+
+    def _hidden(
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        """Run the modules below the head; there are neither rows nor features."""
+        places = self._tensor(at[None])
+        with use_cache(cache), torch.inference_mode(), Positions(places, self._rope_length):
+            found = self._network.base_model(
+                input_ids=self._tensor(ids[None]), position_ids=places, use_cache=False
+            )
+        states = found.last_hidden_state[0].float().cpu().numpy()
+        return states, np.empty((len(ids), 0), np.float32)
+
     def _run(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[FloatArray, FloatArray]:

@@ -1,11 +1,12 @@
-"""Ollama's API, as far as its clients ask for models and answers; streams are lines of JSON."""
+"""Ollama's API: models, answers and vectors, but no changes; streams are lines of JSON."""
 
 from fastapi import APIRouter
 
-from kvcellar.server.routes.ollama import answers, models
+from kvcellar.server.routes.ollama import answers, embed, models
 
 router = APIRouter(tags=["Ollama"])
 router.include_router(models.router)
 router.include_router(answers.router)
+router.include_router(embed.router)
 
 __all__ = ["router"]

@@ -1,0 +1,43 @@
+"""OpenAI's embeddings."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcellar.server.bodies import BodyRoute
+from kvcellar.server.embedding import embed
+from kvcellar.server.schemas.embeddings import EmbeddingsRequest
+from kvcellar.server.service import service_of
+from kvcellar.server.streams import until_gone
+from kvcellar.server.telling import ignored_of, note
+
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+
+
+@router.post("/v1/embeddings", response_model=None)
+async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
+    """Return a vector of each text, pooled from the model's last hidden states."""
+    service = service_of(request)
+    path = service.models.resolve(body.model)
+    work = embed(service, path, body.input, dimensions=body.dimensions, pooling=body.pooling)
+    found = await until_gone(request, work)
+    note(request, prompt_tokens=found.n_tokens)
+
+    def written(vector: Any) -> str | list[float]:
+        if body.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        numbers: list[float] = vector.tolist()
+        return numbers
+
+    data = [
+        {"object": "embedding", "index": i, "embedding": written(vector)}
+        for i, vector in enumerate(found.vectors)
+    ]
+    usage = {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens}
+    head = {"object": "list", "model": service.models.public(path)}
+    return JSONResponse({**head, "data": data, "usage": usage}, headers=ignored_of(body))

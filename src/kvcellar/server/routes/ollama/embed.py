@@ -1,0 +1,48 @@
+"""Ollama's embeddings."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcellar.server.bodies import BodyRoute
+from kvcellar.server.embedding import embed
+from kvcellar.server.routes.ollama.models import path_of
+from kvcellar.server.schemas.embeddings import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from kvcellar.server.service import service_of
+from kvcellar.server.streams import until_gone
+from kvcellar.server.telling import ignored_of, note
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.post("/api/embed", response_model=None)
+async def embed_texts(request: Request, body: OllamaEmbedRequest) -> Response:
+    """Return a vector of each text."""
+    service, started_s = service_of(request), time.perf_counter()
+    path = path_of(service, body.model)
+    is_cut = body.truncate is not False
+    work = embed(service, path, body.input, dimensions=body.dimensions, is_cut=is_cut)
+    found = await until_gone(request, work)
+    note(request, prompt_tokens=found.n_tokens)
+    said = {
+        "model": body.model,
+        "embeddings": found.vectors.tolist(),
+        "total_duration": int((time.perf_counter() - started_s) * 10**9),
+        "load_duration": 0,
+        "prompt_eval_count": found.n_tokens,
+    }
+    return JSONResponse(said, headers=ignored_of(body))
+
+
+@router.post("/api/embeddings", response_model=None)
+async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Response:
+    """Return the vector of one text."""
+    service = service_of(request)
+    path = path_of(service, body.model)
+    found = await until_gone(request, embed(service, path, body.prompt, is_cut=True))
+    note(request, prompt_tokens=found.n_tokens)
+    return JSONResponse({"embedding": found.vectors[0].tolist()}, headers=ignored_of(body))
