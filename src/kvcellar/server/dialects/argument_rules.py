@@ -42,8 +42,7 @@ class Rules:
         spelt = self.dialect.spelt(text)
         before = re.split(f"[{MARKS}]", spelt)[0]
         if before != spelt:  # text ends where the token of a mark comes
-            last = re.escape(before).replace("/", "\\/")
-            ends = f"/(.|\\n)*{last}/" if before else "TEXT"
+            ends = f"/(.|\\n)*{regex_of(before)}/" if before else "TEXT"
             return f"{ends} {literal(self.dialect, self.dialect.written(spelt[len(before) :]))}"
         if text not in self._lazy:
             self._lazy[text] = f"until_{len(self._lazy)}"
@@ -56,19 +55,25 @@ class Rules:
 
 
 def literal(dialect: Dialect, text: str) -> str:
-    """Write a literal: text in quotes, and the tokens of marks."""
-    tokens = {dialect.spelt(one.content): one.token_id for one in dialect.tokens}
-    parts = [part for part in re.split(f"([{MARKS}])", dialect.spelt(text)) if part]
-    return " ".join(f"<[{tokens[part]}]>" if part in tokens else _quoted(part) for part in parts)
+    """Write a literal: text in quotes, the tokens of marks, and digits for ``$index``."""
+    written = {dialect.spelt(one.content): f"<[{one.token_id}]>" for one in dialect.tokens}
+    written["$index"] = "/[0-9]{1,3}/"
+    parts = [part for part in re.split(rf"([{MARKS}]|\$index)", dialect.spelt(text)) if part]
+    return " ".join(written.get(part) or _quoted(part) for part in parts)
 
 
-def filled(text: str, name: str, number: int = 0, *, is_grammar: bool = False) -> str:
-    """Fill in what a literal of a call has holes for; ``is_grammar``: but the call's number."""
+def regex_of(text: str) -> str:
+    """Write a text as the grammar's regular expressions match it."""
+    return re.sub(r"([\\/.^$*+?()\[\]{}|\"])", r"\\\1", text).replace("\n", "\\n")
+
+
+def filled(text: str, name: str, number: int | None = None) -> str:
+    """Fill in what a literal of a call has holes for; without ``number``, but the call's."""
     said = re.sub(r"\$\[.*?\$\]", "", text)
     said = said.replace("$<", "").replace("$>", "")
     quoted = json.dumps(name, ensure_ascii=False)[1:-1]
     said = said.replace('"$name"', f'"{quoted}"').replace("$name", name)
-    return said.replace("$index", "0" if is_grammar else str(number))
+    return said if number is None else said.replace("$index", str(number))
 
 
 def argument_rules(rules: Rules, form: CallForm, one: HeldArguments, number: int) -> str:
@@ -179,20 +184,53 @@ class _Tagged(_Writer):
 
 
 class _Python(_Writer):
-    """Members as arguments of a Python call."""
+    """Members as arguments of a Python call, with values as Python writes them."""
 
     def member(self, name: str, key: str, schema: Any) -> str:
-        return f"{_quoted(f'{key}=')} {self._value(schema)}"
+        return f"{_quoted(f'{key}=')} {self._value(f'{name}_v', schema)}"
 
     def any_member(self) -> str:
-        return f'{_WORD} "=" {self._value({})}'
+        return f'{_WORD} "=" {self._anything()}'
 
-    def _value(self, schema: Any) -> str:
+    def _value(self, name: str, schema: Any) -> str:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
-        words = '"True" | "False"' if kind == "boolean" else ""
         if not kind and not _is_bound(schema):
-            words = '"True" | "False" | "None"'
-        return f"({words} | {self.json(schema)})" if words else self.json(schema)
+            return self._anything()
+        if kind == "boolean":
+            return '("True" | "False")'
+        if kind == "null":
+            return '"None"'
+        if kind == "array":
+            self._rules.add(f"{name}_i", self._value(f"{name}_i_v", schema.get("items")))
+            return f'"[" ({name}_i (", " {name}_i)*)? "]"'
+        if kind == "object":
+            inside = _Keyed(self._rules, self._root, self).members(name, schema)
+            return f'"{{" {inside} "}}"'
+        return self.json(schema)
+
+    def _anything(self) -> str:
+        rules = self._rules
+        text, number = schema_json({"type": "string"}), schema_json({"type": "number"})
+        words = '"True" | "False" | "None"'
+        rules.add("any", f"%json {text} | %json {number} | {words} | any_list | any_map")
+        rules.add("any_list", '"[" (any (", " any)*)? "]"')
+        rules.add("any_pair", f'%json {text} ": " any')
+        rules.add("any_map", '"{" (any_pair (", " any_pair)*)? "}"')
+        return "any"
+
+
+class _Keyed(_Writer):
+    """Members of an object inside of Python arguments: with quotes around keys."""
+
+    def __init__(self, rules: Rules, root: Mapping[str, Any], values: _Python) -> None:
+        super().__init__(rules, root)
+        self._values = values
+
+    def member(self, name: str, key: str, schema: Any) -> str:
+        return f"{_quoted(f'{json.dumps(key)}: ')} {self._values._value(f'{name}_v', schema)}"
+
+    def any_member(self) -> str:
+        return f'%json {schema_json({"type": "string"})} ": " {self._values._anything()}'
 
 
 class _Bare(_Writer):

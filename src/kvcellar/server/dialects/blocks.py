@@ -210,17 +210,15 @@ class BlockReader:
     def _behind_call(self) -> bool:
         """Behind a call: the block's next, or its end; or text, where it does not end."""
         between, end = self._patterns.between, self._patterns.end
-        is_open = False
         for one in (between, end):
             found = one.match(self._held, partial=True) if one is not None else None
-            if found is not None and not found.partial:
+            if found is not None and found.partial:
+                return False
+            if found is not None:
                 self._mark = self._held[: found.end()] if one is between else ""
                 self._held = self._held[found.end() :]
                 self._state = self._in_head if one is between else self._in_text
                 return True
-            is_open |= found is not None
-        if is_open:
-            return False
         self._state = self._in_text
         return True
 

@@ -28,13 +28,13 @@ def channel_starts(
         rules.add(f"call_{i}", f"({front} | {behind}) {value}")
         calls.append(f"call_{i}")
     rules.add("call", " | ".join(calls))
-    thought = f"{written('<|channel|>analysis<|message|>')} TEXT"
-    preamble = f"{written('<|channel|>commentary<|message|>')} TEXT"
-    final = f"{written('<|channel|>final<|message|>')} TEXT"
-    again = written("<|end|><|start|>assistant")
+    thought = written("<|channel|>analysis<|message|>")
+    preamble = written("<|channel|>commentary<|message|>")
+    final = written("<|channel|>final<|message|>")
+    until_next = rules.text_until("<|end|><|start|>assistant")
     if is_forced:
-        rules.add("row", f"({thought} {again}){{0,2}} call")
-        return "row", f"TEXT {again} row"
+        rules.add("row", f"({thought} {until_next}){{0,2}} call")
+        return "row", f"{until_next} row"
     rules.add("side", f"{thought} | {preamble}")
-    rules.add("row", f"(side {again})* ({final} | call | side)")
-    return "row", f"TEXT ({again} row)?"
+    rules.add("row", f"(side {until_next})* ({final} TEXT | call | side TEXT)")
+    return "row", f"TEXT | {until_next} row"

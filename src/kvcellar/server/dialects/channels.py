@@ -70,22 +70,24 @@ class ChannelReader:
         if found is not None and found.partial:
             return False
         if found is None:
-            return self._go_without_header()
+            mark = self._mark.match(self._held)  # in a place where it means nothing
+            end = mark.end() if mark is not None else 0
+            self._said.say(self._held[:end])
+            self._held, self._state = self._held[end:], self._in_plain
+            return True
         self._held = self._held[found.end() :]
         self._begin(found["channel"] or "final", found["to"] or "")
         return bool(self._held)
 
-    def _go_without_header(self) -> bool:
-        """Read what begins with no header as text, up to the next mark."""
+    def _in_plain(self) -> bool:
+        """Read what begins with no header as text, up to a mark with which one may begin."""
         found = self._mark.search(self._held, partial=True)
         end = len(self._held) if found is None else found.start()
-        if found is not None and not found.partial and not end:
-            end = found.end()  # a mark in a place where it means nothing
-            self._held = self._held[end:]
-            return True
+        is_mark = found is not None and not found.partial
         self._said.say(self._held[:end])
         self._held = self._held[end:]
-        return found is not None and not found.partial
+        self._state = self._in_header if is_mark else self._in_plain
+        return is_mark
 
     def _begin(self, channel: str, recipient: str) -> None:
         """Go into a message's body."""
@@ -104,8 +106,8 @@ class ChannelReader:
         found = self._ends.search(self._held, partial=True)
         end = len(self._held) if found is None else found.start()
         self._tell(self._held[:end])
-        self._held = self._held[end:]
         if found is None or found.partial:
+            self._held = self._held[end:]
             return False
         return self._end(found)
 

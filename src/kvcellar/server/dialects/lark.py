@@ -7,10 +7,15 @@ token for is that token; what is spelt like it is text, in which tokens of marks
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
-from kvcellar.server.dialects.argument_rules import Rules, argument_rules, filled, literal
+from kvcellar.server.dialects.argument_rules import (
+    Rules,
+    argument_rules,
+    filled,
+    literal,
+    regex_of,
+)
 from kvcellar.server.dialects.channel_rules import channel_starts
 from kvcellar.server.dialects.dialect import CallForm, Dialect, JsonArguments
 from kvcellar.server.holding import HeldArguments, schema_json
@@ -57,23 +62,27 @@ def call_grammars(
 
 def _call_rules(rules: Rules, arguments: Sequence[HeldArguments]) -> None:
     """Add a rule for each tool's call, behind what opens a block."""
-    form = rules.dialect.calls
+    dialect, form = rules.dialect, rules.dialect.calls
     assert form is not None
-    names = []
+    names, firsts = [], []
     for i, one in enumerate(arguments):
-        head = literal(rules.dialect, filled(form.heads[0], one.name, is_grammar=True))
-        tail = literal(rules.dialect, filled(form.tail, one.name, is_grammar=True))
+        head = filled(form.heads[0], one.name)
+        said = argument_rules(rules, form, one, i)
+        rest = f"{said} {literal(dialect, filled(form.tail, one.name))}"
+        rules.add(f"call_{i}", f"{literal(dialect, head)} {rest}")
         names.append(f"call_{i}")
-        rules.add(names[-1], f"{head} {argument_rules(rules, form, one, i)} {tail}")
+        firsts.append(f"/[ \\n]{{0,2}}{regex_of(form.begin + head)}/ {rest}")
     rules.add("call", " | ".join(names))
+    if form.is_first:
+        rules.add("first", " | ".join(firsts))
 
 
-def _block(rules: Rules, form: CallForm, most: int) -> str:
+def _block(rules: Rules, form: CallForm, most: int, call: str = "call") -> str:
     """Write what comes behind the mark of a block."""
     end = literal(rules.dialect, form.end)
     if form.between is None or most < 2:
-        return f"call {end}"
-    return f"call ({literal(rules.dialect, form.between)} call){{0,{most - 1}}} {end}"
+        return f"{call} {end}"
+    return f"{call} ({literal(rules.dialect, form.between)} call){{0,{most - 1}}} {end}"
 
 
 def _forced(rules: Rules, most: int) -> tuple[str, str]:
@@ -96,11 +105,11 @@ def _free(rules: Rules, most: int) -> tuple[str, str]:
     """Text, reasoning in which nothing is a call, and calls."""
     form, marks = rules.dialect.calls, rules.dialect.reasoning
     assert form is not None
-    block = _block(rules, form, 1 if most < 2 else MOST_IN_BLOCK)
-    opened = _opened(rules)
+    opened, most_in_block = _opened(rules), 1 if most < 2 else MOST_IN_BLOCK
     if form.is_first:
-        _first_body(rules, form, block)
+        _first_body(rules, form, most_in_block)
     else:
+        block = _block(rules, form, most_in_block)
         begins = [form.begin, *(one for one in form.other_begins if _is_marked(rules, one))]
         calls = " | ".join(f"{rules.text_until(begin)} {block}" for begin in begins)
         thoughts = f"TEXT {opened} thought" if opened else ""
@@ -122,13 +131,16 @@ def _free(rules: Rules, most: int) -> tuple[str, str]:
     return f"{begun} thought body | {begun} TEXT | body", "thought body | TEXT"
 
 
-def _first_body(rules: Rules, form: CallForm, block: str) -> None:
-    """Add the rule of text, or calls where an answer begins with them."""
+def _first_body(rules: Rules, form: CallForm, most: int) -> None:
+    """Add the rule of text, or calls where an answer begins with them.
+
+    Text and the beginning of a call are one term each, since of two terms the longer one counts.
+    """
     rules.add("", _plain(form))
-    calls = f"/[ \\n]{{0,2}}/ {literal(rules.dialect, form.begin)} {block}"
+    block = _block(rules, form, most)
     marked = [literal(rules.dialect, one) for one in form.other_begins if _is_marked(rules, one)]
     more = f" ({' | '.join(f'{one} {block}' for one in marked)} TEXT)?" if marked else ""
-    rules.add("body", f"{calls} | PLAIN{more}")
+    rules.add("body", f"{_block(rules, form, most, 'first')} | PLAIN{more}")
 
 
 def _opened(rules: Rules) -> str:
@@ -144,7 +156,7 @@ def _plain(form: CallForm) -> str:
     if isinstance(form.arguments, JsonArguments):
         call = r'[ \n]*\{[ \n]*"name"(.|\n)*'
     else:
-        call = rf"[ \n]*{re.escape(form.begin)}[ \n]*[\w.-]+\((.|\n)*"
+        call = rf"[ \n]*{regex_of(form.begin)}[ \n]*[\w.-]+\((.|\n)*"
     return f"PLAIN: /(.|\\n)*/ & ~/{call}/"
 
 

@@ -23,7 +23,7 @@ from kvcellar.server.dialects.dialect import (
 )
 
 _ATOMS = re.compile(r"\$\w+|\$[<>\[\]]|\s+|[{}\[\]:,]|[^\s{}\[\]:,$]+")
-_WORD = rf"""[^\s"'<>()\[\]{{}}|,:={MARKS}]+"""
+_WORD = rf"""[^\s"'`<>()\[\]{{}}|,:={MARKS}]+"""
 _JSON_TEXT = r'(?:[^"\\]|\\.)*'
 _HOLES = {
     "$name": f"(?P<name>{_WORD})",
