@@ -90,7 +90,10 @@ def raw(value: Any) -> str:
 
 
 def keywords(value: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={one!r}" for key, one in value.items())
+    return ", ".join(
+        f"{key}={dumps(one) if isinstance(one, str) and one.isalpha() else repr(one)}"
+        for key, one in value.items()
+    )
 
 
 def bare(value: Any, quote: str) -> str:
@@ -502,10 +505,10 @@ FORMATS = {
 
 PATH = ("read_file", {"path": "src/main.py"})
 MANY = ("run", {"text": "x", "n": -3, "ratio": 0.5, "is_deep": True, "nothing": None})
-NESTED = ("run", {"more": {"a": [1, {"b": "c"}], "d": False}, "tags": ["x", "y z"]})
+NESTED = ("run", {"tags": ["x", "y z"], "more": {"a": [1, {"b": "c"}], "d": False}})
 QUOTES = ("run", {"text": "say \"hi\" and 'bye'\nback\\slash\té 漢 🙂 {[(<>)]}"})
 CODE = ("run", {"path": "a.py", "text": "def f(x):\n    if x < 3:\n        return {'a': [x]}\n\n"})
-BLANK = ("run", {"text": "", "path": "  two  spaces  "})
+BLANK = ("run", {"path": "  two  spaces  ", "text": ""})
 
 
 def outputs() -> Iterator[Output]:
@@ -546,6 +549,7 @@ def _good(name: str, how: Format) -> Iterator[Output]:
         preamble = "⟦<|channel|>⟧commentary⟦<|message|>⟧I look.⟦<|end|>⟧⟦<|start|>⟧assistant"
         yield Output(name, "text and a call", preamble + write([PATH]), "I look.", calls=[PATH])
         front = write([PATH]).replace("⟦<|channel|>⟧commentary to=functions.read_file ", "")
+        front = front.replace("⟦<|constrain|>⟧", "")
         front = f" to=functions.read_file⟦<|channel|>⟧commentary {front}"
         yield Output(name, "a recipient in front", front, calls=[PATH])
         return
