@@ -91,7 +91,9 @@ def key_of(ref: Reference) -> ModelKey:
 
 
 def check_said(
-    messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[Mapping[str, Any]] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Make sure that what a turn brings can be kept, and read again.
 
@@ -103,6 +105,7 @@ def check_said(
             _check_message(plain(dict(message), f"messages[{i}]"), f"messages[{i}]")
         for i, tool in enumerate(tools or ()):
             plain(dict(tool), f"tools[{i}]")
+        plain(dict(template_kwargs or {}), "template_kwargs")
     except (BadFactError, KeyError, TypeError, ValueError) as error:
         said = f"a message has no {error}" if isinstance(error, KeyError) else str(error)
         raise PromptError(f"this conversation cannot be kept: {said}") from error
@@ -159,6 +162,7 @@ def _check(facts: dict[str, Any], n_tokens: int) -> None:
     if facts["tools"] is not None:
         for i, tool in enumerate(items(facts["tools"], "tools")):
             object_of(tool, f"tools[{i}]")
+    object_of(facts.get("template_kwargs", {}), "template_kwargs")
     for i, turn in enumerate(items(facts["turns"], "turns")):
         _check_turn(turn, f"turns[{i}]", n_tokens)
     for name in ("created_s", "used_s"):
@@ -186,7 +190,7 @@ def _check_message(value: Any, where: str) -> None:
                 object_of(part, f"a part of {where}.content")
     elif content is not None:
         text(content, f"{where}.content")
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             text(message[name], f"{where}.{name}")
     if message.get("tool_calls") is not None:

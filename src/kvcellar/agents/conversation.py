@@ -47,6 +47,7 @@ class Prefixes:
         tokenizer: of the model.
         messages: the conversation.
         tools: definitions of its tools.
+        template_kwargs: what else the template takes.
         rendered: the conversation as the template writes it.
         tokens: of the conversation.
         n_common: leading tokens that the history has, too.
@@ -57,6 +58,7 @@ class Prefixes:
     tokenizer: AgentTokenizer
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
+    template_kwargs: Mapping[str, Any]
     rendered: Rendered
     tokens: History
     n_common: int
@@ -73,13 +75,7 @@ class Prefixes:
             return self.n_common
         self.n_left -= 1
         try:
-            rendered = render(
-                self.tokenizer,
-                self.messages[:n_messages],
-                self.tools,
-                is_asking=is_asking,
-                control_tokens_in_text=self.control_tokens_in_text,
-            )
+            rendered = self._render(self.messages[:n_messages], is_asking=is_asking)
         except ModelError:  # a template may want the user to have the last word
             return self.n_common
         part = History(encode(self.tokenizer, rendered))
@@ -113,13 +109,7 @@ class Prefixes:
         are the beginning's. 0 where the template refuses these messages.
         """
         try:
-            part = render(
-                self.tokenizer,
-                messages,
-                self.tools,
-                is_asking=False,
-                control_tokens_in_text=self.control_tokens_in_text,
-            )
+            part = self._render(messages, is_asking=False)
         except ModelError:
             return 0
         whole = self.rendered
@@ -130,6 +120,16 @@ class Prefixes:
             if tail and self.tokens[n:].tolist() == tail:
                 return n
         return self.tokens.common_prefix(History(encode(self.tokenizer, part)))
+
+    def _render(self, messages: Sequence[Message], *, is_asking: bool) -> Rendered:
+        return render(
+            self.tokenizer,
+            messages,
+            self.tools,
+            template_kwargs=self.template_kwargs,
+            is_asking=is_asking,
+            control_tokens_in_text=self.control_tokens_in_text,
+        )
 
 
 def _otherwise(message: Message) -> Message:
@@ -146,8 +146,9 @@ class Spoken:
         messages: the conversation, as the model reads it.
         n_known: leading messages that the history has, too.
         tools: the definitions that were rendered.
-        changed: ``system``, ``tools``, ``truncated``, ``edited``, ``echoed`` or ``template``: what
-            may keep the history from being continued; None where all of it was sent again.
+        template_kwargs: what else the template took.
+        changed: ``system``, ``tools``, ``truncated``, ``edited`` or ``echoed``: what may keep the
+            history from being continued; None where all of it was sent again.
         changes: what rules changed.
         prefixes: its tokens, and where its messages end.
         begun: the text with which the answer has begun already, as it was sent.
@@ -156,6 +157,7 @@ class Spoken:
     messages: list[Message]
     n_known: int
     tools: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any]
     changed: str | None
     changes: tuple[RuleChange, ...]
     prefixes: Prefixes = field(repr=False)
@@ -176,6 +178,7 @@ def plan_messages(
     tools: Sequence[Mapping[str, Any]] | None,
     rules: Collection[str],
     *,
+    template_kwargs: Mapping[str, Any] | None = None,
     control_tokens_in_text: bool = False,
     context: int | None = None,
 ) -> Spoken:
@@ -190,6 +193,7 @@ def plan_messages(
             with.
         tools: definitions of tools, as the template takes them.
         rules: names of rules for volatile text; see ``volatile.RULES``.
+        template_kwargs: what else the template takes.
         control_tokens_in_text: let messages spell control tokens.
         context: tokens that the conversation may have; None: any number.
 
@@ -206,10 +210,12 @@ def plan_messages(
         )
     ruled = apply_rules(said, tools, rules, known)
     begun_message = [dict(messages[-1])] if begun else []
+    kwargs = dict(template_kwargs or {})
     rendered = render(
         tokenizer,
         [*ruled.messages, *begun_message],
         ruled.tools,
+        template_kwargs=kwargs,
         control_tokens_in_text=control_tokens_in_text,
     )
     if context is not None:
@@ -223,9 +229,18 @@ def plan_messages(
     changed = what_changed(known, ruled.messages, n_known, rules) if has_same_tools else "tools"
     n_common = history.common_prefix(tokens)
     prefixes = Prefixes(
-        tokenizer, ruled.messages, ruled.tools, rendered, tokens, n_common, control_tokens_in_text
+        tokenizer,
+        ruled.messages,
+        ruled.tools,
+        kwargs,
+        rendered,
+        tokens,
+        n_common,
+        control_tokens_in_text,
     )
-    return Spoken(ruled.messages, n_known, ruled.tools, changed, ruled.changes, prefixes, begun)
+    return Spoken(
+        ruled.messages, n_known, ruled.tools, kwargs, changed, ruled.changes, prefixes, begun
+    )
 
 
 def split_begun(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str]:

@@ -12,6 +12,8 @@ from kvcellar.history import History, common_prefix
 CAUSES = {
     "system": "the system message changed; keep it constant, and put what changes behind it",
     "tools": "the tool definitions changed; keep them, and their order, for the whole conversation",
+    "arguments": "what the chat template is given beside the messages changed (enable_thinking, "
+    "reasoning_effort and the like); keep it for the whole conversation",
     "template": "the same messages became other tokens; the chat template rewrites old turns",
     "echoed": "an answer came back otherwise than it was given (trimmed, or without its thoughts); "
     "send answers back as they came",

@@ -40,6 +40,8 @@ class Turn:
             tokens as the history is not computed again.
         tokens: tokens behind the history.
         tools: definitions of tools; None: as before.
+        template_kwargs: what the chat template takes beside messages and tools, such as
+            ``enable_thinking``; None: as before, as far as the model's template takes it.
         role: who says ``text``: ``user`` or ``tool``.
         params: how to sample; left out: as the model wants it, or else the likeliest token.
         priority: higher goes first.
@@ -66,6 +68,7 @@ class Turn:
     messages: Sequence[Mapping[str, Any]] | None = None
     tokens: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
     role: str = "user"
     params: SamplingParams = _DEFAULT
     priority: int = 0
@@ -114,7 +117,8 @@ def plan_turn(
 
     Raises:
         ContextError: it has many more tokens than the model's context.
-        PromptError: there is nothing to answer, or the model takes tokens alone.
+        PromptError: there is nothing to answer, the model takes tokens alone, or its template takes
+            no argument of such a name.
         ModelError: the template refuses the messages, or there is none.
     """
     is_cut_anywhere = all(sight.is_full for sight in host.engine.cache.config.params.sights)
@@ -142,6 +146,7 @@ def plan_turn(
         messages,
         turn.tools if turn.tools is not None else agent.tools,
         rules,
+        template_kwargs=kwargs_of(turn.template_kwargs, agent, host),
         control_tokens_in_text=control_tokens_in_text,
         context=host.context,
     )
@@ -150,7 +155,18 @@ def plan_turn(
     turn.kept, turn.n_messages = _turns_within(agent, said)
     if not turn.kept and said.messages[0].get("role") == "system":
         turn.n_messages = 1
-    turn.changed = said.changed or _what_differs(agent, host, said.prefixes)
+    is_taken_otherwise = bool(agent.turns) and said.template_kwargs != agent.template_kwargs
+    turn.changed = said.changed or _what_differs(agent, host, said.prefixes, is_taken_otherwise)
+
+
+def kwargs_of(
+    given: Mapping[str, Any] | None, agent: Agent | None, host: ModelHost
+) -> Mapping[str, Any]:
+    """Return what a turn gives to its model's chat template: its own, or what its agent has had."""
+    if given is not None or agent is None:
+        return given or {}
+    takes = host.template.takes if host.template is not None else ()
+    return {name: value for name, value in agent.template_kwargs.items() if name in takes}
 
 
 def _turns_within(agent: Agent, said: Spoken) -> tuple[tuple[TurnRecord, ...], int]:
@@ -178,11 +194,15 @@ def _turns_within(agent: Agent, said: Spoken) -> tuple[tuple[TurnRecord, ...], i
     return tuple(reversed(moved)), kept[-1][1] if kept else 0
 
 
-def _what_differs(agent: Agent, host: ModelHost, prefixes: Prefixes) -> str | None:
+def _what_differs(
+    agent: Agent, host: ModelHost, prefixes: Prefixes, is_taken_otherwise: bool
+) -> str | None:
     """Say why messages that are the same have other tokens; None where they have not."""
     at, history = prefixes.n_common, agent.tokens
     if at >= len(history) - 1:
         return None
+    if is_taken_otherwise:
+        return "arguments"
     for turn in agent.turns:
         if turn.n_prompt <= at < turn.stop:
             assert host.tokenizer is not None
@@ -230,12 +250,12 @@ def record_turn(
         if turn.answer is not None:
             answer = turn.answer(text)
         agent.messages = (*turn.spoken.messages, answer)
-        agent.tools = turn.spoken.tools
+        agent.tools, agent.template_kwargs = turn.spoken.tools, turn.spoken.template_kwargs
     n_prompt = len(turn.prompt)
     now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason, took)
     agent.turns = (*turn.kept, now)
     is_stable = host.template is not None and host.template.is_prefix_stable
-    is_ended_alike = is_stable and turn.changed not in ("retokenised", "template")
+    is_ended_alike = is_stable and turn.changed not in ("retokenised", "template", "arguments")
     agent.resume_at = () if is_ended_alike or turn.spoken is None else turn.snapshots_at
     first = () if agent.turns[1:] else agent.notes  # what its creation had to say
     agent.notes = (*first, *model_notes(host))

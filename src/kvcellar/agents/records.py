@@ -32,6 +32,8 @@ class Agent:
     tokens: History = field(default_factory=History)
     messages: tuple[Message, ...] = ()
     tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template was given beside messages and tools."""
     turns: tuple[TurnRecord, ...] = ()
     parent: str | None = None
     parent_position: int | None = None
@@ -186,6 +188,7 @@ class Agent:
     def read_anew(self, other: Agent) -> None:
         """Take over what was said to another, of which no token is this one's yet."""
         self.messages, self.tools = plain(other.messages), other.tools
+        self.template_kwargs = other.template_kwargs
         self.tokens, self.turns, self.is_rewound = History(), (), False
         self.miss = Miss("other model", len(other.tokens), 0)
         self.advance()
@@ -193,7 +196,7 @@ class Agent:
     def take_history(self, other: Agent) -> None:
         """Take over what another has said, under the own name."""
         self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
-        self.messages = other.messages
+        self.messages, self.template_kwargs = other.messages, other.template_kwargs
         self.miss, self.used_s = other.miss, time.time()
         self.is_rewound = other.is_rewound
         self.advance()
@@ -286,7 +289,7 @@ class Agent:
                 self.messages = self.messages[: cut.n_messages]
         self.turns = tuple(whole)
         if not self.messages:
-            self.tools = None
+            self.tools, self.template_kwargs = None, {}
 
     def metadata(self) -> dict[str, Any]:
         """Return what the store keeps beside the tokens and the lineage, as JSON."""
@@ -299,6 +302,7 @@ class Agent:
             "messages": list(self.messages),
             "stops": list(self.stops),
             "tools": self.tools,
+            "template_kwargs": self.template_kwargs,
             "turns": [_turn_as_json(turn) for turn in self.turns],
             "created_s": self.created_s,
             "used_s": self.used_s,
@@ -324,7 +328,7 @@ class Agent:
         self.model = value["model"]
         self.tokens = ref.tokens
         self.messages = tuple(value["messages"])
-        self.tools = value["tools"]
+        self.tools, self.template_kwargs = value["tools"], value.get("template_kwargs", {})
         self.turns = tuple(map(_turn_of, value["turns"]))
         self.parent, self.parent_position = ref.parent, ref.parent_position
         self.parent_created_s = value.get("parent_created_s")

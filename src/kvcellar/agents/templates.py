@@ -9,6 +9,7 @@ from kvcellar.agents.alike import n_alike
 from kvcellar.agents.conversation import AgentTokenizer, Message
 from kvcellar.errors import ModelError, TemplateLimitError
 from kvcellar.models.prompts import render
+from kvcellar.models.templates import template_kwargs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,11 @@ class TemplateReport:
 
     Attributes:
         findings: what it changes, in words, with both texts; empty where it changes nothing.
+        takes: names of the arguments that it takes beside the conversation.
     """
 
     findings: tuple[str, ...]
+    takes: frozenset[str] = frozenset()
 
     @property
     def is_prefix_stable(self) -> bool:
@@ -85,7 +88,7 @@ def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
                 f"{_around(expected, at)!r} and becomes {_around(second, at)!r}"
             )
     findings += _check_tools(tokenizer)
-    return TemplateReport(tuple(findings))
+    return TemplateReport(tuple(findings), template_kwargs_of(tokenizer))
 
 
 def _check_tools(tokenizer: AgentTokenizer) -> list[str]:

@@ -24,7 +24,7 @@ from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.agents.live import LiveText
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.planning import Turn, plan_turn, record_turn
+from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import BroughtBack, bring_back
@@ -128,9 +128,9 @@ class Turns:
         def plan() -> None:
             if turn.is_chat and host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, n_bytes, host.context)
-            given = (turn.text, turn.messages, turn.tools)
-            turn.text, turn.messages, turn.tools = valid_json(given)
-            check_said(turn.messages, turn.tools)
+            given = (turn.text, turn.messages, turn.tools, turn.template_kwargs)
+            turn.text, turn.messages, turn.tools, turn.template_kwargs = valid_json(given)
+            check_said(turn.messages, turn.tools, turn.template_kwargs)
             if turn.is_continuing and not continues(agent, turn.messages or (), self.rules):
                 raise AgentError(
                     f"the history of agent {agent.agent_id!r} was changed while this turn waited "
@@ -202,6 +202,7 @@ class Turns:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
+        template_kwargs: Mapping[str, Any] | None = None,
         is_asking: bool = True,
         agent_id: str | None = None,
     ) -> History:
@@ -211,21 +212,24 @@ class Turns:
             host: the model.
             messages: the whole conversation.
             tools: definitions of its tools; None: those of the agent, if one is named.
+            template_kwargs: what else the template takes; None: the agent's, likewise.
             is_asking: end with the opening of an answer.
             agent_id: whose history it goes on from, where that is known.
 
         Raises:
             ContextError: it is so much longer than the context that not all of it was counted.
-            PromptError: the model has no tokenizer.
+            PromptError: the model has no tokenizer, or its template takes no such argument.
             ModelError: its template refuses the messages, or there is none.
         """
         if host.tokenizer is None:
             raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
         agent: Agent | None = None
         known = self.directory.known
+        kwargs = template_kwargs
         if agent_id is not None:
             agent = known(agent_id, host.name) or known(agent_id)
             tools = agent.tools if agent is not None and tools is None else tools
+            kwargs = kwargs_of(kwargs, agent, host)
         elif "date" in self.rules:  # what a date becomes depends on the history
             place = self.lookup.place_of(messages, tools, model=host.name)
             agent = known(place.agent_id, place.model) if place is not None else None
@@ -235,6 +239,7 @@ class Turns:
             host.tokenizer,
             read.messages,
             read.tools,
+            template_kwargs=kwargs,
             is_asking=is_asking,
             control_tokens_in_text=self.control_tokens_in_text,
         )

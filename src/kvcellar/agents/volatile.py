@@ -43,6 +43,8 @@ _ABOUT_NOW = re.compile(
 )
 _THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
 _SHOWN = 200
 """Characters of a text that a report shows."""
 
@@ -140,7 +142,7 @@ def match_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
     rest = {
         key: _canonical(value) if role == "assistant" else value
         for key, value in message.items()
-        if key not in ("role", "content", "reasoning", "reasoning_content") and value
+        if key not in ("role", "content", *_REASONING) and value
     }
     return json.dumps([role, content, rest], sort_keys=True, ensure_ascii=False)
 

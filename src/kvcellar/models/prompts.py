@@ -17,6 +17,7 @@ from kvcellar.errors import ModelError, TemplateLimitError
 from kvcellar.models.controls import controls_of, free_mark, is_rendered_by_transformers
 from kvcellar.models.fitting import fit, in_parts, reads_parts_alone, takes
 from kvcellar.models.rendering import ask_renderer
+from kvcellar.models.templates import check_template_kwargs
 
 _THOUGHT = "<think>"
 
@@ -73,6 +74,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
+    template_kwargs: Mapping[str, Any] | None = None,
     is_asking: bool = True,
     control_tokens_in_text: bool = False,
 ) -> Rendered:
@@ -82,6 +84,7 @@ def render(
         tokenizer: of the model.
         messages: the conversation, oldest first.
         tools: definitions of tools, as the template takes them.
+        template_kwargs: what else the template takes, such as ``enable_thinking``.
         is_asking: end with the opening of an answer; where the last message is an answer, with that
             answer as far as it goes.
         control_tokens_in_text: let messages spell control tokens.
@@ -89,24 +92,26 @@ def render(
     Raises:
         ModelError: there is no chat template, or it refuses these messages.
         TemplateLimitError: it takes more time, memory or output than is allowed; it was stopped.
-        PromptError: a text has so many noncharacters that its control tokens cannot be marked.
+        PromptError: the template takes no argument of such a name, or a text has so many
+            noncharacters that its control tokens cannot be marked.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             "the model has no chat template, so it is no chat model; give tokens or plain text, or "
             "load a model that is tuned for chat"
         )
+    check_template_kwargs(tokenizer, template_kwargs or ())
     said = [dict(message) for message in messages]
-    listed = None if tools is None else [dict(tool) for tool in tools]
+    rest: Any = (None if tools is None else [dict(tool) for tool in tools], template_kwargs or {})
     controls = None if control_tokens_in_text else controls_of(tokenizer)
     mark = ""
-    if controls is not None and controls.is_spelt(said, listed):
-        mark = free_mark((said, listed))
-        said, listed = controls.marked(said, listed, mark)
+    if controls is not None and controls.is_spelt(said, rest):
+        mark = free_mark((said, rest))
+        said, rest = controls.marked(said, rest, mark)
     try:
         is_begun = is_asking and begun_of(said) is not None
         write = _continued if is_begun else _apply
-        text, notes = write(tokenizer, said, listed, is_asking)
+        text, notes = write(tokenizer, said, rest[0], rest[1], is_asking)
     except TemplateLimitError:
         raise
     except Exception as error:  # templates raise errors of jinja's
@@ -148,6 +153,7 @@ def _continued(
     tokenizer: PromptTokenizer,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
     is_asking: bool,
 ) -> tuple[str, tuple[str, ...]]:
     """Write a conversation up to the end of its last answer, which is read as it was sent.
@@ -157,15 +163,15 @@ def _continued(
     """
     begun = begun_of(messages) or ""
     if begun and not begun.lstrip().startswith(_THOUGHT):
-        end = free_mark((messages, tools), 1)
+        end = free_mark((messages, tools, template_kwargs), 1)
         last = {**messages[-1], "content": begun + end}
-        text, notes = _apply(tokenizer, [*messages[:-1], last], tools, False)
+        text, notes = _apply(tokenizer, [*messages[:-1], last], tools, template_kwargs, False)
         text = text.rpartition(end)[0]
         if text.endswith(begun):
             return text, notes
         if text.endswith(begun.lstrip()):  # templates trim
             return text.removesuffix(begun.lstrip()) + begun, notes
-    text, notes = _apply(tokenizer, messages[:-1], tools, is_asking)
+    text, notes = _apply(tokenizer, messages[:-1], tools, template_kwargs, is_asking)
     n = next((n for n in range(len(begun), 0, -1) if text.endswith(begun[:n])), 0)
     is_opened = n and begun[:n].strip() == _THOUGHT
     return text + begun[n if is_opened else 0 :], notes
@@ -175,6 +181,7 @@ def _apply(
     tokenizer: PromptTokenizer,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
     is_asking: bool,
 ) -> tuple[str, tuple[str, ...]]:
     """Render a conversation by ``apply_chat_template``, made so that the template takes it."""
@@ -200,4 +207,4 @@ def _apply(
         "chat_template": template,
         "add_generation_prompt": is_asking,
     }
-    return ask_renderer({**known.special_tokens_map, **job}), notes
+    return ask_renderer({**known.special_tokens_map, **template_kwargs, **job}), notes

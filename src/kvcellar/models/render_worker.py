@@ -29,6 +29,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # what a library prints is no answer
     from transformers.utils.chat_template_utils import (
         _get_template_literal_text,
+        _get_template_variables,
         render_jinja_template,
     )
 
@@ -41,6 +42,8 @@ def main() -> None:
         try:
             if "literals" in job:
                 found = {"text": _get_template_literal_text(job["literals"])}
+            elif "variables" in job:
+                found = {"text": "\0".join(sorted(_get_template_variables(job["variables"])))}
             else:
                 rendered: Any = render_jinja_template(**job)
                 found = _bounded(rendered[0][0], 16 * len(payload) + (1 << 20))

@@ -185,8 +185,8 @@ def ask_renderer(job: dict[str, Any]) -> str:
     """Have a template rendered, or read.
 
     Args:
-        job: the arguments of ``render_jinja_template`` for one conversation, or ``literals`` with
-            a template whose literal text is wanted.
+        job: the arguments of ``render_jinja_template`` for one conversation, or ``literals`` or
+            ``variables`` with a template of which these are wanted, joined with null characters.
 
     Raises:
         TemplateLimitError: it takes more time, memory or output than is allowed; it was stopped.
