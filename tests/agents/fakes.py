@@ -84,6 +84,7 @@ def make_host(
     runner: Callable[[Any, int], Any] = HashRunner,
     size_bytes: int = 0,
     n_slots: int = 256,
+    eos_token_ids: Sequence[int] = (ByteTokenizer.END,),
 ) -> ModelHost:
     cache = RowCells(make_config(params, capacity, min_chunk=16, n_slots=n_slots))
     tokenizer = tokenizer or ByteTokenizer()
@@ -93,7 +94,7 @@ def make_host(
         hashes,
         cache,
         tokenizer,
-        eos_token_ids=(ByteTokenizer.END,),
+        eos_token_ids=eos_token_ids,
         config=config or EngineConfig(max_num_batched_tokens=64),
     )
     layout = RowLayout.from_config(cache.config, block_tokens)
@@ -103,7 +104,7 @@ def make_host(
         service=EngineService(engine),
         tokenizer=tokenizer,
         key=ModelKey(f"weights of {name}", layout),
-        eos_token_ids=frozenset({ByteTokenizer.END}),
+        eos_token_ids=frozenset(eos_token_ids),
         size_bytes=size_bytes,
         costs=Eager(),
         template=check_template(tokenizer),

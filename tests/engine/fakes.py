@@ -213,10 +213,14 @@ class HashRunner:
             by_group.append(self._run_states(token_ids, positions))
         logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
         for i, row in enumerate(wanted):
-            logits[i] = _hashed([seen[row] for seen in by_group], self.vocab_size)
+            logits[i] = self.logits_behind([seen[row] for seen in by_group])
         for token_id, extra in self.bias.items():
             logits[:, token_id] += extra
         return logits
+
+    def logits_behind(self, seen: Sequence[tuple[Any, ...]]) -> np.ndarray:
+        """The logits behind what each layer group shows, ``[vocab]``."""
+        return _hashed(seen, self.vocab_size)
 
     def _run_states(self, token_ids: Sequence[int], positions: Sequence[int]) -> list[Any]:
         """Move the states on; return them behind every token."""

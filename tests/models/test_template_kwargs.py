@@ -18,7 +18,7 @@ QWEN3 = """\
 and (preserve_thinking is defined and preserve_thinking or loop.index0 > ns.last) %}\
 {{- '<think>\n' + m.reasoning_content.strip('\n') + '\n</think>\n\n' }}{% endif %}\
 {{- m.content }}<|im_end|>\n{% endfor %}\
-{%- if add_generation_prompt %}<|im_start|>assistant\n\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
 {%- if enable_thinking is defined and enable_thinking is false %}\
 {{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
 

@@ -230,7 +230,7 @@ class Turns:
             agent = known(agent_id, host.name) or known(agent_id)
             tools = agent.tools if agent is not None and tools is None else tools
             kwargs = kwargs_of(kwargs, agent, host)
-        elif "date" in self.rules:  # what a date becomes depends on the history
+        elif {"date", "reasoning"} & set(self.rules):  # what they do depends on the history
             place = self.lookup.place_of(messages, tools, model=host.name)
             agent = known(place.agent_id, place.model) if place is not None else None
         before = agent.messages if agent is not None else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ RULES = {
     "system message is left out",
     "header": "lines such as `x-...-header: ...` with which a system message begins are left out",
     "date": "today's date or time in the system message stays what it was when the agent began",
+    "reasoning": "an answer that comes back without what the model thought has that again",
     "tool-order": "tool definitions are sorted by name, and their keys too",
 }
 """Name of each rule -> what it does."""
@@ -97,7 +98,7 @@ def apply_rules(
         messages: the conversation.
         tools: definitions of its tools.
         rules: names of the rules that apply.
-        known: messages of the history that it continues, whose date stays.
+        known: messages of the history that it continues, whose date stays, and whose reasoning.
     """
     changes: list[RuleChange] = []
     read = [dict(message) for message in messages]
@@ -115,6 +116,8 @@ def apply_rules(
         if is_same and isinstance(content, str) and isinstance(before, str) and content != before:
             read[0]["content"] = before
             changes.append(_change("date", 0, content, before))
+    if "reasoning" in rules:
+        changes += _give_back_reasoning(read, known, rules)
     listed = [dict(tool) for tool in tools or ()]
     if "tool-order" in rules and listed:
         ordered = [json.loads(json.dumps(tool, sort_keys=True)) for tool in listed]
@@ -124,6 +127,19 @@ def apply_rules(
             changes.append(_change("tool-order", None, sent, now))
         listed = ordered
     return Ruled(read, listed or None, tuple(changes))
+
+
+def _give_back_reasoning(
+    read: Sequence[dict[str, Any]], known: Sequence[Mapping[str, Any]], rules: Collection[str]
+) -> Iterator[RuleChange]:
+    """Put into answers what the model thought before them, as far as they continue a history."""
+    for i, (message, before) in enumerate(zip(read, known, strict=False)):
+        if match_key(message, rules) != match_key(before, rules):
+            return
+        thought = before.get("reasoning_content")
+        if thought and not any(message.get(name) for name in _REASONING):
+            message["reasoning_content"] = thought
+            yield _change("reasoning", i, "", thought)
 
 
 def match_key(message: Mapping[str, Any], rules: Collection[str]) -> str:

@@ -81,8 +81,8 @@ def serve_command(
         list[str] | None,
         option(
             "NAME",
-            "Let a rule change what clients sent, besides `billing-header`: `header`, `date` "
-            "or `tool-order`; may be given several times. `none`: no rule at all.",
+            "Let a rule change what clients sent, besides `billing-header`: `header`, `date`, "
+            "`reasoning` or `tool-order`; may be given several times. `none`: no rule at all.",
         ),
     ] = None,
     dialect: Annotated[

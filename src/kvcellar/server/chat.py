@@ -12,7 +12,7 @@ from typing import Any
 from kvcellar.agents import ModelHost, Turn, TurnEnd
 from kvcellar.agents.lengths import size_of
 from kvcellar.agents.work import OTHER_BYTES
-from kvcellar.engine import TokenEvent
+from kvcellar.engine import Guide, TokenEvent
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import ModelError
 from kvcellar.history import History
@@ -25,7 +25,7 @@ from kvcellar.server.dialects import (
     TextPart,
     is_whole,
 )
-from kvcellar.server.dialects.messages import as_message, say_calls
+from kvcellar.server.dialects.messages import as_message
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,
@@ -37,9 +37,9 @@ from kvcellar.server.dialogue import (
 )
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import MOST_CALLS, Constraint
-from kvcellar.server.guide import TokenGuide
 from kvcellar.server.service import Service
 from kvcellar.server.streams import Stream
+from kvcellar.server.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.server.tools import chosen
 from kvcellar.server.wording import Wording, opens_reasoning, word
 
@@ -85,9 +85,11 @@ async def read_prompt(service: Service, question: Question) -> History:
         turn, _ = await word(service, host, question)
         agent_id = await service.conversations.meant(turn, question.whose)
         messages, tools = turn.messages or (), turn.tools
+        kwargs = turn.template_kwargs
 
         def read() -> History:
-            return service.agents.turns.prompt_of(host, messages, tools, agent_id=agent_id)
+            turns = service.agents.turns
+            return turns.prompt_of(host, messages, tools, template_kwargs=kwargs, agent_id=agent_id)
 
         return await service.agents.work.run(size_of(messages, tools).cost + OTHER_BYTES, read)
 
@@ -189,6 +191,8 @@ class _Answer:
         self._is_in_reasoning = False
         self._begun = begun_of(question.messages) or ""
         self._parser = self._new_parser()
+        self._bound = self._bound_of_thoughts()
+        self._n_thought = 0
         self._pinned: History | None = History()
         self._start: Started | None = None
         self._guide_troubles: Sequence[str] = ()
@@ -202,11 +206,12 @@ class _Answer:
         """Say in the turn how it is to be answered."""
         self._pinned = await self._pinned_prefix()
         is_held = self._held is not None and self._held.begin is not None
+        is_guided = is_held or self._bound is not None
         stop = self._question.params.stop
         spelt = tuple(text for text in map(self._dialect.spelt, stop) if text not in stop)
         self._turn.params = replace(
             self._question.params,
-            guide=self._guide if is_held else None,
+            guide=self._guide if is_guided else None,
             stop=(*stop, *spelt),
         )
         self._turn.marks = self._dialect.marks()
@@ -220,13 +225,16 @@ class _Answer:
             return History()
         if n >= len(question.messages):
             return None
-        messages, tools = self._turn.messages or (), self._turn.tools
+        turn = self._turn
+        messages, tools, kwargs = turn.messages or (), turn.tools, turn.template_kwargs
         n += len(messages) - len(question.messages)  # what came in front
 
         def begin() -> History:
             with contextlib.suppress(ModelError):
                 turns = self._service.agents.turns
-                return turns.prompt_of(host, messages[:n], tools, is_asking=False)
+                return turns.prompt_of(
+                    host, messages[:n], tools, template_kwargs=kwargs, is_asking=False
+                )
             return History()
 
         cost = size_of(messages, tools).cost + OTHER_BYTES
@@ -246,12 +254,24 @@ class _Answer:
         name, seat = service.models.public(host.name), self._seat
         self._start = Started(seat.agent_id, name, len(prompt), n_cached, n_pinned, seat.notice)
 
-    def _guide(self) -> TokenGuide:
-        """Begin to hold the answer to its grammar, once the prompt is known."""
-        held = self._held
-        assert held is not None and held.begin is not None and held.begin_in_thought is not None
-        guide = held.begin_in_thought() if self._is_in_reasoning else held.begin()
-        self._guide_troubles = guide.troubles
+    def _bound_of_thoughts(self) -> ThoughtBound | None:
+        """Return how long the model may think; None for as long as it likes."""
+        budget, marks = self._wording.wish.budget, self._dialect.thought
+        if budget is None or marks is None:
+            return None
+        host = self._host
+        return ThoughtBound.of(budget, marks, host.tokenizer, host.engine.runner.vocab_size)
+
+    def _guide(self) -> Guide:
+        """Begin to hold the answer to its grammar and its thought, once the prompt is known."""
+        held, guide = self._held, None
+        if held is not None and held.begin is not None:
+            assert held.begin_in_thought is not None
+            guide = held.begin_in_thought() if self._is_in_reasoning else held.begin()
+            self._guide_troubles = guide.troubles
+        if self._bound is not None:
+            return ThoughtBudget(self._bound, guide, self._is_in_reasoning)
+        assert guide is not None, "who is held to nothing has no guide"
         return guide
 
     def _kept(self, text: str) -> dict[str, Any]:
@@ -262,7 +282,7 @@ class _Answer:
         if again.trouble:  # nobody was told of such a call
             return as_message(self._dialect.written(text, is_shown=True), ())
         message = as_message(again.text, again.calls, again.reasoning)
-        return message if self._wording.knows_calls else say_calls(message, self._dialect)
+        return self._wording.of_message(message)
 
     def _new_parser(self, *, is_from_start: bool = False) -> AnswerParser:
         """Create a parser of what is new, or of all that an answer says from its start."""
@@ -288,6 +308,8 @@ class _Answer:
         said: list[ChatEvent] = [self._start] if is_first and self._start is not None else []
         is_thought = self._parser.is_in_reasoning
         events = [_event_of(part) for part in self._parser.push(token.text)]
+        is_thought |= self._parser.is_in_reasoning
+        self._n_thought += is_thought or any(isinstance(one, ReasoningEvent) for one in events)
         if len(events) == 1 and isinstance(events[0], TextEvent | ReasoningEvent):
             events[0] = replace(events[0], token=token)
         elif token.logprob is not None:
@@ -335,14 +357,16 @@ class _Answer:
         assert finish is not None, "an answer that was stopped, or has no more room, says by what"
         is_called = bool(calls) and is_whole(calls[-1])
         held_notes = self._held.notes if self._held is not None else ()
-        asked = self._question
-        notes = [*asked.tools.notes(), *asked.left_out.notes(), *held_notes, *self._guide_troubles]
+        asked, wish = self._question, self._wording.wish
+        notes = [*wish.notes, *asked.tools.notes(), *asked.left_out.notes(), *held_notes]
+        notes += self._guide_troubles
         return Ended(
             reason="tool_calls" if is_called and finish.reason == "stop" else finish.reason,
             cause=finish.cause,
             stop_text=finish.stop_text and self._dialect.written(finish.stop_text),
             text=self._parser.text,
             reasoning=self._parser.reasoning,
+            reasoning_tokens=self._n_thought,
             calls=tuple(calls),
             usage=replace(event.usage, notes=(*event.usage.notes, *notes)),
             agent_id=event.agent_id,

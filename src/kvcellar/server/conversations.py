@@ -90,7 +90,7 @@ class Conversations:
             found = self._unnamed(turn, whose.session)
         async with found as seat:
             turn.agent_id = seat.agent_id
-            _keep_tools(turn, is_appended=seat.is_appended)
+            _keep_settings(turn, is_appended=seat.is_appended)
             yield seat
 
     async def meant(self, turn: Turn, whose: Whose) -> str | None:
@@ -112,7 +112,7 @@ class Conversations:
                 whose.name, turn.messages or (), model=turn.model
             )
             _go_on(turn, joined)
-            _keep_tools(turn, is_appended=joined.is_appended)
+            _keep_settings(turn, is_appended=joined.is_appended)
             return joined.agent_id
         if whose.may_create:
             checked_id(whose.name)
@@ -312,10 +312,15 @@ def _go_on(turn: Turn, joined: Joined) -> None:
     turn.messages = [dict(message) for message in joined.messages]
 
 
-def _keep_tools(turn: Turn, *, is_appended: bool) -> None:
-    """Leave an agent its tools where the client sends what is new alone; else it says them all."""
+def _keep_settings(turn: Turn, *, is_appended: bool) -> None:
+    """Leave an agent its tools, and what its template was given, where what is new comes alone.
+
+    Else the client says them all.
+    """
     if turn.is_chat and turn.tools is None and not is_appended:
         turn.tools = []
+    if turn.is_chat and not turn.template_kwargs:
+        turn.template_kwargs = None if is_appended else {}
 
 
 def _notice(name: str, agent_id: str, *, is_appended: bool) -> str | None:

@@ -13,6 +13,7 @@ from kvcellar.server.conversations import Whose
 from kvcellar.server.dialects import Call, is_whole
 from kvcellar.server.forms import Form
 from kvcellar.server.media import LeftOut
+from kvcellar.server.thinking import Thinking
 from kvcellar.server.tools import Toolbox, ToolChoice
 
 
@@ -41,6 +42,7 @@ class Question:
         choice: whether it does, and which.
         is_parallel: whether an answer may have several calls.
         form: what an answer without calls has to be.
+        thinking: how much the model thinks.
         whose: whom it is for, as the client says it.
         pins: what to keep in the cache.
         left_out: counts what was no text in its messages.
@@ -53,6 +55,7 @@ class Question:
     choice: ToolChoice = field(default_factory=ToolChoice)
     is_parallel: bool = True
     form: Form | None = None
+    thinking: Thinking = field(default_factory=Thinking)
     whose: Whose = field(default_factory=Whose)
     pins: Sequence[PinWish] = ()
     left_out: LeftOut = field(default_factory=LeftOut)
@@ -127,6 +130,7 @@ class Ended:
         added: messages of the agent's history that were read behind the system messages of the
             request, which did not have them.
         reasoning: all that the model thought, without the marks around it.
+        reasoning_tokens: tokens of it, marks included.
     """
 
     reason: str
@@ -142,6 +146,7 @@ class Ended:
     notice: str | None = None
     added: Sequence[Mapping[str, Any]] = ()
     reasoning: str = ""
+    reasoning_tokens: int = 0
 
     @property
     def is_inside_call(self) -> bool:

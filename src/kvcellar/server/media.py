@@ -10,6 +10,7 @@ _KINDS = {
     "video": ("video", "video_url", "input_video"),
     "file": ("file", "input_file", "document", "container_upload"),
 }
+THOUGHT = "thought"
 _KIND_OF = {part: kind for kind, parts in _KINDS.items() for part in parts}
 
 MEDIA = frozenset(_KIND_OF)
@@ -33,11 +34,17 @@ class LeftOut(Counter[str]):
 
     def notes(self) -> list[str]:
         """Say what was left out, for the answer."""
-        return [
+        notes = [
             f"{n} {kind}{'s' * (n > 1)} in the messages left out: this model reads text alone; it "
             f"was told so in {'their' if n > 1 else 'its'} place"
             for kind, n in sorted(self.items())
+            if kind != THOUGHT
         ]
+        n = self[THOUGHT]
+        if n:
+            which = "a thought was" if n == 1 else f"{n} thoughts were"
+            notes.append(f"{which} left out of what the model reads: not signed here as sent")
+        return notes
 
 
 def join_parts(parts: list[tuple[str, bool]]) -> str:

@@ -196,6 +196,9 @@ def _plain(
         plain["tool_call_id"] = message.tool_call_id
     if calls:
         plain["tool_calls"] = calls
+    reasoning = message.reasoning_content or message.reasoning or message.thinking
+    if reasoning and role == "assistant":
+        plain["reasoning_content"] = reasoning
     return plain
 
 

@@ -21,6 +21,7 @@ from kvcellar.server.grammar import Grammars
 from kvcellar.server.metrics import Metrics
 from kvcellar.server.models import ServedModels
 from kvcellar.server.pins import Pins
+from kvcellar.server.signing import signer_of
 from kvcellar.server.stored import StoredResponses
 from kvcellar.store import Store
 
@@ -38,6 +39,7 @@ class Service:
         pins: prefixes that clients asked to keep.
         metrics: what is counted.
         responses: those that are stored.
+        signer: signs what models think.
         started_s: seconds since 1970.
     """
 
@@ -58,6 +60,7 @@ class Service:
         self.pins = Pins()
         self.metrics = Metrics()
         self.responses = StoredResponses(store)
+        self.signer = signer_of(store.path)
         self.started_s = time.time()
         self.is_closing = False
         self.is_ended = False

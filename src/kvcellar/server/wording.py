@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents import ModelHost, Turn, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.history import History
+from kvcellar.models.templates import reads_reasoning
 from kvcellar.server.dialects import Dialect, dialect_of
-from kvcellar.server.dialects.messages import say_calls, say_tools, without_tools
+from kvcellar.server.dialects.messages import say_calls, say_reasoning, say_tools, without_tools
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service
+from kvcellar.server.thinking import Wish, wish_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +22,24 @@ class Wording:
     """Changes that were made to a question to have it in a model's words.
 
     Attributes:
-        lent: leading messages that are the named agent's, and not the client's.
-        knows_calls: the template writes calls by itself.
         dialect: that the model speaks.
+        wish: how much it thinks.
+        knows_calls: the template writes calls by itself.
+        knows_reasoning: the template reads the reasoning of a message apart from its content.
+        lent: leading messages that are the named agent's, and not the client's.
     """
 
-    lent: list[dict[str, Any]]
-    knows_calls: bool
     dialect: Dialect
+    wish: Wish
+    knows_calls: bool
+    knows_reasoning: bool
+    lent: list[dict[str, Any]] = field(default_factory=list)
+
+    def of_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a message as the template takes it."""
+        said = dict(message) if self.knows_calls else say_calls(message, self.dialect)
+        marks = self.dialect.reasoning
+        return said if self.knows_reasoning or marks is None else say_reasoning(said, marks)
 
 
 async def word(service: Service, host: ModelHost, question: Question) -> tuple[Turn, Wording]:
@@ -39,27 +51,39 @@ async def word(service: Service, host: ModelHost, question: Question) -> tuple[T
 
     Raises:
         ContextError: it is longer than the model's context, as its bytes say.
+        ApiError: 400, the model's template takes no such argument.
     """
     dialect = dialect_of(host, service.config.dialect)
-    wording = Wording(await _lent(service, host, question), knows_calls(host), dialect)
+    wording = Wording(
+        dialect,
+        wish_of(question.thinking, host, has_marks=dialect.thinks),
+        knows_calls(host),
+        reads_reasoning(host.tokenizer),
+        await _lent(service, host, question),
+    )
     messages, tools = [*wording.lent, *question.messages], question.tools.given
     size = size_of(messages, tools)
     if host.tokenizer is not None:
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
     said, told = await service.agents.work.run(size.cost, _worded, messages, tools, wording)
-    deadline_s = service.config.wait_s
-    return Turn(messages=said, tools=told, model=host.name, deadline_s=deadline_s), wording
+    turn = Turn(
+        messages=said,
+        tools=told,
+        template_kwargs=wording.wish.template_kwargs,
+        model=host.name,
+        deadline_s=service.config.wait_s,
+    )
+    return turn, wording
 
 
 def _worded(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], wording: Wording
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Return messages and tools as a template takes them that knows calls, or does not."""
-    knows, dialect = wording.knows_calls, wording.dialect
-    plain = [dict(message) if knows else say_calls(message, dialect) for message in messages]
+    """Return messages and tools as a template takes them."""
+    plain = [wording.of_message(message) for message in messages]
     listed = [dict(tool) for tool in tools] or None
-    if listed and not knows:
-        return say_tools(plain, listed, dialect), None
+    if listed and not wording.knows_calls:
+        return say_tools(plain, listed, wording.dialect), None
     return plain, listed
 
 

@@ -137,6 +137,11 @@ class Dialect:
         """True where an answer may have reasoning."""
         return self.reasoning is not None or self.has_channels
 
+    @property
+    def thought(self) -> ReasoningMarks | None:
+        """Marks around the thought with which an answer begins; None where there is none."""
+        return CHANNEL_OF_THOUGHTS if self.has_channels else self.reasoning
+
     def marks(self) -> dict[int, str]:
         """Return what stands for each mark's token in the text that is read: one character.
 
@@ -193,6 +198,8 @@ CHANNEL_MARKS = (
     "<|return|>",
 )
 """Marks of harmony, in which an answer is a row of messages."""
+
+CHANNEL_OF_THOUGHTS = ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>")
 
 MOST_MARKS = 64
 

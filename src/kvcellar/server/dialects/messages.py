@@ -14,6 +14,7 @@ from kvcellar.server.dialects.dialect import (
     Dialect,
     JsonArguments,
     PythonArguments,
+    ReasoningMarks,
     TaggedArguments,
 )
 from kvcellar.server.dialects.formats import ALL, HERMES
@@ -115,6 +116,15 @@ def say_calls(message: Mapping[str, Any], dialect: Dialect = HERMES) -> dict[str
     parts.append(write_calls(dialect, [(one["name"], one["arguments"]) for one in calls]))
     kept = {k: message[k] for k in ("role", "reasoning_content") if k in message}
     return {**kept, "content": "\n".join(parts)}
+
+
+def say_reasoning(message: Mapping[str, Any], marks: ReasoningMarks) -> dict[str, Any]:
+    """Write a message for a template that reads no reasoning apart: its text begins with it."""
+    said = dict(message)
+    reasoning = said.pop("reasoning_content", None)
+    if reasoning:
+        said["content"] = f"{marks.begin}\n{reasoning}\n{marks.end}\n\n{said['content']}"
+    return said
 
 
 def say_tools(

@@ -26,7 +26,7 @@ from kvcellar.server.dialogue import (
 )
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
-from kvcellar.server.media import MEDIA, LeftOut
+from kvcellar.server.media import MEDIA, THOUGHT, LeftOut
 from kvcellar.server.parsing import READS_AGENT, unset_in, whose_of
 from kvcellar.server.replies import frame, sse
 from kvcellar.server.schemas.anthropic import (
@@ -36,7 +36,8 @@ from kvcellar.server.schemas.anthropic import (
     MessagesRequest,
     Source,
 )
-from kvcellar.server.service import new_id, service_of
+from kvcellar.server.service import Service, new_id, service_of
+from kvcellar.server.signing import Signer
 from kvcellar.server.streams import Stream, until_gone
 from kvcellar.server.telling import (
     AnswerFrames,
@@ -48,6 +49,7 @@ from kvcellar.server.telling import (
     notes_of,
     predictions,
 )
+from kvcellar.server.thinking import Thinking
 from kvcellar.server.tools import Toolbox, ToolChoice, told
 from kvcellar.valid import valid_json
 
@@ -55,8 +57,8 @@ router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 
 _TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SKIPPED = ("thinking", "redacted_thinking")
-_READ = ("text", "tool_use", "tool_result", *_SKIPPED)
+_THOUGHTS = ("thinking", "redacted_thinking")
+_READ = ("text", "tool_use", "tool_result", *_THOUGHTS)
 """Blocks that mean something to this server; what tools of Anthropic's did is told as text."""
 
 
@@ -64,12 +66,12 @@ _READ = ("text", "tool_use", "tool_result", *_SKIPPED)
 async def count(request: Request, body: CountRequest) -> dict[str, int]:
     """Count the tokens that a turn would have as its prompt, an agent's history with them."""
     service = service_of(request)
-    messages, _ = _messages(body, LeftOut())
     question = Question(
-        messages,
+        _messages(service, body, LeftOut())[0],
         SamplingParams(),
         model=body.model,
         tools=_tools(body),
+        thinking=_thinking(body),
         whose=whose_of(request, body.agent_id),
     )
     return {"input_tokens": len(await read_prompt(service, question))}
@@ -93,7 +95,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
             "type": "message",
             "role": "assistant",
             "model": end.model,
-            "content": _content(end),
+            "content": _content(end, service.signer, _is_omitted(body)),
             "stop_reason": _stop_reason(end),
             "stop_sequence": end.stop_text,
             "usage": usage,
@@ -108,7 +110,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 def _question(request: Request, body: MessagesRequest) -> Question:
     left_out = LeftOut()
-    messages, pins = _messages(body, left_out)
+    messages, pins = _messages(service_of(request), body, left_out)
     if body.cache_control is not None:
         pins.append(PinWish(len(messages), _TTL_S[body.cache_control.ttl]))
     choice = body.tool_choice
@@ -130,10 +132,26 @@ def _question(request: Request, body: MessagesRequest) -> Question:
         choice=_choice(body),
         is_parallel=not (choice and choice.disable_parallel_tool_use),
         form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
+        thinking=_thinking(body),
         whose=whose_of(request, body.agent_id, body.session_id, user_id),
         pins=pins,
         left_out=left_out,
     )
+
+
+def _thinking(body: CountRequest) -> Thinking:
+    switch, config = body.thinking, body.output_config
+    return Thinking(
+        body.chat_template_kwargs or {},
+        None if switch is None else switch.type != "disabled",
+        config.effort if config else None,
+        switch.budget_tokens if switch and switch.type == "enabled" else None,
+    )
+
+
+def _is_omitted(body: CountRequest) -> bool:
+    """Return true if what the model thinks is not to be shown."""
+    return body.thinking is not None and body.thinking.display == "omitted"
 
 
 def _choice(body: MessagesRequest) -> ToolChoice:
@@ -158,7 +176,9 @@ def _tools(body: CountRequest) -> Toolbox:
     return tools
 
 
-def _messages(body: CountRequest, left_out: LeftOut) -> tuple[list[dict[str, Any]], list[PinWish]]:
+def _messages(
+    service: Service, body: CountRequest, left_out: LeftOut
+) -> tuple[list[dict[str, Any]], list[PinWish]]:
     """Messages as chat templates take them, and the wishes to keep what comes before some."""
     messages: list[dict[str, Any]] = []
     pins: list[PinWish] = []
@@ -182,13 +202,28 @@ def _messages(body: CountRequest, left_out: LeftOut) -> tuple[list[dict[str, Any
     for message in body.messages:
         content = message.content
         given = [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
-        of_role = _of_assistant if message.role == "assistant" else _of_user
-        messages.extend(of_role(given, left_out))
+        if message.role == "assistant":
+            reasoning = _reasoning(service.signer, given, left_out)
+            messages.append(_of_assistant(given, reasoning, left_out))
+        else:
+            messages.extend(_of_user(given, left_out))
         if message.role == "system":
             messages[-1]["role"] = "system"
         for block in given:
             wish(block.cache_control)
     return messages, pins
+
+
+def _reasoning(signer: Signer, blocks: Sequence[ContentBlock], left_out: LeftOut) -> str:
+    """Return what blocks of thinking say, as far as this server signed them as they are."""
+    said = ""
+    for block in blocks:
+        if block.type in _THOUGHTS:
+            text, signature = block.thinking or "", block.signature or ""
+            found = text if signer.has_signed(text, signature) else signer.opened(signature)
+            left_out[THOUGHT] += found is None
+            said += found or ""
+    return said
 
 
 def _of_user(blocks: Sequence[ContentBlock], left_out: LeftOut) -> list[dict[str, Any]]:
@@ -208,9 +243,13 @@ def _of_user(blocks: Sequence[ContentBlock], left_out: LeftOut) -> list[dict[str
     return results
 
 
-def _of_assistant(blocks: Sequence[ContentBlock], left_out: LeftOut) -> list[dict[str, Any]]:
-    texts = [_text(b, left_out) for b in blocks if b.type not in ("tool_use", *_SKIPPED)]
+def _of_assistant(
+    blocks: Sequence[ContentBlock], reasoning: str, left_out: LeftOut
+) -> dict[str, Any]:
+    texts = [_text(b, left_out) for b in blocks if b.type not in ("tool_use", *_THOUGHTS)]
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     calls = [
         {
             "id": block.id or "",
@@ -222,7 +261,7 @@ def _of_assistant(blocks: Sequence[ContentBlock], left_out: LeftOut) -> list[dic
     ]
     if calls:
         message["tool_calls"] = calls
-    return [message]
+    return message
 
 
 def _result(block: ContentBlock, left_out: LeftOut) -> str:
@@ -288,16 +327,23 @@ def _stop_reason(end: Ended) -> str:
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[end.reason]
 
 
-def _content(end: Ended) -> list[dict[str, Any]]:
+def _content(end: Ended, signer: Signer, is_omitted: bool) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if end.reasoning:
-        blocks.append({"type": "thinking", "thinking": end.reasoning, "signature": ""})
+        signature = _signature(signer, end.reasoning, is_omitted)
+        said = "" if is_omitted else end.reasoning
+        blocks.append({"type": "thinking", "thinking": said, "signature": signature})
     if end.text or not end.calls:
         blocks.append({"type": "text", "text": end.text, "citations": None})
     for call in end.calls:
         value = _input(call.arguments)
         blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
     return blocks
+
+
+def _signature(signer: Signer, reasoning: str, is_omitted: bool) -> str:
+    """Return the signature of a block of thinking; it has all of it where the block is empty."""
+    return signer.seal(reasoning) if is_omitted else signer.sign(reasoning)
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -323,13 +369,15 @@ class MessageFrames(AnswerFrames):
         self._index = -1
         self._open: str | int = ""
         """The open block: ``text``, ``thinking``, or the number of a call."""
+        self._thought = ""
+        """All text of the open block of thinking."""
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event."""
         if isinstance(item, TextEvent):
-            return self._text("text", item.text) if item.text else b""
+            return self._text(item.text) if item.text else b""
         if isinstance(item, ReasoningEvent):
-            return self._text("thinking", item.text) if item.text else b""
+            return self._think(item.text) if item.text else b""
         if isinstance(item, CallEvent):
             return self._called(item)
         return self._start(item) if isinstance(item, Started) else self._end(item)
@@ -350,12 +398,21 @@ class MessageFrames(AnswerFrames):
             message["kvcellar"] = agent_facts(event)
         return _said("message_start", message=message)
 
-    def _text(self, kind: str, text: str) -> bytes:
+    def _text(self, text: str) -> bytes:
         begun = b""
-        if self._open != kind:
-            more = {"signature": ""} if kind == "thinking" else {}
-            begun = self._begin({"type": kind, kind: "", **more}, kind)
-        return begun + self._delta({"type": f"{kind}_delta", kind: text})
+        if self._open != "text":
+            begun = self._begin({"type": "text", "text": ""}, "text")
+        return begun + self._delta({"type": "text_delta", "text": text})
+
+    def _think(self, text: str) -> bytes:
+        begun = b""
+        if self._open != "thinking":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+            begun, self._thought = self._begin(block, "thinking"), ""
+        self._thought += text
+        if _is_omitted(self._body):
+            return begun
+        return begun + self._delta({"type": "thinking_delta", "thinking": text})
 
     def _called(self, event: CallEvent) -> bytes:
         begun, call = b"", event.call
@@ -384,7 +441,14 @@ class MessageFrames(AnswerFrames):
         return _said("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
-        return _said("content_block_stop", index=self._index) if self._index >= 0 else b""
+        signed = b""
+        if self._open == "thinking":
+            signer = service_of(self._request).signer
+            signature = _signature(signer, self._thought, _is_omitted(self._body))
+            signed = self._delta({"type": "signature_delta", "signature": signature})
+        if self._index < 0:
+            return b""
+        return signed + _said("content_block_stop", index=self._index)
 
 
 def _said(kind: str, **fields: Any) -> bytes:

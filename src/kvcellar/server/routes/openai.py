@@ -49,6 +49,7 @@ from kvcellar.server.telling import (
     notes_of,
     predictions,
 )
+from kvcellar.server.thinking import Thinking, only_one
 from kvcellar.server.tools import Toolbox
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
@@ -117,7 +118,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     choices = [
         {
             "index": i,
-            "message": _message(end),
+            "message": _message(end, _shows_reasoning(body)),
             "logprobs": ChatLogprobs(host).of(tokens) if body.logprobs else None,
             "finish_reason": end.reason,
         }
@@ -157,9 +158,44 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
         choice=tool_choice_of(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         form=form_of(body),
+        thinking=_thinking(body),
         whose=whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key),
         left_out=left_out,
     )
+
+
+def _thinking(body: ChatRequest) -> Thinking:
+    """Return how much the model thinks, from the fields of all servers that have one for it.
+
+    Raises:
+        ApiError: 400, two of them contradict each other.
+    """
+    switch, wish = body.thinking, body.reasoning
+    is_on = None if switch is None or switch.type == "auto" else switch.type != "disabled"
+    return Thinking(
+        body.chat_template_kwargs or {},
+        only_one(
+            enable_thinking=body.enable_thinking,
+            thinking=is_on,
+            **{"reasoning.enabled": wish and wish.enabled},
+        ),
+        only_one(
+            reasoning_effort=body.reasoning_effort, **{"reasoning.effort": wish and wish.effort}
+        ),
+        only_one(
+            thinking_budget=body.thinking_budget,
+            thinking_token_budget=body.thinking_token_budget,
+            **{
+                "thinking.budget_tokens": switch and switch.budget_tokens,
+                "reasoning.max_tokens": wish and wish.max_tokens,
+            },
+        ),
+    )
+
+
+def _shows_reasoning(body: ChatRequest) -> bool:
+    """Return true if the client wants what the model thinks."""
+    return body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
 
 
 def tools_of(given: Sequence[FunctionTool] | None) -> Toolbox:
@@ -177,9 +213,9 @@ def tools_of(given: Sequence[FunctionTool] | None) -> Toolbox:
 # As one object -----------------------------------------------------------------------------------
 
 
-def _message(end: Ended) -> dict[str, Any]:
+def _message(end: Ended, shows_reasoning: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": end.text, "refusal": None}
-    if end.reasoning:
+    if end.reasoning and shows_reasoning:
         message["reasoning_content"] = end.reasoning
     if end.calls:
         message["content"] = end.text or None
@@ -207,7 +243,7 @@ def _usage(ends: Sequence[Ended]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
             "audio_tokens": 0,
             **predictions(end.usage for end in ends),
         },
@@ -238,9 +274,12 @@ class ChatFrames(AnswerFrames):
         self._more = {"usage": None} if self._has_usage else {}
         self._ends: dict[int, Ended] = {}
         self._logprobs: dict[int, ChatLogprobs] = {}
+        self._shows_reasoning = _shows_reasoning(body)
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event of a choice."""
+        if isinstance(item, ReasoningEvent) and not self._shows_reasoning:
+            return b""
         if isinstance(item, TextEvent | ReasoningEvent):
             return self._text(number, item)
         if isinstance(item, Started):

@@ -6,7 +6,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, Body, Open, QuestionBody, SessionId, Stops, TopK
+from kvcellar.server.schemas.base import (
+    AgentId,
+    Body,
+    Effort,
+    Open,
+    QuestionBody,
+    SessionId,
+    Stops,
+    TemplateKwargs,
+    TopK,
+)
 
 
 class CacheControl(Open):
@@ -44,6 +54,8 @@ class ContentBlock(Open):
     is_error: bool | None = None
     source: Source | str | None = None
     title: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
     cache_control: CacheControl | None = None
 
 
@@ -93,9 +105,18 @@ class OutputFormat(Open):
 
 
 class OutputConfig(Open):
-    """Wrapper around an answer's format."""
+    """Format of an answer, and how much the model thinks before it."""
 
     format: OutputFormat | None = None
+    effort: Effort | None = None
+
+
+class ThinkingConfig(Open):
+    """Wish for thinking: whether, for how many tokens, and whether that is shown."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class CountRequest(Body):
@@ -106,6 +127,9 @@ class CountRequest(Body):
     system: str | list[ContentBlock] | None = None
     tools: list[Tool] | None = Field(None, max_length=512)
     tool_choice: ToolChoiceField | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     agent_id: AgentId | None = None
 
 
@@ -130,7 +154,6 @@ class MessagesRequest(CountRequest, QuestionBody):
         None, description="Not Anthropic's: the same seed gives the same text."
     )
     output_format: OutputFormat | None = None
-    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     session_id: SessionId | None = None
     metadata: Metadata | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -61,6 +61,13 @@ AgentId = Annotated[
 SessionId = Annotated[
     str,
     Field(max_length=4096, description="What the client calls its conversation: a hint."),
+]
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateKwargs = Annotated[
+    dict[Annotated[str, Field(max_length=128)], Any],
+    Field(max_length=64, description="What the model's chat template takes, by its own names."),
 ]
 
 

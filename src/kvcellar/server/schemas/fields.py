@@ -36,10 +36,7 @@ HARMLESS: Mapping[str, str] = {
         "timings_per_token return_progress keep_alive ttl draft_model",
         "where or how fast the answer is computed, which is the same",
     ),
-    **_each(
-        "reasoning reasoning_effort include_reasoning verbosity thinking",
-        "how much a model thinks, and says of it; models here do as they were trained to",
-    ),
+    "verbosity": "how much a model says; models here do as they were trained to",
     **_each(
         "keep_alive num_ctx num_batch num_gpu main_gpu num_thread numa low_vram use_mmap "
         "use_mlock num_keep",
@@ -98,7 +95,11 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     **_each("skip_special_tokens spaces_between_special_tokens", (_NOT_SHOWN, (True,))),
     "add_generation_prompt": (_ENDS, (True,)),
     "continue_final_message": (_ENDS, ()),
-    **_each("chat_template chat_template_kwargs documents", (_OWN_TEMPLATE, ())),
+    **_each("chat_template documents", (_OWN_TEMPLATE, ())),
+    **_each(
+        "reasoning_format separate_reasoning",
+        ("reasoning always comes apart, as reasoning_content", ("auto", "deepseek", True)),
+    ),
     "guided_whitespace_pattern": ("JSON is written in one way here", ()),
     **_each("ebnf structural_tag", ("use guided_grammar", ())),
     **_each(
@@ -128,6 +129,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "parallel_tool_calls": (True,),
     "logprobs": (),
+    "include_reasoning": (True,),
+    "reasoning_effort": ("medium",),
 }
 """The same for fields that another protocol has."""
 

@@ -8,12 +8,14 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import (
     AgentId,
+    Effort,
     MostTokens,
     Open,
     QuestionBody,
     SessionId,
     Stop,
     Stops,
+    TemplateKwargs,
     TopK,
 )
 
@@ -113,6 +115,9 @@ class ChatMessage(Open):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = Field(None, description="As it was before tool_calls.")
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
 
 
 class Function(Open):
@@ -231,6 +236,22 @@ class FormFields(SamplingFields):
     regex: Pattern | None = None
 
 
+class ReasoningWish(Open):
+    """Wish for thinking, as OpenRouter's requests say it."""
+
+    effort: Effort | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
+class ThinkingSwitch(Open):
+    """Switch of thinking, as requests to DeepSeek's and GLM's servers say it."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
+
+
 class ChatRequest(FormFields):
     """``POST /v1/chat/completions``."""
 
@@ -254,6 +275,14 @@ class ChatRequest(FormFields):
     add_generation_prompt: bool | None = Field(
         None, description="False where the last message is the assistant's."
     )
+    chat_template_kwargs: TemplateKwargs | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | None = None
+    thinking_budget: int | None = Field(None, ge=0, description="Tokens that it may think.")
+    thinking_token_budget: int | None = Field(None, ge=0, description="The same.")
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningWish | None = None
+    include_reasoning: bool | None = None
     agent_id: AgentId | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None

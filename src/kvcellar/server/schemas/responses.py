@@ -7,7 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
 
-from kvcellar.server.schemas.base import AgentId, MostTokens, Open, SessionId
+from kvcellar.server.schemas.base import (
+    AgentId,
+    Effort,
+    MostTokens,
+    Open,
+    SessionId,
+    TemplateKwargs,
+)
 from kvcellar.server.schemas.openai import NamedTool, SamplingFields
 
 
@@ -38,6 +45,8 @@ class Item(Open):
     name: str | None = None
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+    encrypted_content: str | None = None
 
 
 class OtherItem(Open):
@@ -102,6 +111,14 @@ class TextConfig(Open):
     format: TextFormat | None = None
 
 
+class ReasoningConfig(Open):
+    """Wish for thinking: how much, and whether that is summed up."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
 class ResponseRequest(SamplingFields):
     """``POST /v1/responses``."""
 
@@ -120,6 +137,8 @@ class ResponseRequest(SamplingFields):
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     include: list[str] | None = Field(None, max_length=64)
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     agent_id: AgentId | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None

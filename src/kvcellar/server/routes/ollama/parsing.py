@@ -23,6 +23,7 @@ from kvcellar.server.schemas.ollama import (
 )
 from kvcellar.server.schemas.openai import CompletionRequest, SamplingFields
 from kvcellar.server.service import Service, service_of
+from kvcellar.server.thinking import Thinking
 from kvcellar.server.tools import Toolbox
 
 
@@ -101,9 +102,16 @@ def _question(
         params=params_of(service, body),
         tools=tools,
         form=_form(body),
+        thinking=_thinking(body),
         whose=whose_of(request, body.agent_id),
         left_out=left_out,
     )
+
+
+def _thinking(body: OllamaBody) -> Thinking:
+    if isinstance(body.think, str):
+        return Thinking(effort=body.think)
+    return Thinking(is_wanted=body.think)
 
 
 def fields_of(options: Options) -> SamplingFields:

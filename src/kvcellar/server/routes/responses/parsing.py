@@ -13,12 +13,14 @@ from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
-from kvcellar.server.media import LeftOut
+from kvcellar.server.media import THOUGHT, LeftOut
 from kvcellar.server.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
 from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
 from kvcellar.server.service import Service, service_of
+from kvcellar.server.signing import Signer
 from kvcellar.server.stored import StoredResponse
+from kvcellar.server.thinking import Thinking
 from kvcellar.server.tools import Toolbox, told
 
 _INSTRUCTIONS = "instructions"
@@ -44,7 +46,7 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
         previous = await stored_response(service, body.previous_response_id)
         value.before = [*previous.items, *previous.response["output"]]
         value.added = previous.added
-        _add_items(before, read_items(value.before), left_out)
+        _add_items(before, read_items(value.before), service.signer, left_out)
         n_system = n_system_of(before)
         before[n_system:n_system] = previous.added
     if body.store is not False and whose.name is None:
@@ -92,14 +94,14 @@ def _question(
             "unsupported_field",
             param="include",
         )
-    messages = list(before)
+    messages, wish = list(before), body.reasoning
     if body.instructions is not None:
         said = {"role": "system", "content": body.instructions, "name": _INSTRUCTIONS}
         messages.insert(0, said)
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        _add_items(messages, body.input, left_out)
+        _add_items(messages, body.input, service.signer, left_out)
     most = most_of(service, body.max_output_tokens)
     return Question(
         messages=messages,
@@ -109,6 +111,7 @@ def _question(
         choice=tool_choice_of(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         form=_form(body),
+        thinking=Thinking(body.chat_template_kwargs or {}, effort=wish.effort if wish else None),
         whose=whose,
         left_out=left_out,
     )
@@ -136,7 +139,10 @@ def _tools(body: ResponseRequest) -> Toolbox:
 
 
 def _add_items(
-    messages: list[dict[str, Any]], items: list[Item | OtherItem], left_out: LeftOut
+    messages: list[dict[str, Any]],
+    items: list[Item | OtherItem],
+    signer: Signer,
+    left_out: LeftOut,
 ) -> None:
     """Add items as chat templates take them: calls join the answer that they are part of."""
     for item in items:
@@ -149,8 +155,13 @@ def _add_items(
             messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif item.type in (None, "message") and item.role is not None:
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": text_of(item.content, "input", left_out)})
-        elif item.type != "reasoning":
+            _add_message(messages, role, text_of(item.content, "input", left_out))
+        elif item.type == "reasoning":
+            reasoning = _reasoning_of(item, signer)
+            left_out[THOUGHT] += reasoning is None
+            if reasoning:
+                _add_reasoning(messages, reasoning)
+        else:
             raise ApiError(
                 400,
                 f"an input item of type {str(item.type)[:40]!r} came without what it needs; this "
@@ -158,6 +169,35 @@ def _add_items(
                 "unsupported_content",
                 param="input",
             )
+
+
+def _reasoning_of(item: Item, signer: Signer) -> str | None:
+    """Return what an item of reasoning says; None where it is encrypted, and not by this server."""
+    if item.encrypted_content:
+        found = signer.opened(item.encrypted_content)
+        if found is not None or not item.content:
+            return found
+    if isinstance(item.content, str):
+        return item.content
+    return "".join(part.text or "" for part in item.content or ())
+
+
+def _add_message(messages: list[dict[str, Any]], role: str, content: str) -> None:
+    """Add a message: an answer joins the reasoning that came before it."""
+    last = messages[-1] if messages else {}
+    is_open = last.get("role") == "assistant" and not (last["content"] or last.get("tool_calls"))
+    if role == "assistant" and is_open and last.get("reasoning_content"):
+        messages[-1] = {**last, "content": content}
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _add_reasoning(messages: list[dict[str, Any]], reasoning: str) -> None:
+    """Add reasoning to the answer that it is part of, or begin one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    before = messages[-1].get("reasoning_content", "")
+    messages[-1] = {**messages[-1], "reasoning_content": before + reasoning}
 
 
 def _add_call(messages: list[dict[str, Any]], item: Item) -> None:

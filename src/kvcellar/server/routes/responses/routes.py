@@ -35,7 +35,8 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     """Answer; with ``previous_response_id`` in a conversation that the server knows."""
     service = service_of(request)
     path = service.models.resolve(body.model)
-    value = ResponseValue(new_id(PREFIX), int(time.time()), body, service.models.public(path))
+    name, now = service.models.public(path), int(time.time())
+    value = ResponseValue(new_id(PREFIX), now, body, name, service.signer)
     question = await question_of(request, value)
     if body.stream:
         frames = ResponseFrames(request, value)

@@ -14,6 +14,7 @@ from kvcellar.server.dialogue import Ended
 from kvcellar.server.schemas.openai import NamedTool
 from kvcellar.server.schemas.responses import ResponseRequest
 from kvcellar.server.service import Service, as_mapping
+from kvcellar.server.signing import Signer
 from kvcellar.server.stored import StoredResponse
 from kvcellar.server.telling import extra_of, note, notes_of, predictions
 
@@ -37,12 +38,14 @@ class ResponseValue:
         extra: what the protocol has no field for.
         error: what went wrong.
         end: the end of the answer, once it is there.
+        signer: seals reasoning for clients that keep the conversation themselves.
     """
 
     response_id: str
     created: int
     body: ResponseRequest
     model: str
+    signer: Signer
     before: list[dict[str, Any]] = field(default_factory=list)
     added: list[dict[str, Any]] = field(default_factory=list)
     output: list[dict[str, Any]] = field(default_factory=list)
@@ -98,7 +101,7 @@ class ResponseValue:
             "output": self.output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": self.is_stored,
             "temperature": self.sampled("temperature", body.temperature),
             "text": {"format": text_format or {"type": "text"}},
@@ -116,8 +119,12 @@ class ResponseValue:
         self.end = end
         self.output = []
         is_cut = end.reason == "length"
+        if end.reasoning:
+            status = status_of(is_cut and not (end.text or end.calls))
+            self.output.append(self.reasoning_item(0, end.reasoning, status))
         if end.text or not end.calls:
-            self.output.append(self.text_item(0, end.text, status_of(is_cut and not end.calls)))
+            status = status_of(is_cut and not end.calls)
+            self.output.append(self.text_item(len(self.output), end.text, status))
         for call in end.calls:
             status = status_of(end.is_inside_call and call is end.calls[-1])
             self.output.append(call_item(call, status))
@@ -126,11 +133,22 @@ class ResponseValue:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0, **predictions([usage])},
+            "output_tokens_details": {
+                "reasoning_tokens": end.reasoning_tokens,
+                **predictions([usage]),
+            },
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         self.status = status_of(is_cut)
         self.extra = extra_of(end, self.body)
+        if end.reasoning and self._wants_summary:
+            said = "reasoning is not summed up; all of it is in the content of its item"
+            self.extra["notes"].append(said)
+
+    @property
+    def _wants_summary(self) -> bool:
+        wish = self.body.reasoning
+        return wish is not None and (wish.summary or wish.generate_summary) not in (None, "none")
 
     def text_item(self, index: int, text: str | None, status: str) -> dict[str, Any]:
         """Return an item of text; None: of none yet."""
@@ -141,6 +159,18 @@ class ResponseValue:
             "role": "assistant",
             "status": status,
             "content": content,
+        }
+
+    def reasoning_item(self, index: int, text: str | None, status: str) -> dict[str, Any]:
+        """Return an item of reasoning; None: of none yet."""
+        is_sealed = "reasoning.encrypted_content" in (self.body.include or ())
+        return {
+            "id": f"rs_{self.key}{index}",
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": [] if text is None else [reasoning_part(text)],
+            "encrypted_content": self.signer.seal(text) if is_sealed and text else None,
         }
 
     def note(self, request: Request) -> None:
@@ -191,6 +221,11 @@ def call_item(call: Call, status: str, *, is_begun: bool = False) -> dict[str, A
 def text_part(text: str) -> dict[str, Any]:
     """Return the only part of an item of text."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def reasoning_part(text: str) -> dict[str, Any]:
+    """Return the only part of an item of reasoning."""
+    return {"type": "reasoning_text", "text": text}
 
 
 def status_of(is_cut: bool) -> str:

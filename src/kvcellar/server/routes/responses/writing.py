@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -21,11 +22,20 @@ from kvcellar.server.routes.responses.value import (
     ResponseValue,
     call_item,
     keep,
+    reasoning_part,
     status_of,
     text_part,
 )
 from kvcellar.server.service import service_of
 from kvcellar.server.telling import AnswerFrames, agent_facts
+
+
+@dataclass(slots=True)
+class Said:
+    """Text of an item: of the answer, or of what the model thinks."""
+
+    is_reasoning: bool
+    text: str = ""
 
 
 class ResponseFrames(AnswerFrames):
@@ -39,17 +49,15 @@ class ResponseFrames(AnswerFrames):
         self._value = value
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open: str | CallEvent | None = None
+        self._open: Said | CallEvent | None = None
         """The open item: its text so far, or its call."""
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event of the answer."""
-        if isinstance(item, TextEvent):
-            return self._text(item.text) if item.text else b""
+        if isinstance(item, TextEvent | ReasoningEvent):
+            return self._text(item) if item.text else b""
         if isinstance(item, CallEvent):
             return self._called(item)
-        if isinstance(item, ReasoningEvent):
-            return b""
         return self._start(item) if isinstance(item, Started) else await self._end(item)
 
     def failed(self, error: Exception) -> bytes:
@@ -68,8 +76,10 @@ class ResponseFrames(AnswerFrames):
         return created + self._said("response.in_progress", response=now)
 
     async def _end(self, event: Ended) -> bytes:
-        begun = b"" if self._items or self._open is not None else self._begin_text()
-        closed, value = begun + self._close(event.reason == "length"), self._value
+        is_cut, value = event.reason == "length", self._value
+        closed = self._close(is_cut)
+        if not (event.text or event.calls):  # an answer without calls has an item of its text
+            closed += self._begin_text(is_reasoning=False) + self._close(is_cut)
         value.finish(event)
         value.output = self._items
         value.note(self._request)
@@ -78,19 +88,26 @@ class ResponseFrames(AnswerFrames):
 
     # Items -------------------------------------------------------------------------------------
 
-    def _text(self, text: str) -> bytes:
-        begun = b"" if isinstance(self._open, str) else self._begin_text()
-        assert isinstance(self._open, str)
-        self._open += text
-        delta = {"content_index": 0, "delta": text, "logprobs": []}
-        return begun + self._said("response.output_text.delta", **self._place(), **delta)
+    def _text(self, event: TextEvent | ReasoningEvent) -> bytes:
+        is_reasoning, begun = isinstance(event, ReasoningEvent), b""
+        if not isinstance(self._open, Said) or self._open.is_reasoning != is_reasoning:
+            begun = self._begin_text(is_reasoning=is_reasoning)
+        assert isinstance(self._open, Said)
+        self._open.text += event.text
+        at = {**self._place(), "content_index": 0, "delta": event.text}
+        if is_reasoning:
+            return begun + self._said("response.reasoning_text.delta", **at)
+        return begun + self._said("response.output_text.delta", **at, logprobs=[])
 
-    def _begin_text(self) -> bytes:
+    def _begin_text(self, *, is_reasoning: bool) -> bytes:
         closed = self._close()
-        self._open = ""
-        added = self._added(self._value.text_item(len(self._items), None, "in_progress"))
-        part = {**self._place(), "content_index": 0, "part": text_part("")}
-        return closed + added + self._said("response.content_part.added", **part)
+        self._open = Said(is_reasoning)
+        item, part = self._value.text_item, text_part("")
+        if is_reasoning:
+            item, part = self._value.reasoning_item, reasoning_part("")
+        added = self._added(item(len(self._items), None, "in_progress"))
+        at = {**self._place(), "content_index": 0, "part": part}
+        return closed + added + self._said("response.content_part.added", **at)
 
     def _called(self, event: CallEvent) -> bytes:
         begun, now = b"", self._open
@@ -114,20 +131,32 @@ class ResponseFrames(AnswerFrames):
             kind = "response.function_call_arguments.done"
             done = b"" if is_cut else self._said(kind, **place, **whole)
         else:
-            item = self._value.text_item(len(self._items), now, status_of(is_cut))
-            at = {**place, "content_index": 0}
-            done = self._said("response.output_text.done", **at, text=now, logprobs=[])
-            done += self._said("response.content_part.done", **at, part=text_part(now))
+            item, done = self._text_done(now, place, is_cut)
         index, self._open = len(self._items), None
         self._items.append(item)
         return done + self._said("response.output_item.done", output_index=index, item=item)
+
+    def _text_done(
+        self, said: Said, place: dict[str, Any], is_cut: bool
+    ) -> tuple[dict[str, Any], bytes]:
+        """Return the open item of text as it is at its end, and the events of that."""
+        index, at = len(self._items), {**place, "content_index": 0}
+        if said.is_reasoning:
+            item, part = self._value.reasoning_item, reasoning_part(said.text)
+            done = self._said("response.reasoning_text.done", **at, text=said.text)
+        else:
+            item, part = self._value.text_item, text_part(said.text)
+            done = self._said("response.output_text.done", **at, text=said.text, logprobs=[])
+        done += self._said("response.content_part.done", **at, part=part)
+        return item(index, said.text, status_of(is_cut)), done
 
     def _added(self, item: dict[str, Any]) -> bytes:
         return self._said("response.output_item.added", output_index=len(self._items), item=item)
 
     def _place(self) -> dict[str, Any]:
         index, now = len(self._items), self._open
-        item_id = f"msg_{self._value.key}{index}"
+        kind = "rs" if isinstance(now, Said) and now.is_reasoning else "msg"
+        item_id = f"{kind}_{self._value.key}{index}"
         if isinstance(now, CallEvent):
             item_id = f"fc_{now.call.call_id}"
         return {"item_id": item_id, "output_index": index}
