@@ -87,6 +87,8 @@ class Live:
 
         Cells that a client asked to keep for some minutes are under none.
         """
+        if not self.service.models.hosts():  # nothing was asked of it yet
+            return self.service.n_active == 0
         stats = self.engine()
         return (
             self.service.n_active == 0
