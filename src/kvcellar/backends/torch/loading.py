@@ -284,7 +284,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None]:
         keeps_mxfp4=found.weights is not None,
         kept=found.kept,
     )
-    bind_network(network, found.facts)
+    bind_network(network, found.facts, found.device)
     if found.device.type == "cuda":
         use_pinned_memory()
     known = known_path(found.raw, _BY).with_suffix(f".{found.weights or found.dtype}.parts.json")

@@ -32,6 +32,11 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
     return "is falling back to its reference" not in str(record.msg)
 
 
+def spare_advice() -> None:
+    """Have transformers not advise kernels for cards to a model that runs on a CPU."""
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
+
+
 def bind_states(network: nn.Module, facts: ModelFacts) -> None:
     """Have the recurrent modules of a network keep their states in the cache that is active.
 
@@ -57,8 +62,6 @@ def bind_states(network: nn.Module, facts: ModelFacts) -> None:
             is_last = at + 1 == len(layer.askers)
             mixer = Mixer(module, argument, layer, number, is_first=not at, is_last=is_last)
             vars(module)["forward"] = mixer
-    if facts.states and next(network.parameters()).is_cpu:
-        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
 
 
 class Mixer:

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.mixtures import reads_shipped
+from kvcellar.backends.torch.recurrent_kernels import choose_by_device
 from kvcellar.backends.torch.weights import load_weights
 from kvcellar.errors import ModelError
 from kvcellar.models.configs import whole_config
@@ -137,6 +138,7 @@ def empty_networks(
     try:
         with torch.device(device):
             whole = _reader(classes)(classes.config)
+            choose_by_device(map(type, whole.modules()))
             return whole, _network(whole, classes).eval()
     except Exception as error:  # whatever its layers do not like
         if name in str(error):  # it looks the name up in a table of its own
@@ -203,7 +205,7 @@ def load_network(
         folder,
         classes.config,
         reads_shipped(reader) if is_kept else reader,
-        lambda whole: _network(whole, classes),
+        lambda whole: _chosen(whole, classes),
         format=None if is_kept else format,
         dtype=dtype,
         device=device,
@@ -341,6 +343,12 @@ def _network(whole: Any, classes: NetworkClasses) -> Any:
             alone.set_output_embeddings(head)
             return alone.eval()
     return WrappedText(owner, decoder)
+
+
+def _chosen(whole: Any, classes: NetworkClasses) -> Any:
+    """Make the network of what read the checkpoint, with kernels that fit its tensors."""
+    choose_by_device(map(type, whole.modules()))
+    return _network(whole, classes)
 
 
 class WrappedText(nn.Module):
