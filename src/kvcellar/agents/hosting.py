@@ -12,26 +12,32 @@ from kvcellar.budget import parse_size, resident_bytes
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
 from kvcellar.models import LoadOptions
+from kvcellar.models.loading import accelerator_memory
 from kvcellar.models.options import ProgressFn
 from kvcellar.registry import load_backend
 from kvcellar.store import StoreConfig
 
 
-def limit_of(memory: str | None, device: object) -> int | None:
+def limit_of(memory: str | None, loading: LoadOptions) -> int | None:
     """Return the bytes that the whole process may hold; None: any number.
+
+    They are those of the card where the models run on one that says what it has, else of main
+    memory.
 
     Args:
         memory: a size as a text, such as ``8GB``; None: no limit.
-        device: where the models run, as the backend knows it.
+        loading: options of the models.
 
     Raises:
-        ConfigError: it is no size, or K and V are not in main memory.
+        ConfigError: it is no size, or nobody knows what K and V take where they are.
     """
     limit_bytes = None if memory is None else parse_size(memory)
-    if limit_bytes is not None and device not in (None, "cpu"):
+    if limit_bytes is None or loading.device in (None, "cpu"):
+        return limit_bytes
+    if accelerator_memory(loading) is None:
         raise ConfigError(
-            f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
-            f"there; leave one of the two out, or give a --capacity"
+            f"--memory bounds what the process holds in main memory or on a card of CUDA, and KV "
+            f"on {loading.device!r} is neither; leave one of the two out, or give a --capacity"
         )
     return limit_bytes
 
@@ -67,7 +73,12 @@ class Hosting:
         if limit_bytes is None:
             return cls(loading, config)
         load_backend(loading.backend)
-        return cls(loading, config, MemoryPlan.divide(limit_bytes, resident_bytes()))
+        card = accelerator_memory(loading)
+        if card is None:
+            return cls(loading, config, MemoryPlan.divide(limit_bytes, resident_bytes()))
+        plan = MemoryPlan.of_card(limit_bytes, card)
+        card.bound(limit_bytes)
+        return cls(loading, config, plan)
 
     def share_among(self, names: Sequence[str]) -> None:
         """Have several models share the memory so that all of them stay in it, where they can."""

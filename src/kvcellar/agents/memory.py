@@ -13,7 +13,7 @@ from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 from kvcellar.models.eagle3.finding import size_eagle3
-from kvcellar.models.loading import accelerator_bytes
+from kvcellar.models.loading import DeviceMemory, accelerator_memory
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.sizing import size_model
 from kvcellar.models.snapshots import SHARE, slots_bytes, slots_for
@@ -30,6 +30,12 @@ EAGLE3 = "eagle3"
 NGRAM_BYTES = 512
 """About what a token takes that n-grams are remembered of: an entry per length, and itself."""
 
+CARD_WORKSPACE = 96 << 20
+"""What a card's libraries and the parts of split attention take beside a forward's own numbers."""
+
+SAMPLING_BYTES, SAMPLED_ROWS = 13, 64
+"""Bytes that sampling on a card takes more of each logit, of so many rows at a time."""
+
 IN_FLIGHT = 8
 """Blocks of a restore that are read ahead of the engine."""
 
@@ -45,19 +51,21 @@ STORE_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of a process that runs agents.
+    """Bytes of a process that runs agents, in main memory or on a card.
 
     Attributes:
         limit_bytes: of the whole process.
         process_bytes: what it holds without any model.
         warm_bytes: for the store's blocks in RAM.
         queue_bytes: for what waits to be written.
+        is_of_card: true if the first two are of a card, where the store has nothing.
     """
 
     limit_bytes: int
     process_bytes: int
     warm_bytes: int
     queue_bytes: int
+    is_of_card: bool = False
 
     @classmethod
     def divide(cls, limit_bytes: int, process_bytes: int) -> MemoryPlan:
@@ -75,10 +83,35 @@ class MemoryPlan:
             )
         return plan
 
+    @classmethod
+    def of_card(cls, limit_bytes: int, card: DeviceMemory) -> MemoryPlan:
+        """Give models what a process may hold of a card; the store keeps its own in main memory.
+
+        Raises:
+            ConfigError: the card has less, or nothing would be left for a model.
+        """
+        if limit_bytes > card.total_bytes:
+            raise ConfigError(
+                f"a memory budget of {format_size(limit_bytes)} is more than the card's "
+                f"{format_size(card.total_bytes)}; give less, or leave it out"
+            )
+        plan = cls(limit_bytes, card.held_bytes, GIB, GIB, is_of_card=True)
+        if plan.models_bytes <= 0:
+            raise ConfigError(
+                f"a memory budget of {format_size(limit_bytes)} leaves nothing for a model: the "
+                f"process holds {format_size(card.held_bytes)} of the card without any; give more"
+            )
+        return plan
+
     @property
     def models_bytes(self) -> int:
         """For all models in memory together: weights, forwards and KV."""
-        return self.limit_bytes - self.process_bytes - self.warm_bytes - self.queue_bytes
+        return self.limit_bytes - self.process_bytes - self._store_bytes
+
+    @property
+    def _store_bytes(self) -> int:
+        """The store's part of the limit."""
+        return 0 if self.is_of_card else self.warm_bytes + self.queue_bytes
 
     def size_of(self, options: LoadOptions, config: EngineConfig | None = None) -> int:
         """Return the bytes that a model is given: enough for its capacity, or all there is.
@@ -98,11 +131,11 @@ class MemoryPlan:
 
     def _too_small(self, name: str, least: int) -> ConfigError:
         """Return the refusal of a model of which weights and a forward alone take more."""
-        part = min(GIB, least // (STORE_SHARE - 2) + 1)
+        part = 0 if self.is_of_card else min(GIB, least // (STORE_SHARE - 2) + 1)
         return ConfigError(
             f"a memory budget of {format_size(self.limit_bytes)} leaves nothing for KV: the "
             f"process holds {format_size(self.process_bytes)} without a model, "
-            f"{format_size(self.warm_bytes + self.queue_bytes)} are for the store's, and weights "
+            f"{format_size(self._store_bytes)} are for the store's, and weights "
             f"and forwards of {name!r} take {format_size(least)}; give more than "
             f"{format_size(self.process_bytes + least + 2 * part)}, or choose a smaller model"
         )
@@ -230,8 +263,8 @@ def choose_capacity(
     if options.memory_bytes is not None:
         limit = of = options.memory_bytes
     else:
-        own = accelerator_bytes(options)
-        of = machine_bytes() if own is None else own
+        own = accelerator_memory(options)
+        of = machine_bytes() if own is None else own.total_bytes
         limit = of - of // MACHINE_SHARE - (PROCESS_BYTES if own is None else 0)
     cells = most(whole, lambda n: _sum_of(sizes(n, keeps_windows=has_budget)) <= limit)
     if options.snapshot_bytes is not None and cells < min(whole, MIN_CHUNK):
@@ -334,6 +367,8 @@ def _size_of(
     kv = _kv_of(spec, options.kv_dtype)
     context = min(capacity, spec.max_positions)
     forward = spec.scratch_bytes(context, config.max_num_batched_tokens, n_rows)
+    if options.device not in (None, "cpu"):
+        forward += CARD_WORKSPACE + SAMPLING_BYTES * min(n_rows, SAMPLED_ROWS) * spec.vocab_size
     cells = [capacity] * len(spec.params.groups)
     if keeps_windows:
         more = MIN_RUN + STEP_TOKENS

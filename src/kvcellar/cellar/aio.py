@@ -95,7 +95,7 @@ class AsyncCellar:
         if self._agents is not None:
             raise ConfigError(f"the cellar of {self.model!r} is open already; make another one")
         options = self._options
-        hosting = Hosting.within(limit_of(self._memory, options.device), options)
+        hosting = Hosting.within(limit_of(self._memory, options), options)
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(Store(self._folder, hosting.store))
             models = ModelRegistry(lambda name: self._load(hosting, name), **hosting.registry)

@@ -25,7 +25,7 @@ def hosting_of(
         from kvcellar.agents import Hosting
         from kvcellar.agents.hosting import limit_of
 
-        return Hosting.within(limit_of(memory, loading.device), loading, config)
+        return Hosting.within(limit_of(memory, loading), loading, config)
 
 
 def open_shown(hosting: Hosting, name: str, bar: AbstractContextManager[ProgressFn]) -> ModelHost:

@@ -67,7 +67,7 @@ Memory = Annotated[
     in_loading(
         "SIZE",
         "What the whole process may hold, such as 24GB or 8GiB: weights, KV, everything. The "
-        "cache grows inside it.",
+        "cache grows inside it. With --device cuda it is of the card.",
     ),
 ]
 Snapshots = Annotated[

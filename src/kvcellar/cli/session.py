@@ -53,14 +53,15 @@ def bound_model(
     """
     from kvcellar.agents.hosting import limit_of
 
-    limit_bytes = limit_of(memory, options.device)
+    limit_bytes = limit_of(memory, options)
     capacity = 1 if options.capacity is None else options.capacity
     options.config_for(ModelCacheParams(1, 1, 128), "float32", capacity)
     model, chosen, reserve_bytes = _load(options, limit_bytes, n_sequences)
     budget = None
     if limit_bytes is not None:
         model.touch_weights()  # they count, and would come with the first forward
-        budget = MemoryBudget(limit_bytes, base_bytes=resident_bytes(), reserve_bytes=reserve_bytes)
+        held = _held_bytes(options)
+        budget = MemoryBudget(limit_bytes, base_bytes=held, reserve_bytes=reserve_bytes)
     cells = _checked(chosen.cells, model, n_sequences)
     config = options.config_for(model.params, model.kv_dtype, cells, budget, n_sequences)
     with CACHES[options.cache](options.backend, config) as session:
@@ -81,7 +82,8 @@ def _load(
 
         chosen, reserve_bytes = None, 0
         if limit_bytes is not None:
-            inside = replace(options, memory_bytes=limit_bytes - resident_bytes())
+            _bound(options, limit_bytes)
+            inside = replace(options, memory_bytes=limit_bytes - _held_bytes(options))
             chosen = choose_capacity(inside, most_sequences=n_sequences)
             reserve_bytes = _reserve(options, limit_bytes, chosen.cells)
         with shown_warnings():
@@ -93,6 +95,23 @@ def _load(
     return model, chosen, reserve_bytes
 
 
+def _bound(options: LoadOptions, limit_bytes: int) -> None:
+    """Have a card that the model runs on refuse more than a limit."""
+    from kvcellar.models.loading import accelerator_memory
+
+    card = accelerator_memory(options)
+    if card is not None:
+        card.bound(limit_bytes)
+
+
+def _held_bytes(options: LoadOptions) -> int:
+    """Return what the process holds now, of the card that the model runs on or of main memory."""
+    from kvcellar.models.loading import accelerator_memory
+
+    card = accelerator_memory(options)
+    return resident_bytes() if card is None else card.held_bytes
+
+
 def _reserve(options: LoadOptions, limit_bytes: int, capacity: int) -> int:
     """Return the bytes to set aside for forwards.
 
@@ -102,7 +121,7 @@ def _reserve(options: LoadOptions, limit_bytes: int, capacity: int) -> int:
     from kvcellar.models.sizing import size_model
 
     spec = size_model(options)
-    held_bytes = resident_bytes()
+    held_bytes = _held_bytes(options)
     if spec.weight_bytes + held_bytes >= limit_bytes:
         held_in = spec.held_in if spec.is_in_blocks else options.weights or spec.dtype
         raise ConfigError(too_small(limit_bytes, spec.weight_bytes, held_bytes, held_in))

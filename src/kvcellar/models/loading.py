@@ -28,6 +28,25 @@ FactsOf = Callable[[Mapping[str, Any]], ModelFacts]
 """Function from a ``config.json`` to the facts of the model."""
 
 
+class DeviceMemory(Protocol):
+    """Protocol of the memory of a device that has its own.
+
+    Attributes:
+        total_bytes: that the device has.
+    """
+
+    total_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that this process holds there now, its runtime's among them."""
+        ...
+
+    def bound(self, limit_bytes: int) -> None:
+        """Have allocations beyond a limit of this process fail."""
+        ...
+
+
 class ModelLoader(Protocol):
     """Protocol of a backend's loader of models; a module with these functions is one."""
 
@@ -51,7 +70,7 @@ class ModelLoader(Protocol):
         """
         ...
 
-    def device_bytes(self, device: Any) -> int | None:
+    def device_memory(self, device: Any) -> DeviceMemory | None:
         """Return the memory of a device; None where it is main memory, or not known."""
         ...
 
@@ -148,8 +167,8 @@ def check_model(options: LoadOptions) -> None:
     loader_of(options.backend).check_model(options)
 
 
-def accelerator_bytes(options: LoadOptions) -> int | None:
+def accelerator_memory(options: LoadOptions) -> DeviceMemory | None:
     """Return the memory of the device that a model runs on; None: main memory, or not known."""
     if options.device in (None, "cpu"):
         return None
-    return loader_of(options.backend).device_bytes(options.device)
+    return loader_of(options.backend).device_memory(options.device)

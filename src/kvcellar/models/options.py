@@ -66,7 +66,7 @@ class LoadOptions:
             model has positions. None: the model's context where memory allows it, else what memory
             allows.
         memory_bytes: what it may hold: weights, forwards and KV; None: its KV grows up to the
-            capacity. On CPUs only.
+            capacity.
         cache: the kind of its cache, one of ``CACHES``. Agents and servers need one for many
             sequences: ``cells``, or ``paged`` for blocks of cells.
         block_size: of a paged cache: cells that are taken and shared together; None: 16.

@@ -207,7 +207,7 @@ def check_model(options: LoadOptions) -> None:
         program.close()
 
 
-def device_bytes(device: Any) -> int | None:
+def device_memory(device: Any) -> None:
     """Return None: programs run in main memory."""
     return None
 

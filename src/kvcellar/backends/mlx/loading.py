@@ -377,7 +377,7 @@ def _facts(learnt: Learnt, config: Any) -> ModelFacts:
     return learnt.facts(str(config.model_type), positions_of(config), inner * n_active)
 
 
-def device_bytes(device: Any) -> int | None:
+def device_memory(device: Any) -> None:
     """Return None: a Mac's GPU has no memory of its own."""
     return None
 

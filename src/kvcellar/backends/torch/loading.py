@@ -16,6 +16,7 @@ import transformers
 
 from kvcellar import __version__
 from kvcellar.backends.torch.binding import bind_network
+from kvcellar.backends.torch.card import CardMemory, card_memory
 from kvcellar.backends.torch.counting import NOTHING, Counted, count, may_keep
 from kvcellar.backends.torch.fast.blocks import Kept
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
@@ -469,13 +470,9 @@ def pick_types(
     return DTYPES[pick_dtype(dtype, raw, stored, is_cpu=where.type == "cpu")], where
 
 
-def device_bytes(device: Any) -> int | None:
-    """Return the memory of an accelerator; None where it has none of its own, or is not there."""
-    try:
-        where = torch.device(device)
-        return torch.cuda.mem_get_info(where)[1] if where.type == "cuda" else None
-    except (RuntimeError, AssertionError):
-        return None
+def device_memory(device: Any) -> CardMemory | None:
+    """Return the memory of a card; see :func:`~kvcellar.backends.torch.card.card_memory`."""
+    return card_memory(device)
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
