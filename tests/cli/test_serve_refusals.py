@@ -9,7 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcellar.cli import app, session
+from kvcellar.agents import hosting
+from kvcellar.cli import app
 from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.server import run
 
@@ -166,7 +167,7 @@ def test_bodies_take_a_small_part_of_the_memory(tmp_path, monkeypatch, arguments
     kept = []
     monkeypatch.setattr(run, "serve", lambda config, *_, **__: kept.append(config.max_body_bytes))
     monkeypatch.setattr(run, "log_to_stderr", lambda: None)
-    monkeypatch.setattr(session, "resident_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(hosting, "resident_bytes", lambda: 1 << 20)
     command = ["serve", "--store", str(tmp_path / "s"), *arguments]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, (result.stderr, result.exception)
