@@ -23,6 +23,7 @@ from kvcellar.server.models import ServedModels
 from kvcellar.server.pins import Pins
 from kvcellar.server.signing import signer_of
 from kvcellar.server.stored import StoredResponses
+from kvcellar.server.stored_conversations import StoredConversations
 from kvcellar.store import Store
 
 
@@ -40,6 +41,7 @@ class Service:
         metrics: what is counted.
         responses: those that are stored.
         signer: signs what models think.
+        stored_conversations: those that clients keep here.
         started_s: seconds since 1970.
     """
 
@@ -61,6 +63,7 @@ class Service:
         self.metrics = Metrics()
         self.responses = StoredResponses(store)
         self.signer = signer_of(store.path)
+        self.stored_conversations = StoredConversations(store)
         self.started_s = time.time()
         self.is_closing = False
         self.is_ended = False

@@ -119,7 +119,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         ("this server runs no tools of its own, and its answers are text", ()),
     ),
     "background": ("an answer is computed while its client waits for it", ()),
-    "conversation": ("use previous_response_id", ()),
 }
 """By name, what to do instead, and values that ask for nothing, besides null and what is empty;
 false asks for nothing too where true is not one of them."""

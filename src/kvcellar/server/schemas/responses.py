@@ -119,6 +119,12 @@ class ReasoningConfig(Open):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class ConversationId(Open):
+    """A conversation by its id."""
+
+    id: str = Field(max_length=128)
+
+
 class ResponseRequest(SamplingFields):
     """``POST /v1/responses``."""
 
@@ -128,6 +134,7 @@ class ResponseRequest(SamplingFields):
     input: str | list[AnyItem]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
+    conversation: Annotated[str, Field(max_length=128)] | ConversationId | None = None
     max_output_tokens: MostTokens | None = None
     stream: bool | None = None
     store: bool | None = None
@@ -142,3 +149,9 @@ class ResponseRequest(SamplingFields):
     agent_id: AgentId | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Id of the conversation that it goes on from and adds to."""
+        named = self.conversation
+        return named.id if isinstance(named, ConversationId) else named

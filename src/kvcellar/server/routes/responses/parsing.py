@@ -15,6 +15,7 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
 from kvcellar.server.media import THOUGHT, LeftOut
 from kvcellar.server.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
+from kvcellar.server.routes.responses.conversations import stored_conversation
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
 from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
 from kvcellar.server.service import Service, service_of
@@ -41,6 +42,10 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
         )
     before: list[dict[str, Any]] = []
     left_out = LeftOut()
+    if body.conversation_id is not None:
+        whose = await _in_conversation(service, value, whose)
+        _add_items(before, read_items(value.before), service.signer, left_out)
+        return _question(service, body, before, whose, left_out)
     previous = None
     if body.previous_response_id is not None:
         previous = await stored_response(service, body.previous_response_id)
@@ -53,6 +58,24 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
         after = None if previous is None else (previous.agent_id, previous.n_tokens)
         whose = replace(whose, own_id=value.response_id, after=after)
     return _question(service, body, before, whose, left_out)
+
+
+async def _in_conversation(service: Service, value: ResponseValue, whose: Whose) -> Whose:
+    """Return whose turn a response in a conversation is; ``value`` takes the items before it.
+
+    Raises:
+        ApiError: there is no such conversation, or something else is named to go on from.
+    """
+    body, conversation_id = value.body, value.body.conversation_id or ""
+    if body.previous_response_id is not None or whose.name is not None:
+        raise ApiError(
+            400,
+            "give one of conversation, previous_response_id and an agent",
+            param="conversation",
+        )
+    stored = await stored_conversation(service, conversation_id)
+    value.before = stored.items
+    return replace(whose, name=conversation_id, may_create=True)
 
 
 async def stored_response(service: Service, response_id: str) -> StoredResponse:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -16,6 +16,8 @@ from kvcellar.server.chat import answer, whole
 from kvcellar.server.errors import ApiError
 from kvcellar.server.parsing import READS_AGENT
 from kvcellar.server.replies import sse
+from kvcellar.server.routes.responses import conversations
+from kvcellar.server.routes.responses.pages import Limit, Order, page_of
 from kvcellar.server.routes.responses.parsing import question_of, stored_response, unknown_response
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue, keep, sent_item
 from kvcellar.server.routes.responses.writing import ResponseFrames
@@ -25,9 +27,7 @@ from kvcellar.server.streams import Stream, until_gone
 from kvcellar.server.telling import answer_headers, ignored_of
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
-
-MOST_ITEMS = 100
-"""Items of a conversation that one page can have."""
+router.include_router(conversations.router)
 
 
 @router.post("/v1/responses", response_model=None, dependencies=[READS_AGENT])
@@ -68,8 +68,8 @@ async def get_response(
 async def list_input_items(
     request: Request,
     response_id: str,
-    limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 20,
-    order: Literal["asc", "desc"] = "desc",
+    limit: Limit = 20,
+    order: Order = "desc",
     after: str | None = None,
 ) -> Response:
     """List the conversation that a stored response answered, as it was sent."""
@@ -80,19 +80,7 @@ async def list_input_items(
         part = {"type": "input_text", "text": instructions}
         said = {"role": "system", "content": [part]}
         items.insert(0, sent_item(said, f"{response_id[len(PREFIX) :]}instructions"))
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        places = [i for i, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise ApiError(
-                400, f"there is no item {after[:80]!r} in this conversation", param="after"
-            )
-        items = items[places[0] + 1 :]
-    page = items[:limit]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
-    has_more = len(items) > limit
-    return JSONResponse({"object": "list", "data": page, "has_more": has_more, **ends})
+    return JSONResponse(page_of(items, limit, order, after))
 
 
 @router.post("/v1/responses/{response_id}/cancel")

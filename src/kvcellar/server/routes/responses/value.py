@@ -93,6 +93,7 @@ class ResponseValue:
             "created_at": self.created,
             "status": self.status,
             "background": False,
+            "conversation": {"id": body.conversation_id} if body.conversation_id else None,
             "error": self.error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": body.instructions,
@@ -193,6 +194,8 @@ async def keep(service: Service, value: ResponseValue) -> dict[str, Any]:
     Where it cannot be stored, it says so itself.
     """
     said, end = value.as_json(), value.end
+    if end is not None and value.body.conversation_id is not None and value.status != "failed":
+        await _add_to_conversation(service, value, said)
     if end is None or not value.is_stored:
         return said
     n_tokens = end.usage.prompt_tokens + end.usage.completion_tokens
@@ -204,6 +207,23 @@ async def keep(service: Service, value: ResponseValue) -> dict[str, Any]:
         notes = [*said["kvcellar"]["notes"], f"it could not be stored: {error}"]
         said |= {"store": False, "kvcellar": {**said["kvcellar"], "notes": notes}}
     return said
+
+
+async def _add_to_conversation(
+    service: Service, value: ResponseValue, said: dict[str, Any]
+) -> None:
+    """Put what was sent and answered behind a conversation's items, or say why that cannot be."""
+    new = [*value.items()[len(value.before) :], *value.output]
+    known = [item["id"] for item in value.before]
+    conversation_id = value.body.conversation_id or ""
+    try:
+        is_added = await service.stored_conversations.append(conversation_id, known, new)
+        why = "" if is_added else "the conversation has changed meanwhile"
+    except StoreError as error:
+        why = str(error)
+    if why:
+        notes = [*said["kvcellar"]["notes"], f"its items are not in the conversation: {why}"]
+        said["kvcellar"] = {**said["kvcellar"], "notes": notes}
 
 
 def call_item(call: Call, status: str, *, is_begun: bool = False) -> dict[str, Any]:
