@@ -2,7 +2,8 @@
 """Run the clients that people use against the server: a coding session of 15 turns of each.
 
 The clients are installed from npm and PyPI, in the versions that clients/known.py names, into a
-folder of their own; each runs with a home of its own there, and knows no other server. The model is
+folder of their own; each runs with a home of its own there, with the settings of its page in
+docs/clients/, and knows no other server. The model is
 a small one that is made here, and says what clients/session.py has it say: it reads a file, edits
 it and runs it, five times. All else of the server is the real thing: see clients/scripted.py.
 
@@ -28,7 +29,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.known import CLIENTS, Client, Place
+from clients.known import CLIENTS, Client, Place, files_of
 from clients.scripted import ASSISTANT, Asked, Scripted, make_model, serving
 from clients.session import ASIDE, FILE, N_STEPS, PROJECT, REQUESTS, Hands, finished
 
@@ -112,7 +113,10 @@ def play(name: str, thoughts: str, installed: Path, folder: Path) -> Session:
         place_folder / "store",
         lambda text: client.hands.answer(text, ASSISTANT, project),
     ) as server:
-        printed = "\n".join(client.play(Place(place_folder, installed, server.url)))
+        place = Place(place_folder, installed, server.url)
+        for path, text in files_of(name, server.url).items():
+            place.write(path, text)
+        printed = "\n".join(client.play(place))
         n_computed = counted(server, "kvcellar_engine_computed_tokens_total")
     (place_folder / "printed.txt").write_text(printed)
     seconds = time.perf_counter() - started

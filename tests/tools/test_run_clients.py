@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,3 +144,30 @@ def test_an_aside_of_a_client_is_no_turn() -> None:
     told = f'{{"name": "read"}} {session.REQUESTS[1].text}<|assistant|>'
     said = hands.answer(told, scripted.ASSISTANT, Path())
     assert said.call == ("read", {"path": session.FILE})
+
+
+PROGRAMS = {
+    "claude-sdk": "claude_sdk.py",
+    "langchain": "langchain_agent.py",
+    "llamaindex": "llamaindex_agent.py",
+}
+
+
+@pytest.mark.parametrize("name", known.CLIENTS)
+def test_the_page_of_a_client_is_what_is_run(name: str) -> None:
+    page, client = (known.PAGES / f"{name}.md").read_text(), known.CLIENTS[name]
+    assert all(f"`{package}` {version}" in page for package, version in client.packages.items())
+    assert f"[{name}]({name}.md)" in (known.PAGES / "README.md").read_text()
+    if name in PROGRAMS:
+        (shown,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        program = (known.PROGRAMS / PROGRAMS[name]).read_text().splitlines()
+        lines = [line.strip() for line in program]
+        assert not {line.strip() for line in shown.splitlines()}.difference(lines)
+    elif name == "cline":
+        place = known.Place(Path("/x"), Path("/y"), known.SHOWN_URL)
+        (command,) = re.findall(r"```sh\ncline (.*)\n```", page)
+        assert command.split() == known.cline_account(place)
+    else:
+        files = known.files_of(name, "http://127.0.0.1:1234")
+        text = "".join(files.values())
+        assert files and known.SHOWN_URL not in text and "http://127.0.0.1:1234" in text

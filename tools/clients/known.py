@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,22 @@ PATIENCE_S = 300.0
 """For one process of a client."""
 
 PROGRAMS = Path(__file__).with_name("programs")
+PAGES = Path(__file__).parents[2] / "docs" / "clients"
+SHOWN_URL = "http://127.0.0.1:8642"
+"""Address of the server in the pages."""
+
+_FILE = re.compile(r"^`~/([^`]+)`:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def files_of(name: str, url: str) -> dict[str, str]:
+    """Return the settings that a client's page shows: path in a user's home -> text.
+
+    Args:
+        name: the client's, and its page's.
+        url: of the server, which the page has as ``SHOWN_URL``.
+    """
+    text = (PAGES / f"{name}.md").read_text()
+    return {path: shown.replace(SHOWN_URL, url) for path, shown in _FILE.findall(text)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +65,7 @@ class Place:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def run(self, command: list[str], typed: str = "", **environment: str) -> str:
+    def run(self, command: list[str], typed: str = "") -> str:
         """Run a process of it in the project, and type something; return what it printed."""
         nowhere = "http://127.0.0.1:9"
         variables = {
@@ -59,9 +76,7 @@ class Place:
             "LANG": "C.UTF-8",
             "HTTP_PROXY": nowhere,
             "HTTPS_PROXY": nowhere,
-            "LLM_USER_PATH": str(self.home / "llm"),
             "NO_PROXY": "127.0.0.1,localhost",
-            **environment,
         }
         self.home.mkdir(parents=True, exist_ok=True)
         try:
@@ -92,8 +107,7 @@ class Client:
         packages: name -> version, all from one registry.
         hands: how the model works with it.
         command: runs one request of the user's; or all of them, where it ``takes_all``.
-        prepare: writes its settings.
-        environment: variables, from the server's address.
+        prepare: does what is not done by files.
         takes_all: a process plays the whole session, and is given its requests as JSON.
         is_npm: from npm; else from PyPI.
     """
@@ -101,8 +115,7 @@ class Client:
     packages: dict[str, str]
     hands: Hands | Patches
     command: CommandFn
-    prepare: Callable[[Place], None] = lambda place: None
-    environment: Callable[[str], dict[str, str]] = lambda url: {}
+    prepare: Callable[[Place], object] = lambda place: None
     takes_all: bool = False
     is_npm: bool = True
 
@@ -115,16 +128,14 @@ class Client:
     def play(self, place: Place) -> list[str]:
         """Play the session; return what was printed for each request, or for all of them."""
         self.prepare(place)
-        environment = self.environment(place.url)
         if isinstance(self.hands, Patches):
             typed = "".join(f"{line}\n" for line in self.hands.lines())
-            return [place.run(self.command(place, "", False), typed, **environment)]
+            return [place.run(self.command(place, "", False), typed)]
         if self.takes_all:
             asked = json.dumps([request.text for request in REQUESTS])
-            return [place.run(self.command(place, asked, False), **environment)]
+            return [place.run(self.command(place, asked, False))]
         return [
-            place.run(self.command(place, request.text, request.number > 0), **environment)
-            for request in REQUESTS
+            place.run(self.command(place, request.text, request.number > 0)) for request in REQUESTS
         ]
 
 
@@ -172,16 +183,6 @@ def _claude(place: Place, says: str, goes_on: bool) -> list[str]:
     return [binary, *(["--continue"] if goes_on else []), *allowed, "-p", says]
 
 
-def _claude_environment(url: str) -> dict[str, str]:
-    return {
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_AUTH_TOKEN": "none",
-        "ANTHROPIC_MODEL": "local",
-        "ANTHROPIC_SMALL_FAST_MODEL": "local",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    }
-
-
 # Codex --------------------------------------------------------------------------------------------
 
 
@@ -206,40 +207,21 @@ def _codex(place: Place, says: str, goes_on: bool) -> list[str]:
     return ["node", binary, "exec", "--skip-git-repo-check", free, *resume, says]
 
 
-def _codex_files(place: Place) -> None:
-    place.write(
-        ".codex/config.toml",
-        'model = "local"\nmodel_provider = "kvcellar"\ncheck_for_update_on_startup = false\n'
-        "model_context_window = 131072\n\n[analytics]\nenabled = false\n\n"
-        f'[model_providers.kvcellar]\nname = "kvcellar"\nbase_url = "{place.url}/v1"\n'
-        'wire_api = "responses"\n',
-    )
-
-
 # OpenCode -----------------------------------------------------------------------------------------
+
+
+OPENCODE_HANDS = _hands(
+    ("read", "filePath"),
+    ("edit", "filePath", "oldString", "newString"),
+    ("bash", "command"),
+    is_absolute=True,
+    description="Run the program",
+)
 
 
 def _opencode(place: Place, says: str, goes_on: bool) -> list[str]:
     binary = _bin(place, "opencode-ai", "bin/opencode.exe")
     return [binary, "run", *(["--continue"] if goes_on else []), says]
-
-
-def _opencode_files(place: Place) -> None:
-    model = {"name": "local", "limit": {"context": 131072, "output": 8192}}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "kvcellar",
-        "options": {"baseURL": f"{place.url}/v1", "apiKey": "none"},
-        "models": {"local": model},
-    }
-    config = {
-        "provider": {"kvcellar": provider},
-        "model": "kvcellar/local",
-        "small_model": "kvcellar/local",
-        "share": "disabled",
-        "autoupdate": False,
-    }
-    place.write(".config/opencode/opencode.json", json.dumps(config, indent=2))
 
 
 # Pi -----------------------------------------------------------------------------------------------
@@ -261,35 +243,21 @@ def _pi(place: Place, says: str, goes_on: bool) -> list[str]:
     return ["node", binary, *chosen, *(["--continue"] if goes_on else []), "-p", says]
 
 
-def _pi_files(place: Place) -> None:
-    model = {"id": "local", "reasoning": True, "contextWindow": 131072, "maxTokens": 8192}
-    provider = {
-        "baseUrl": f"{place.url}/v1",
-        "api": "openai-completions",
-        "apiKey": "none",
-        "models": [model],
-    }
-    place.write(".pi/agent/models.json", json.dumps({"providers": {"kvcellar": provider}}))
-
-
 # Continue -----------------------------------------------------------------------------------------
+
+
+CONTINUE_HANDS = _hands(
+    ("Read", "filepath"),
+    ("Edit", "file_path", "old_string", "new_string"),
+    ("Bash", "command"),
+    is_absolute=True,
+)
 
 
 def _continue(place: Place, says: str, goes_on: bool) -> list[str]:
     binary = _bin(place, "@continuedev/cli", "dist/cn.js")
-    config = ["--config", str(place.home / "config.yaml"), "--auto"]
+    config = ["--config", str(place.home / ".continue" / "config.yaml"), "--auto"]
     return ["node", binary, *config, *(["--resume"] if goes_on else []), "-p", says]
-
-
-def _continue_files(place: Place) -> None:
-    place.write(
-        "config.yaml",
-        "name: local\nversion: 1.0.0\nschema: v1\nmodels:\n  - name: local\n"
-        "    provider: openai\n    model: local\n"
-        f"    apiBase: {place.url}/v1\n    apiKey: none\n    roles: [chat]\n"
-        "    capabilities: [tool_use]\n"
-        "    defaultCompletionOptions:\n      contextLength: 131072\n      maxTokens: 8192\n",
-    )
 
 
 # Cline --------------------------------------------------------------------------------------------
@@ -311,10 +279,14 @@ def _cline(place: Place, says: str, goes_on: bool) -> list[str]:
     return [*binary, "--data-dir", data, "--auto-approve", "true", says]
 
 
-def _cline_files(place: Place) -> None:
-    binary = _bin(place, "cline", "bin/cline")
-    chosen = ["-p", "openai", "-k", "none", "-m", "local", "-b", f"{place.url}/v1"]
-    place.run(["node", binary, "auth", *chosen, "--data-dir", str(place.home / "cline")])
+def cline_account(place: Place) -> list[str]:
+    """Return how Cline is told of the server."""
+    return ["auth", *["-p", "openai", "-k", "none", "-m", "local", "-b"], f"{place.url}/v1"]
+
+
+def _cline_prepare(place: Place) -> None:
+    command = ["node", _bin(place, "cline", "bin/cline"), *cline_account(place)]
+    place.run([*command, "--data-dir", str(place.home / "cline")])
 
 
 # From PyPI ----------------------------------------------------------------------------------------
@@ -339,86 +311,24 @@ def _llm(place: Place, says: str, goes_on: bool) -> list[str]:
     return [binary, "-m", "local", *tools, *(["--continue"] if goes_on else []), says]
 
 
-def _llm_files(place: Place) -> None:
-    place.write(
-        "llm/extra-openai-models.yaml",
-        f"- model_id: local\n  model_name: local\n  api_base: {place.url}/v1\n"
-        "  supports_tools: true\n  supports_schema: true\n",
-    )
-
-
 def _aider(place: Place, says: str, goes_on: bool) -> list[str]:
-    options = "--model openai/local --no-git --yes-always --no-check-update --no-pretty"
-    options += " --analytics-disable --no-show-release-notes --no-fancy-input"
-    return [str(place.installed / "bin" / "aider"), *options.split(), FILE]
+    options = ["--no-git", "--yes-always", "--no-pretty", "--no-fancy-input"]
+    return [str(place.installed / "bin" / "aider"), *options, "--no-show-release-notes", FILE]
 
 
-def _aider_files(place: Place) -> None:
-    settings = {"name": "openai/local", "edit_format": "diff", "weak_model_name": "openai/local"}
-    place.write(".aider.model.settings.yml", json.dumps([settings]))
-    facts = {"max_input_tokens": 131072, "max_output_tokens": 8192, "max_tokens": 8192}
-    costs = {"input_cost_per_token": 0, "output_cost_per_token": 0}
-    known = {"openai/local": {**facts, **costs, "litellm_provider": "openai", "mode": "chat"}}
-    place.write(".aider.model.metadata.json", json.dumps(known))
+def _llm_key(place: Place) -> None:
+    place.run([str(place.installed / "bin" / "llm"), "keys", "set", "kvcellar", "--value", "none"])
 
 
-CLIENTS = {
-    "aider": Client(
-        {"aider-chat": "0.86.2"},
-        Patches(),
-        _aider,
-        _aider_files,
-        lambda url: {
-            "OPENAI_API_BASE": f"{url}/v1",
-            "OPENAI_API_KEY": "none",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        },
-        is_npm=False,
-    ),
-    "continue": Client(
-        {"@continuedev/cli": "1.5.47"},
-        _hands(
-            ("Read", "filepath"),
-            ("Edit", "file_path", "old_string", "new_string"),
-            ("Bash", "command"),
-            is_absolute=True,
-        ),
-        _continue,
-        _continue_files,
-        lambda url: {"CONTINUE_TELEMETRY_ENABLED": "0", "POSTHOG_DISABLED": "1"},
-    ),
-    "cline": Client(
-        {"cline": "3.0.65"},
-        CLINE_HANDS,
-        _cline,
-        _cline_files,
-    ),
-    "claude": Client(
-        {"@anthropic-ai/claude-code": "2.1.332"},
-        CLAUDE_HANDS,
-        _claude,
-        environment=_claude_environment,
-    ),
-    "codex": Client({"@openai/codex": "0.171.0"}, CODEX_HANDS, _codex, _codex_files),
-    "opencode": Client(
-        {"opencode-ai": "1.18.33"},
-        _hands(
-            ("read", "filePath"),
-            ("edit", "filePath", "oldString", "newString"),
-            ("bash", "command"),
-            is_absolute=True,
-            description="Run the program",
-        ),
-        _opencode,
-        _opencode_files,
-        lambda url: {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
-    ),
-    "pi": Client(
-        {"@mariozechner/pi-coding-agent": "0.73.1"},
-        PI_HANDS,
-        _pi,
-        _pi_files,
-    ),
+CLIENTS: dict[str, Client] = {
+    "claude-code": Client({"@anthropic-ai/claude-code": "2.1.332"}, CLAUDE_HANDS, _claude),
+    "codex": Client({"@openai/codex": "0.171.0"}, CODEX_HANDS, _codex),
+    "opencode": Client({"opencode-ai": "1.18.33"}, OPENCODE_HANDS, _opencode),
+    "pi": Client({"@mariozechner/pi-coding-agent": "0.73.1"}, PI_HANDS, _pi),
+    "continue": Client({"@continuedev/cli": "1.5.47"}, CONTINUE_HANDS, _continue),
+    "cline": Client({"cline": "3.0.65"}, CLINE_HANDS, _cline, _cline_prepare),
+    "aider": Client({"aider-chat": "0.86.2"}, Patches(), _aider, is_npm=False),
+    "llm": Client({"llm": "0.36"}, PROGRAM_HANDS, _llm, _llm_key, is_npm=False),
     "claude-sdk": Client(
         {"claude-agent-sdk": "0.2.189"},
         CLAUDE_HANDS,
@@ -440,12 +350,5 @@ CLIENTS = {
         takes_all=True,
         is_npm=False,
     ),
-    "llm": Client(
-        {"llm": "0.36"},
-        PROGRAM_HANDS,
-        _llm,
-        _llm_files,
-        lambda url: {"OPENAI_API_KEY": "none"},
-        is_npm=False,
-    ),
 }
+"""All that are run, by the names of their pages in docs/clients/."""

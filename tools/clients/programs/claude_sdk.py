@@ -9,6 +9,8 @@ import sys
 
 from claude_agent_sdk import AssistantMessage, ClaudeAgentOptions, ClaudeSDKClient, TextBlock
 
+URL = sys.argv[1]
+
 
 async def main() -> None:
     """Ask for one thing after the other."""
@@ -16,7 +18,13 @@ async def main() -> None:
         model="local",
         allowed_tools=["Read", "Edit", "Bash"],
         permission_mode="acceptEdits",
-        env={"ANTHROPIC_BASE_URL": sys.argv[1], "ANTHROPIC_AUTH_TOKEN": "none"},
+        env={
+            "ANTHROPIC_BASE_URL": URL,
+            "ANTHROPIC_AUTH_TOKEN": "none",
+            "ANTHROPIC_SMALL_FAST_MODEL": "local",
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "131072",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
     )
     async with ClaudeSDKClient(options) as client:
         for request in json.loads(sys.argv[2]):

@@ -12,6 +12,8 @@ from langchain.agents import create_agent
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
+URL = sys.argv[1]
+
 
 @tool
 def read_file(path: str) -> str:
@@ -33,7 +35,7 @@ def run_command(command: str) -> str:
     return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
 
 
-model = ChatOpenAI(model="local", base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0)
+model = ChatOpenAI(model="local", base_url=f"{URL}/v1", api_key="none")
 agent = create_agent(
     model, [read_file, edit_file, run_command], system_prompt="You change programs."
 )

@@ -13,6 +13,8 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.llms.openai_like import OpenAILike
 
+URL = sys.argv[1]
+
 
 def read_file(path: str) -> str:
     """Read a file."""
@@ -35,7 +37,7 @@ async def main() -> None:
     """Ask for one thing after the other."""
     model = OpenAILike(
         model="local",
-        api_base=f"{sys.argv[1]}/v1",
+        api_base=f"{URL}/v1",
         api_key="none",
         is_chat_model=True,
         is_function_calling_model=True,
