@@ -173,6 +173,8 @@ def _find_controls(tokenizer: Any) -> Controls | None:
     if not added:
         return None
     tags = {content for content in added if content not in special and _is_tag(content, added)}
+    if "tool_calls" not in str(templates):  # calls stand in the text of answers
+        tags |= {content for content in added if "tool_call" in content}
     return Controls(
         weakref.ref(tokenizer),
         added,

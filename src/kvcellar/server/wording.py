@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ class Wording:
     Attributes:
         dialect: that the model speaks.
         wish: how much it thinks.
+        knows_tools: the template tells tools by itself.
         knows_calls: the template writes calls by itself.
         knows_reasoning: the template reads the reasoning of a message apart from its content.
         lent: leading messages that are the named agent's, and not the client's.
@@ -31,6 +33,7 @@ class Wording:
 
     dialect: Dialect
     wish: Wish
+    knows_tools: bool
     knows_calls: bool
     knows_reasoning: bool
     lent: list[dict[str, Any]] = field(default_factory=list)
@@ -57,6 +60,7 @@ async def word(service: Service, host: ModelHost, question: Question) -> tuple[T
     wording = Wording(
         dialect,
         wish_of(question.thinking, host, has_marks=dialect.thinks),
+        knows_tools(host),
         knows_calls(host),
         reads_reasoning(host.tokenizer),
         await _lent(service, host, question),
@@ -82,7 +86,7 @@ def _worded(
     """Return messages and tools as a template takes them."""
     plain = [wording.of_message(message) for message in messages]
     listed = [dict(tool) for tool in tools] or None
-    if listed and not wording.knows_calls:
+    if listed and not wording.knows_tools:
         return say_tools(plain, listed, wording.dialect), None
     return plain, listed
 
@@ -94,7 +98,7 @@ async def _lent(service: Service, host: ModelHost, question: Question) -> list[d
     another one than the agent's.
     """
     name, has_own = question.whose.name, bool(n_system_of(question.messages))
-    if name is None or has_own or not question.tools.given or knows_calls(host):
+    if name is None or has_own or not question.tools.given or knows_tools(host):
         return []
     if not await service.agents.directory.has(name):
         return []
@@ -103,8 +107,17 @@ async def _lent(service: Service, host: ModelHost, question: Question) -> list[d
 
 
 def knows_calls(host: ModelHost) -> bool:
-    """Return true if a model's template says tools and calls by itself."""
-    return "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
+    """Return true if a model's template writes calls by itself."""
+    return "tool_calls" in _template(host)
+
+
+def knows_tools(host: ModelHost) -> bool:
+    """Return true if a model's template tells tools by itself."""
+    return re.search(r"\btools\b", _template(host)) is not None
+
+
+def _template(host: ModelHost) -> str:
+    return str(getattr(host.tokenizer, "chat_template", None) or "")
 
 
 def opens_reasoning(host: ModelHost, dialect: Dialect, prompt: History, begun: str = "") -> bool:
