@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 _SET = "{%- set reasoning = m.reasoning_content or '' %}\n"
-_TURNS = """{%- for m in messages %}
+_TURNS = """{%- if tools %}{{- (tools | length | string) + ' tools.' }}{%- endif %}
+{%- for m in messages %}
 {%- if m.role == 'assistant' %}
 {{- 'assistant: ' }}
 {%- set reasoning = m.reasoning_content or '' %}
@@ -149,7 +150,7 @@ REASONING = {
 }
 NO_REASONING = ("llama3", "mistral-v3", "functiongemma", "gemma3", "llama4")
 SAID_AS_TEXT = {
-    "lfm2": "{#- <|tool_list_start|> {{ tools }} #}",
+    "lfm2": "{#- <|tool_list_start|> #}",
     "gemma3": "{#- <start_of_turn> #}",
     "llama4": "{#- <|header_start|> #}",
 }
