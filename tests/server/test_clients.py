@@ -10,6 +10,7 @@ import json
 
 import pytest
 
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 LIMIT = 9007199254740991
 
@@ -262,7 +263,6 @@ def test_opencode_completes_two_turns_beside_its_title(live):
 
 # Kinds of tools that are not run here -------------------------------------------------------------
 
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 F = {"name": "f", "description": "Do.", "parameters": {"type": "object", "properties": {}}}
 FUNCTION = {
     CHAT: {"type": "function", "function": F},

@@ -294,7 +294,7 @@ class _Answer:
             self._is_in_reasoning and not is_begun,
             self._reads_calls,
             is_forced,
-            self._question.tools.given,
+            self._question.tools.functions,
         )
 
     # What it says ------------------------------------------------------------------------------

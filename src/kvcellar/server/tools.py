@@ -26,11 +26,15 @@ class Toolbox:
     Attributes:
         given: those that the model is told of, as OpenAI defines functions.
         strict: names of those whose arguments are promised to follow their schemas.
+        deferred: those that it is told of where a message refers to them, by name.
+        referred: names of deferred ones that a message refers to.
         left_out: names of the others (kinds, of those without a name), and their kinds.
     """
 
     given: list[dict[str, Any]] = field(default_factory=list)
     strict: set[str] = field(default_factory=set)
+    deferred: dict[str, dict[str, Any]] = field(default_factory=dict)
+    referred: set[str] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def add(
@@ -40,15 +44,33 @@ class Toolbox:
         parameters: Mapping[str, Any] | None,
         *,
         is_strict: bool = False,
+        is_deferred: bool = False,
     ) -> None:
-        """Give the model a function."""
+        """Give the model a function, or keep it until a message refers to it."""
         function: dict[str, Any] = {"name": name}
         if description is not None:
             function["description"] = description
         function["parameters"] = parameters or {"type": "object", "properties": {}}
         if is_strict:
             self.strict.add(name)
-        self.given.append({"type": "function", "function": function})
+        tool = {"type": "function", "function": function}
+        if is_deferred:
+            self.deferred[name] = tool
+        else:
+            self.given.append(tool)
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """All that the model knows of: those it was given, and those it was referred to."""
+        return [*self.given, *(self.deferred[name] for name in sorted(self.referred))]
+
+    def refer(self, name: str) -> str:
+        """Let the model know of a deferred function; return what it is told in that place."""
+        if name not in self.deferred:
+            return f"[tool_reference: {name[:128]}]"
+        self.referred.add(name)
+        definition = json.dumps(self.deferred[name]["function"], ensure_ascii=False)
+        return f"<function>{definition}</function>"
 
     def leave_out(self, name: str | None, kind: str) -> None:
         """Go without a tool of a kind that is not run here."""
@@ -84,7 +106,7 @@ def chosen(tools: Toolbox, choice: ToolChoice) -> list[dict[str, Any]]:
     """
     if choice.mode == "none":
         return []
-    if choice.mode == "required" and not (tools.given or tools.left_out):
+    if choice.mode == "required" and not (tools.functions or tools.left_out):
         wanted = " or ".join(repr(name) for name in choice.names or ("required",))
         raise ApiError(
             400,
@@ -93,7 +115,7 @@ def chosen(tools: Toolbox, choice: ToolChoice) -> list[dict[str, Any]]:
             "no_tools",
             param="tool_choice",
         )
-    known = {tool["function"]["name"]: tool for tool in tools.given}
+    known = {tool["function"]["name"]: tool for tool in tools.functions}
     for name in choice.names or ():
         if name in known or (name in tools.left_out and len(choice.names or ()) > 1):
             continue

@@ -58,6 +58,7 @@ router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 _TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THOUGHTS = ("thinking", "redacted_thinking")
+_SEARCH = "tool_search_tool"
 _READ = ("text", "tool_use", "tool_result", *_THOUGHTS)
 """Blocks that mean something to this server; what tools of Anthropic's did is told as text."""
 
@@ -65,12 +66,12 @@ _READ = ("text", "tool_use", "tool_result", *_THOUGHTS)
 @router.post("/v1/messages/count_tokens", dependencies=[READS_AGENT])
 async def count(request: Request, body: CountRequest) -> dict[str, int]:
     """Count the tokens that a turn would have as its prompt, an agent's history with them."""
-    service = service_of(request)
+    service, tools = service_of(request), _tools(body)
     question = Question(
-        _messages(service, body, LeftOut())[0],
+        _messages(service, body, tools, LeftOut())[0],
         SamplingParams(),
         model=body.model,
-        tools=_tools(body),
+        tools=tools,
         thinking=_thinking(body),
         whose=whose_of(request, body.agent_id),
     )
@@ -109,8 +110,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 
 def _question(request: Request, body: MessagesRequest) -> Question:
-    left_out = LeftOut()
-    messages, pins = _messages(service_of(request), body, left_out)
+    left_out, tools = LeftOut(), _tools(body)
+    messages, pins = _messages(service_of(request), body, tools, left_out)
     if body.cache_control is not None:
         pins.append(PinWish(len(messages), _TTL_S[body.cache_control.ttl]))
     choice = body.tool_choice
@@ -128,7 +129,7 @@ def _question(request: Request, body: MessagesRequest) -> Question:
             stop=tuple(body.stop_sequences or ()),
             unset=unset_in(body),
         ),
-        tools=_tools(body),
+        tools=tools,
         choice=_choice(body),
         is_parallel=not (choice and choice.disable_parallel_tool_use),
         form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
@@ -165,19 +166,29 @@ def _choice(body: MessagesRequest) -> ToolChoice:
 
 
 def _tools(body: CountRequest) -> Toolbox:
-    """Tools as OpenAI has them, which is how chat templates do."""
+    """Tools as OpenAI has them, which is how chat templates do.
+
+    Deferred ones wait for a result that refers to them, as the client's own search gives it. A
+    search that is Anthropic's to run never will, so beside one nothing is deferred.
+    """
     tools = Toolbox()
+    is_searched = any((tool.type or "").startswith(_SEARCH) for tool in body.tools or ())
     for tool in body.tools or ():
         if tool.is_function and tool.name is not None:
-            is_strict = bool(tool.strict)
-            tools.add(tool.name, tool.description, tool.input_schema, is_strict=is_strict)
+            tools.add(
+                tool.name,
+                tool.description,
+                tool.input_schema,
+                is_strict=bool(tool.strict),
+                is_deferred=bool(tool.defer_loading) and not is_searched,
+            )
         else:
             tools.leave_out(tool.name, tool.type or "custom")
     return tools
 
 
 def _messages(
-    service: Service, body: CountRequest, left_out: LeftOut
+    service: Service, body: CountRequest, tools: Toolbox, left_out: LeftOut
 ) -> tuple[list[dict[str, Any]], list[PinWish]]:
     """Messages as chat templates take them, and the wishes to keep what comes before some."""
     messages: list[dict[str, Any]] = []
@@ -206,7 +217,7 @@ def _messages(
             reasoning = _reasoning(service.signer, given, left_out)
             messages.append(_of_assistant(given, reasoning, left_out))
         else:
-            messages.extend(_of_user(given, left_out))
+            messages.extend(_of_user(given, tools, left_out))
         if message.role == "system":
             messages[-1]["role"] = "system"
         for block in given:
@@ -226,12 +237,14 @@ def _reasoning(signer: Signer, blocks: Sequence[ContentBlock], left_out: LeftOut
     return said
 
 
-def _of_user(blocks: Sequence[ContentBlock], left_out: LeftOut) -> list[dict[str, Any]]:
+def _of_user(
+    blocks: Sequence[ContentBlock], tools: Toolbox, left_out: LeftOut
+) -> list[dict[str, Any]]:
     """Results of tools first, each a message, then what somebody says."""
     results = [
         {
             "role": "tool",
-            "content": _result(block, left_out),
+            "content": _result(block, tools, left_out),
             "tool_call_id": block.tool_use_id or "",
         }
         for block in blocks
@@ -264,12 +277,17 @@ def _of_assistant(
     return message
 
 
-def _result(block: ContentBlock, left_out: LeftOut) -> str:
+def _result(block: ContentBlock, tools: Toolbox, left_out: LeftOut) -> str:
     if block.content is None or isinstance(block.content, str):
         return block.content or ""
     if isinstance(block.content, dict):
         return told(block.type, block.content)
-    return _joined(block.content, left_out)
+    return "\n".join(
+        tools.refer(part.tool_name or "")
+        if part.type == "tool_reference"
+        else _text(part, left_out)
+        for part in block.content
+    )
 
 
 def _joined(blocks: Sequence[ContentBlock], left_out: LeftOut) -> str:

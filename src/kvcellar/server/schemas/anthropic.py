@@ -50,6 +50,7 @@ class ContentBlock(Open):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
+    tool_name: str | None = None
     content: str | list[ContentBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
     source: Source | str | None = None
@@ -74,6 +75,7 @@ class Tool(Open):
     input_schema: dict[str, Any] | None = None
     type: str | None = Field(None, max_length=128)
     strict: bool | None = None
+    defer_loading: bool | None = None
     cache_control: CacheControl | None = None
 
     @property
