@@ -200,3 +200,47 @@ def test_bytes_of_an_answer_joined_are_its_text(live, stream, tools):
     assert b"".join(bytes(token["bytes"]) for token in content).decode() == said
     assert any(len(token["bytes"]) == 1 and token["bytes"][0] > 127 for token in content)
     assert all("bytes" in other for token in content for other in token["top_logprobs"])
+
+
+def test_prompt_logprobs_are_those_of_transformers_with_or_without_an_echo(live, oracle):
+    tokenizer, score = oracle
+    ids = tokenizer.encode(PROMPT)
+    wanted = score(ids)
+    body = {"prompt": PROMPT, "max_tokens": 2, "prompt_logprobs": 2}
+    for more in ({}, {"echo": True, "logprobs": 5}):
+        (choice,) = complete(live, **body, **more)["choices"]
+        found = choice["prompt_logprobs"]
+        assert len(found) == len(ids) and found[0] is None
+        assert choice["text"].startswith(PROMPT) == bool(more)
+        for i in range(1, len(ids)):
+            own = found[i][str(ids[i])]
+            assert own["logprob"] == pytest.approx(wanted[i - 1, ids[i]].item(), abs=1e-4)
+            best = [str(one) for one in wanted[i - 1].topk(2).indices.tolist()]
+            assert set(found[i]) == {*best, str(ids[i])}
+            assert [found[i][one]["rank"] for one in best] == [1, 2]
+    (plain,) = complete(live, **{**body, "prompt_logprobs": None})["choices"]
+    assert "prompt_logprobs" not in plain
+
+
+def test_the_prompt_of_a_chat_is_scored_as_its_template_writes_it(live, oracle):
+    _, score = oracle
+    messages = [{"role": "user", "content": "hello"}]
+    ids = live.post("/tokenize", {"messages": messages})["tokens"]
+    wanted = score(ids)
+    body = {"messages": messages, "max_tokens": 1, "prompt_logprobs": 0}
+    found = live.post("/v1/chat/completions", body)["prompt_logprobs"]
+    assert found[0] is None and [list(one) for one in found[1:]] == [[str(i)] for i in ids[1:]]
+    for i in range(1, len(ids)):
+        one = found[i][str(ids[i])]
+        assert one["logprob"] == pytest.approx(wanted[i - 1, ids[i]].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("more", [{"stream": True}, {"agent_id": "poet"}])
+def test_prompt_logprobs_where_they_cannot_be_are_refused(live, more):
+    for path, said in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        response = live.http.post(path, json={**said, "prompt_logprobs": 1, **more})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt_logprobs"

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from kvcellar.agents import ModelHost, Turn
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
-from kvcellar.engine import FinishEvent, PromptEvent, SamplingParams, TokenEvent
+from kvcellar.engine import Choice, FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.history import History
@@ -44,6 +44,7 @@ class Continuation:
         n_prompt: how many tokens were read for it: an agent's history comes before its prompt.
         echo: the prompt's text, where it is wanted and does not come as pieces.
         pieces: the prompt's tokens with their texts and log probabilities, where both are wanted.
+        scores: the log probabilities of the prompt's tokens from the second on, where wanted.
         tokens: what was sampled.
         end: how it ended.
     """
@@ -53,6 +54,7 @@ class Continuation:
     n_prompt: int
     echo: str = ""
     pieces: list[GeneratedToken] = field(default_factory=list)
+    scores: Sequence[Choice] = ()
     tokens: list[GeneratedToken] = field(default_factory=list)
     end: FinishEvent | None = None
 
@@ -182,11 +184,11 @@ def _check_turn(body: CompletionRequest, n_choices: int) -> None:
         raise ApiError(
             400, "an agent's turn has an answer; give max_tokens above 0", param="max_tokens"
         )
-    if body.echo and body.logprobs is not None:
+    if _most_scored(body) is not None:
         raise ApiError(
             400,
             "log probabilities of a prompt are of a prompt alone; leave the agent out, or echo",
-            param="echo",
+            param="echo" if body.prompt_logprobs is None else "prompt_logprobs",
         )
 
 
@@ -201,7 +203,7 @@ async def _plain(
         History(choice.prompt),
         choice.params.for_model(host.sampling),
         deadline_s=service.config.wait_s,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=_most_scored(body),
         space=host.space,
     )
     started_s, last_s = time.perf_counter(), None
@@ -214,19 +216,56 @@ async def _plain(
                 choice.tokens.append(event.token)
                 yield [event.token]
             elif isinstance(event, PromptEvent):
-                cost = 8 * len(choice.prompt)  # each token is decoded with those around it
-                choice.pieces = await service.agents.work.run(
-                    cost,
-                    pieces_of,
-                    host,
-                    choice.prompt,
-                    event.scores,
-                    has_specials=_is_tokens(body),
-                )
-                yield choice.pieces
+                choice.scores = event.scores
+                if body.echo and body.logprobs is not None:
+                    choice.pieces = await _echoed(service, host, choice, body)
+                    yield choice.pieces
             else:
                 choice.end = event
                 await service.check_finish(host, event)
+
+
+def _most_scored(body: CompletionRequest) -> int | None:
+    """Return how many likeliest tokens are wanted beside each of the prompt; None: no scores."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((n for n in wanted if n is not None), default=None)
+
+
+async def _echoed(
+    service: Service, host: ModelHost, choice: Continuation, body: CompletionRequest
+) -> list[GeneratedToken]:
+    """Return the prompt's tokens with their texts, and the log probabilities that are wanted."""
+    n, has_specials = body.logprobs, _is_tokens(body)
+    scores = [one._replace(top_logprobs=one.top_logprobs[:n]) for one in choice.scores]
+
+    def decode() -> list[GeneratedToken]:
+        return pieces_of(host, choice.prompt, scores, has_specials=has_specials)
+
+    cost = 8 * len(choice.prompt)  # each token is decoded with those around it
+    return await service.agents.work.run(cost, decode)
+
+
+async def score_prompt(
+    service: Service, host: ModelHost, tokens: Sequence[int], n: int
+) -> Sequence[Choice]:
+    """Return the log probability of each token of a prompt from the second on.
+
+    Args:
+        service: whose model it is.
+        host: of the model.
+        tokens: the prompt; all of it is computed.
+        n: how many of the likeliest are wanted beside each.
+
+    Raises:
+        ApiError: it is longer than the context, or there was no room for it.
+    """
+    params = SamplingParams(max_tokens=0)
+    body = CompletionRequest.model_validate({"prompt": list(tokens), "prompt_logprobs": n})
+    choice = Continuation(tuple(tokens), params, len(tokens))
+    with service.admitted():
+        async for _ in _plain(service, host, choice, body):
+            pass
+    return choice.scores
 
 
 async def _of_agent(

@@ -118,5 +118,37 @@ def pieces_of(
     return pieces
 
 
+def prompt_logprobs(
+    host: ModelHost | None, tokens: Sequence[int], scores: Sequence[Choice], n: int
+) -> list[dict[str, Any] | None]:
+    """Return the log probabilities of a prompt's tokens as vLLM writes them.
+
+    Args:
+        host: whose tokenizer they are of.
+        tokens: all of the prompt; the first has none.
+        scores: of the tokens from the second on.
+        n: how many of the likeliest are told beside each.
+    """
+    known = host is not None and host.tokenizer is not None
+    names = token_bytes(host.tokenizer) if host is not None and known else None
+
+    def said(token_id: int, logprob: float | None, rank: int | None) -> dict[str, Any]:
+        name = names.name(token_id) if names is not None else None
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": name}
+
+    found: list[dict[str, Any] | None] = [None] if tokens else []
+    for score in scores:
+        top = score.top_logprobs[:n]
+        ranks = {other.token_id: i for i, other in enumerate(score.top_logprobs, 1)}
+        rank = ranks.get(score.token_id)
+        of_token = {str(score.token_id): said(score.token_id, score.logprob, rank)}
+        of_top = {
+            str(other.token_id): said(other.token_id, other.logprob, ranks[other.token_id])
+            for other in top
+        }
+        found.append({**of_token, **of_top})
+    return found
+
+
 def _number(logprob: float | None) -> float:
     return LEAST if logprob is None else max(logprob, LEAST)

@@ -16,7 +16,14 @@ from kvcellar.server.conversations import Whose
 from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.errors import ApiError
 from kvcellar.server.media import MEDIA, LeftOut, join_parts
-from kvcellar.server.schemas.openai import ChatMessage, FunctionCall, NamedTool, SamplingFields
+from kvcellar.server.schemas.openai import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    FunctionCall,
+    NamedTool,
+    SamplingFields,
+)
 from kvcellar.server.service import Service
 from kvcellar.server.tools import ToolChoice, told
 
@@ -149,6 +156,21 @@ def most_of(service: Service, *wanted: int | None) -> int | None:
     """
     most = next((one for one in wanted if one is not None), service.config.max_tokens)
     return None if most < 0 else most
+
+
+def refuse_streamed_scores(body: ChatRequest | CompletionRequest) -> None:
+    """Refuse log probabilities of a prompt in a stream, which has no place for them.
+
+    Raises:
+        ApiError: 400, they are wanted.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(
+            400,
+            "prompt_logprobs come in an answer that is not streamed; leave stream out",
+            "unsupported_field",
+            param="prompt_logprobs",
+        )
 
 
 def unset_in(fields: BaseModel) -> frozenset[str]:

@@ -14,8 +14,8 @@ from kvcellar.agents import ModelHost
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.continuing import Continuation, Continuations, Pieces, continued, to_the_end
-from kvcellar.server.logprobs import LegacyLogprobs
-from kvcellar.server.parsing import READS_AGENT, whose_of
+from kvcellar.server.logprobs import LegacyLogprobs, prompt_logprobs
+from kvcellar.server.parsing import READS_AGENT, refuse_streamed_scores, whose_of
 from kvcellar.server.replies import Frames, frame, sse
 from kvcellar.server.schemas.openai import CompletionRequest
 from kvcellar.server.service import new_id, service_of
@@ -38,6 +38,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         "system_fingerprint": "kvcellar",
     }
     batch = Continuations(body, path, whose_of(request, body.agent_id), head)
+    refuse_streamed_scores(body)
     stream = Stream(continued(service, batch))
     if body.stream:
         return await sse(request, stream, CompletionFrames(request, batch), ignored_of(body))
@@ -58,10 +59,14 @@ def _finished(
     """Write a continuation that has ended."""
     pieces = [*choice.pieces, *choice.tokens]
     logprobs = LegacyLogprobs(host).of(pieces) if body.logprobs is not None else None
+    n, scored = body.prompt_logprobs, {}
+    if n is not None:
+        scored = {"prompt_logprobs": prompt_logprobs(host, choice.prompt, choice.scores, n)}
     return {
         "index": index,
         "text": choice.echo + _text_of(pieces) + choice.rest,
         "logprobs": logprobs,
+        **scored,
         "finish_reason": _reason(choice),
     }
 

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import answer, whole
+from kvcellar.server.chat import answer, read_prompt, whole
+from kvcellar.server.continuing import score_prompt
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,
@@ -24,13 +25,14 @@ from kvcellar.server.dialogue import (
 )
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import form_of
-from kvcellar.server.logprobs import ChatLogprobs
+from kvcellar.server.logprobs import ChatLogprobs, prompt_logprobs
 from kvcellar.server.media import LeftOut
 from kvcellar.server.parsing import (
     READS_AGENT,
     check_continued,
     most_of,
     plain_messages,
+    refuse_streamed_scores,
     sampling_of,
     tool_choice_of,
     whose_of,
@@ -110,9 +112,14 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         "model": service.models.public(path),
         "system_fingerprint": "kvcellar",
     }
+    refuse_streamed_scores(body)
     if body.stream:
         events = Stream.of(*(answer(service, question) for question in questions))
         return await sse(request, events, ChatFrames(request, body, head), ignored_of(body))
+    scored = None
+    if body.prompt_logprobs is not None:
+        work = _scored(service, path, questions[0], body.prompt_logprobs)
+        scored = await until_gone(request, work)
     found = await until_gone(request, whole(service, questions))
     host = service.models.registry.host(path)
     choices = [
@@ -126,7 +133,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     ]
     first, usage = found[0][0], _usage([end for end, _ in found])
     note(request, agent=first.agent_id, **_facts(usage), **notes_of(first.usage))
-    value = {"object": "chat.completion", "choices": choices, "usage": usage}
+    value: dict[str, Any] = {"object": "chat.completion", "choices": choices, "usage": usage}
+    if scored is not None:
+        value["prompt_logprobs"] = scored
     return JSONResponse(
         {**head, **value, "kvcellar": extra_of(first, body)},
         headers={**answer_headers(first), **ignored_of(body)},
@@ -208,6 +217,27 @@ def tools_of(given: Sequence[FunctionTool] | None) -> Toolbox:
         else:
             tools.leave_out(tool.custom.name if tool.custom else None, tool.type)
     return tools
+
+
+async def _scored(
+    service: Service, path: str, question: Question, n: int
+) -> list[dict[str, Any] | None]:
+    """Score the prompt of a question, all of which is computed for it.
+
+    Raises:
+        ApiError: 400, it is an agent's.
+    """
+    if question.whose.name is not None:
+        raise ApiError(
+            400,
+            "log probabilities of a prompt are of a prompt alone; leave the agent out",
+            "unsupported_field",
+            param="prompt_logprobs",
+        )
+    tokens = [int(i) for i in (await read_prompt(service, question))[:]]
+    async with service.models.registry.use(path) as host:
+        scores = await score_prompt(service, host, tokens, n)
+        return prompt_logprobs(host, tokens, scores, n)
 
 
 # As one object -----------------------------------------------------------------------------------

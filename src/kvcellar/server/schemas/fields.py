@@ -63,7 +63,6 @@ _ALL_READ = "nothing is dropped from a prompt; one that is too long is refused"
 
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "cache_salt": ("what callers have in common is always shared; run a server for each", ()),
-    "prompt_logprobs": ("use echo with logprobs on /v1/completions", ()),
     **_each(
         "lora lora_path lora_name lora_request lora_adapters",
         ("adapters are not loaded per request; serve the merged model under its own name", ()),

@@ -252,7 +252,15 @@ class ThinkingSwitch(Open):
     budget_tokens: int | None = Field(None, ge=0)
 
 
-class ChatRequest(FormFields):
+class ScoredFields(FormFields):
+    """Settings of sampling, what an answer has to be, and whether the prompt is scored."""
+
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Of each token of the prompt, and so many others beside it."
+    )
+
+
+class ChatRequest(ScoredFields):
     """``POST /v1/chat/completions``."""
 
     route: ClassVar[str] = "/v1/chat/completions"
@@ -288,7 +296,7 @@ class ChatRequest(FormFields):
     prompt_cache_key: SessionId | None = None
 
 
-class CompletionRequest(FormFields):
+class CompletionRequest(ScoredFields):
     """``POST /v1/completions``."""
 
     route: ClassVar[str] = "/v1/completions"
