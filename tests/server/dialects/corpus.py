@@ -134,6 +134,13 @@ def mistral(calls: Calls) -> str:
     return "".join(f"⟦[TOOL_CALLS]⟧{name}⟦[ARGS]⟧{dumps(value)}" for name, value in calls)
 
 
+def mistral_with_ids(calls: Calls) -> str:
+    return "".join(
+        f"⟦[TOOL_CALLS]⟧{name}⟦[CALL_ID]⟧aB3dE5g{i:02}⟦[ARGS]⟧{dumps(value)}"
+        for i, (name, value) in enumerate(calls)
+    )
+
+
 def mistral_old(calls: Calls) -> str:
     return "⟦[TOOL_CALLS]⟧ [" + ", ".join(named(*call) for call in calls) + "]"
 
@@ -341,6 +348,17 @@ FORMATS = {
             ("⟦[TOOL_CALLS]⟧run⟦[ARGS]⟧none", False),
             ("⟦[TOOL_CALLS]⟧run⟦[ARGS]⟧{'n': 1}", True),
             ("⟦[TOOL_CALLS]⟧⟦[ARGS]⟧{}", False),
+        ),
+    ),
+    "mistral-v11": Format(
+        mistral_with_ids,
+        ("⟦[THINK]⟧", "⟦[/THINK]⟧"),
+        "json",
+        "[ARGS]",
+        (
+            ("⟦[TOOL_CALLS]⟧run⟦[CALL_ID]⟧aB3dE5g00", False),
+            ("⟦[TOOL_CALLS]⟧run⟦[CALL_ID]⟧⟦[ARGS]⟧{}", False),
+            ("⟦[TOOL_CALLS]⟧run⟦[CALL_ID]⟧aB3dE5g00⟦[ARGS]⟧{1: 2}", True),
         ),
     ),
     "mistral-v3": Format(

@@ -59,6 +59,9 @@ CALLS = {
     + "{%- if not loop.last %}{{- '; ' }}{%- endif %}{%- endfor %}",
     "mistral": _EACH
     + "{{- '[TOOL_CALLS]' + f.name + '[ARGS]' + (f.arguments | tojson) }}{%- endfor %}",
+    "mistral-v11": _EACH
+    + """{{- '[TOOL_CALLS]' + f.name + '[CALL_ID]' + c.id + '[ARGS]' + (f.arguments | tojson) }}
+{%- endfor %}""",
     "mistral-v3": "{{- '[TOOL_CALLS] [' }}"
     + _EACH
     + _named()
@@ -146,6 +149,7 @@ REASONING = {
 {%- if m.content %}{{- '<|channel|>final<|message|>' }}{%- endif %}""",
     "gemma4": """{%- if reasoning %}{{- '<|channel>thought\\n' + reasoning + '<channel|>' }}
 {%- endif %}""",
+    "mistral-v11": "{%- if reasoning %}{{- '[THINK]' + reasoning + '[/THINK]' }}{%- endif %}",
     "mistral": "{%- if reasoning %}{{- '[THINK]' + reasoning + '[/THINK]' }}{%- endif %}",
 }
 NO_REASONING = ("llama3", "mistral-v3", "functiongemma", "gemma3", "llama4")

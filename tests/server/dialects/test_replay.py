@@ -34,7 +34,7 @@ def answers(name):
         calls = calls[:1] if name == "harmony" else calls
         yield how.write(calls), calls
         if name not in NO_REASONING:
-            space = "" if name in ("harmony", "gemma4", "mistral") else "\n"
+            space = "" if name in ("harmony", "gemma4", "mistral", "mistral-v11") else "\n"
             yield (
                 f"{how.think[0]}{space}Hm.{space}{how.think[1]}{2 * space}{how.write(calls)}",
                 calls,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
 from kvcellar.agents import open_host
 from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.server.dialects.argument_rules import literal
+from kvcellar.server.grammar import Constraint
 from tests.server.dialects.templates import template_of
 from tests.server.dialects.test_lark import CHOICES
-from tests.server.dialects.vocabularies import tokenizer_of
+from tests.server.dialects.vocabularies import dialect_with_tokens, tokenizer_of
 from tests.server.live import serving
 
 NAMES = ("qwen3-coder", "mistral", "gemma4", "glm-4.5", "kimi-k2", "lfm2")
@@ -38,6 +42,7 @@ def live(tmp_path_factory):
 def body(live, name, messages, **more):
     """A request whose answer is a call; a thought would be random, and without an end."""
     ids = tokenizer_of(name).get_added_vocab()
+    (less,) = tokenizer_of(name).encode("<", add_special_tokens=False)
     opens = [str(i) for mark, i in ids.items() if mark in ("<think>", "[THINK]", "<|channel>")]
     return {
         "model": name,
@@ -47,7 +52,7 @@ def body(live, name, messages, **more):
         "parallel_tool_calls": False,
         "temperature": 0,
         "max_tokens": 400,
-        "logit_bias": dict.fromkeys(opens, -100),
+        "logit_bias": {**dict.fromkeys(opens, -100), str(less): 100},
         **more,
     }
 
@@ -113,3 +118,61 @@ def test_what_a_message_spells_like_a_mark_is_no_mark(live):
         )
         counts.append(value["usage"]["prompt_tokens"])
     assert counts[0] == counts[1]
+
+
+def saying(monkeypatch, live, name, written):
+    """Have the next answers of a model be an output, whatever it wants."""
+    live.post("/v1/completions", {"model": name, "prompt": [9], "max_tokens": 1})
+    dialect, grammars = dialect_with_tokens(name), live.service.grammars
+    plain = replace(dialect, tokens=())
+    said = []
+    for i, part in enumerate(re.split("⟦(.*?)⟧", written)):
+        if i % 2:
+            said.append(literal(dialect, part))
+        else:  # text that is forced would be tokenised, and marks found in it
+            pieces = (literal(plain, piece) for piece in part.split("<"))
+            said.append(" /[<(]/ ".join(pieces))
+    grammar = " ".join(said)
+
+    async def of_calls(host, tools, **how):
+        begin = grammars._compiled(host, f"%llguidance {{}}\nstart: {grammar}")
+        return Constraint(begin, begin)
+
+    monkeypatch.setattr(grammars, "of_calls", of_calls)
+
+
+ASKED = [{"role": "user", "content": "Say it."}]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_call_that_was_begun_and_is_none_ends_with_an_error(live, monkeypatch, is_streamed):
+    name = "qwen3-coder"
+    saying(monkeypatch, live, name, "So.⟦<tool_call>⟧\n<function=look>\n<param>1")
+    request = {**body(live, name, ASKED), "tool_choice": "auto", "stream": is_streamed}
+    response = live.http.post("/v1/chat/completions", json=request)
+    assert response.status_code == (200 if is_streamed else 502)
+    assert "malformed" in response.text and "'look'" in response.text
+    assert "malformed_call" in response.text and 'tool_calls"}' not in response.text
+
+
+def test_what_has_to_be_a_call_by_its_mark_alone_ends_as_text(live, monkeypatch):
+    name = "gemma4"
+    saying(monkeypatch, live, name, "So.⟦<|tool_call>⟧look{}⟦<tool_call|>⟧<|tool_call>call:look{}")
+    request = {**body(live, name, ASKED), "tool_choice": "auto"}
+    (choice,) = live.post("/v1/chat/completions", request)["choices"]
+    assert choice["finish_reason"] == "stop" and not choice["message"].get("tool_calls")
+    assert choice["message"]["content"] == "So.look{}<|tool_call>call:look{}"
+
+
+def test_reasoning_is_apart_and_a_call_has_the_id_that_the_model_gave_it(live, monkeypatch):
+    name = "kimi-k2"
+    call = "⟦<|tool_calls_section_begin|>⟧⟦<|tool_call_begin|>⟧functions.look:3"
+    call += '⟦<|tool_call_argument_begin|>⟧{"how": "fast", "n": 1}⟦<|tool_call_end|>⟧'
+    thought = "⟦<think>⟧I could say <|tool_calls_section_begin|>.⟦</think>⟧\n\n"
+    saying(monkeypatch, live, name, f"{thought}{call}⟦<|tool_calls_section_end|>⟧")
+    request = {**body(live, name, ASKED), "tool_choice": "auto"}
+    (choice,) = live.post("/v1/chat/completions", request)["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"] == "I could say <|tool_calls_section_begin|>."
+    assert message["tool_calls"][0]["id"] == "functions.look:3" and not message["content"]
+    assert choice["finish_reason"] == "tool_calls"

@@ -55,10 +55,10 @@ class Rules:
 
 
 def literal(dialect: Dialect, text: str) -> str:
-    """Write a literal: text in quotes, the tokens of marks, and digits for ``$index``."""
+    """Write a literal: text in quotes, tokens of marks, and terms for ``$index`` and ``$id``."""
     written = {dialect.spelt(one.content): f"<[{one.token_id}]>" for one in dialect.tokens}
-    written["$index"] = "/[0-9]{1,3}/"
-    parts = [part for part in re.split(rf"([{MARKS}]|\$index)", dialect.spelt(text)) if part]
+    written |= {"$index": "/[0-9]{1,3}/", "$id": "/[a-zA-Z0-9]{9}/"}
+    parts = [part for part in re.split(rf"([{MARKS}]|\$index|\$id)", dialect.spelt(text)) if part]
     return " ".join(written.get(part) or _quoted(part) for part in parts)
 
 
@@ -68,12 +68,14 @@ def regex_of(text: str) -> str:
 
 
 def filled(text: str, name: str, number: int | None = None) -> str:
-    """Fill in what a literal of a call has holes for; without ``number``, but the call's."""
+    """Fill in what a literal of a call has holes for; without ``number``, but its number and id."""
     said = re.sub(r"\$\[.*?\$\]", "", text)
     said = said.replace("$<", "").replace("$>", "")
     quoted = json.dumps(name, ensure_ascii=False)[1:-1]
     said = said.replace('"$name"', f'"{quoted}"').replace("$name", name)
-    return said if number is None else said.replace("$index", str(number))
+    if number is None:
+        return said
+    return said.replace("$index", str(number)).replace("$id", f"call{number:05}")
 
 
 def argument_rules(rules: Rules, form: CallForm, one: HeldArguments, number: int) -> str:

@@ -69,6 +69,12 @@ MISTRAL = Dialect(
     ReasoningMarks("[THINK]", "[/THINK]"),
 )
 
+MISTRAL_WITH_IDS = Dialect(
+    "mistral-v11",
+    CallForm("[TOOL_CALLS]", ("$name[CALL_ID]$id[ARGS]", "$name[ARGS]"), _JSON, "", ""),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+)
+
 MISTRAL_OLD = Dialect(
     "mistral-v3",
     CallForm("[TOOL_CALLS] [", (_NAMED,), _JSON, '$[, "id": "$id"$]}', "]", between=", "),
@@ -225,7 +231,8 @@ SMOLLM = Dialect(
 HARMONY = Dialect("harmony")
 
 ALL = (
-    *(HERMES, QWEN_CODER, LLAMA_JSON, LLAMA_PYTHON, MISTRAL, MISTRAL_OLD, HARMONY),
+    *(HERMES, QWEN_CODER, LLAMA_JSON, LLAMA_PYTHON, MISTRAL, MISTRAL_WITH_IDS, MISTRAL_OLD),
+    HARMONY,
     *(GEMMA_PYTHON, GEMMA, FUNCTION_GEMMA, LFM, DEEPSEEK, DEEPSEEK_SHORT, DEEPSEEK_TAGS),
     *(GLM, GLM_SHORT, GRANITE, KIMI, MINIMAX, MINIMAX_JSON, SMOLLM),
 )

@@ -31,6 +31,7 @@ _SIGNS = (
     (("<start_function_call>",), formats.FUNCTION_GEMMA),
     (("<|tool_call_start|>",), formats.LFM),
     (("<|tool_list_start|>",), formats.LFM),
+    (("[TOOL_CALLS]", "[CALL_ID]"), formats.MISTRAL_WITH_IDS),
     (("[TOOL_CALLS]", "[ARGS]"), formats.MISTRAL),
     (("[TOOL_CALLS]",), formats.MISTRAL_OLD),
     (("<|tool_call|>",), formats.GRANITE),
