@@ -15,7 +15,14 @@ from kvcellar.agents.manager import AgentManager
 from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import checked_id, is_unnamed, unnamed_id
+from kvcellar.agents.names import (
+    checked_id,
+    is_unnamed,
+    salt_of,
+    salted_id,
+    unnamed_id,
+    without_salt,
+)
 from kvcellar.agents.places import Place
 from kvcellar.agents.planning import Turn
 from kvcellar.agents.residence import BroughtBack
@@ -54,5 +61,8 @@ __all__ = [
     "n_system_of",
     "open_host",
     "planned_context",
+    "salt_of",
+    "salted_id",
     "unnamed_id",
+    "without_salt",
 ]

@@ -14,7 +14,7 @@ from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import AgentInfo, TurnRecord, damaged_info
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import is_made_up, model_tag, reference_name
+from kvcellar.agents.names import is_made_up, model_tag, reference_name, salt_of
 from kvcellar.agents.news import News, NewsReader
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
@@ -22,6 +22,7 @@ from kvcellar.checks import seen
 from kvcellar.engine import Engine
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
 from kvcellar.history import History
+from kvcellar.space import Space
 from kvcellar.store import Store
 
 
@@ -139,14 +140,13 @@ class Directory:
             return "nothing was lost: it was the first turn, and there was no history to reuse"
         return "nothing was lost: the last turn reused all of the history"
 
-    def histories(self, model: str) -> Sequence[tuple[str, History, int | None]]:
-        """Return (id, tokens, request that runs for it) of the agents of a model in memory."""
-        host = self._models.host(model)
-        key = None if host is None else host.key
+    def histories(self, model: str) -> Sequence[tuple[str, History, int | None, Space]]:
+        """Return (id, tokens, request that runs for it, space) of a model's agents in memory."""
+        found = ((agent, self.host_of(agent)) for agent in self.agents(model))
         return [
-            (a.agent_id, a.expected or a.tokens, a.request_id)
-            for a in self.agents(model)
-            if a.key == key
+            (agent.agent_id, agent.expected or agent.tokens, agent.request_id, host.space)
+            for agent, host in found
+            if host is not None
         ]
 
     def text_around(
@@ -206,7 +206,10 @@ class Directory:
     def host_of(self, agent: Agent) -> ModelHost | None:
         """Return the host in whose cache the agent may be; None: its model is not in memory."""
         host = self._models.host(agent.model)
-        return host if host is not None and host.key == agent.key else None
+        if host is None:
+            return None
+        host = host.in_salt(agent.key.salt)
+        return host if host.key == agent.key else None
 
     def info_of(self, agent: Agent, n_cached: int | None = None) -> AgentInfo:
         """Describe an agent to others, and whether its parent is still there."""
@@ -294,7 +297,9 @@ class Directory:
                     f"agent {agent_id!r} cannot be read: {info.damage}; `kvcellar store verify` "
                     f"puts it away"
                 )
-        names = sorted({a.agent_id for a in self.agents() if not is_made_up(a.agent_id)})
+        salt = salt_of(agent_id)
+        known = {a.agent_id for a in self.agents() if not is_made_up(a.agent_id)}
+        names = sorted(name for name in known if salt_of(name) == salt)
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         of = "" if model is None else f" with model {seen(model)}"
         raise UnknownAgentError(f"no agent {seen(agent_id)}{of}; there are: {shown or 'none'}")

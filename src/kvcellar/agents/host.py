@@ -100,6 +100,13 @@ class ModelHost:
         capacity = self.engine.cache.capacity
         return capacity if self.max_positions is None else min(self.max_positions, capacity)
 
+    def in_salt(self, salt: str) -> ModelHost:
+        """Return the same model for those who share a salt: their K and V are their own."""
+        if salt == self.space.salt:
+            return self
+        space = self.space._replace(salt=salt)
+        return replace(self, key=self.key.salted(salt), space=space)
+
     async def between_steps(self, function: Callable[[Engine], T]) -> T:
         """Call a function in the engine's thread, between two steps.
 

@@ -18,7 +18,7 @@ from kvcellar.agents.infos import AgentInfo
 from kvcellar.agents.joining import Joined
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import checked_id, derived_id
+from kvcellar.agents.names import checked_id, derived_id, salt_of
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
@@ -78,6 +78,7 @@ class Lifecycle:
         async with self.models.use(model or self.default_model) as host:
             if host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)
+            host = host.in_salt(salt_of(agent_id))
             agent = Agent(agent_id, host.name, host.key, is_passing=is_passing)
             if system is not None:
                 agent.messages = ({"role": "system", "content": system},)
@@ -119,6 +120,8 @@ class Lifecycle:
         parent = await self.directory.find(agent_id, model)
         if new_id is None:
             new_id = derived_id(agent_id, f"-{uuid.uuid4().hex[:6]}")
+        if salt_of(new_id) != salt_of(agent_id):
+            raise AgentError("an agent and its fork have one salt; nothing was changed")
         host = self.directory.host_of(parent)
         now = await self._as_it_is(parent, host)
         at, n_turns = now.position_of(position, turn), now.turns_of(turn)

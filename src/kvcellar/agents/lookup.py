@@ -9,6 +9,7 @@ from typing import Any
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.joining import Joined, join
 from kvcellar.agents.lengths import size_of
+from kvcellar.agents.names import salt_of
 from kvcellar.agents.places import MOST_NEAR, Place, Places, nearest
 from kvcellar.agents.records import Agent
 from kvcellar.agents.work import Work
@@ -75,7 +76,9 @@ class Lookup:
             model: who answers.
             likely: id of an agent that is meant without looking.
         """
-        agents = [a for a in self._directory.agents(model) if a.turns and a.agent_id != agent_id]
+        salt = salt_of(agent_id)
+        alike = (a for a in self._directory.agents(model) if salt_of(a.agent_id) == salt)
+        agents = [a for a in alike if a.turns and a.agent_id != agent_id]
         agents.sort(key=lambda agent: (agent.agent_id == likely, agent.used_s), reverse=True)
         del agents[MOST_NEAR:]
 
@@ -94,6 +97,7 @@ class Lookup:
         *,
         model: str,
         likely: str | None = None,
+        salt: str = "",
     ) -> Place | None:
         """Find where a conversation goes on from, as ``place_of``, in a thread where that is much.
 
@@ -102,7 +106,7 @@ class Lookup:
         await self._directory.refresh()
         cost = size_of(messages, tools).cost
         return await self._work.run(
-            cost, self.place_of, messages, tools, model=model, likely=likely
+            cost, self.place_of, messages, tools, model=model, likely=likely, salt=salt
         )
 
     def place_of(
@@ -112,6 +116,7 @@ class Lookup:
         *,
         model: str,
         likely: str | None = None,
+        salt: str = "",
     ) -> Place | None:
         """Find where a conversation goes on from: the longest answered beginning an agent has.
 
@@ -123,6 +128,8 @@ class Lookup:
             tools: definitions of its tools.
             model: of the agents that may be meant.
             likely: id of the agent that is preferred where several have as much.
+            salt: of the agents that may be meant.
         """
-        agents = [agent for agent in self._directory.agents(model) if agent.turns]
+        known = (agent for agent in self._directory.agents(model) if agent.turns)
+        agents = [agent for agent in known if salt_of(agent.agent_id) == salt]
         return self._places.find(agents, messages, tools, likely)

@@ -9,9 +9,10 @@ from kvcellar.errors import AgentNameError
 from kvcellar.store import ModelKey
 
 MAX_ID_CHARS = 128
-_ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
+_SALT = re.compile(r"~([0-9a-f]{32})(?![0-9a-f])")
+_ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}(~[0-9a-f]{{32}})?")
 _UNNAMED = "chat-"
-_MADE_UP = re.compile("chat-[0-9a-f]{12}|resp_[0-9a-f]{32}")
+_MADE_UP = re.compile("(chat-[0-9a-f]{12}|resp_[0-9a-f]{32})(~[0-9a-f]{32})?")
 
 
 def reference_name(agent_id: str, tag: str) -> str:
@@ -22,6 +23,27 @@ def reference_name(agent_id: str, tag: str) -> str:
 def model_tag(key: ModelKey) -> str:
     """Return 12 characters that stand for a model and the way its K and V are stored."""
     return key.root.hex()[:12]
+
+
+def salted_id(agent_id: str, salt: str) -> str:
+    """Return the id of the agent that those who share a salt call by a name.
+
+    Args:
+        agent_id: what they call it.
+        salt: 32 hexadecimal digits; empty: everybody's.
+    """
+    return f"{agent_id}~{salt}" if salt else agent_id
+
+
+def salt_of(agent_id: str) -> str:
+    """Return the salt of an agent's id; empty: it is everybody's."""
+    found = _SALT.search(agent_id)
+    return found[1] if found is not None and found.end() == len(agent_id) else ""
+
+
+def without_salt(text: str) -> str:
+    """Return a text in which agents are called what those who share their salt call them."""
+    return _SALT.sub("", text)
 
 
 def checked_id(agent_id: str) -> str:
@@ -57,5 +79,6 @@ def is_made_up(agent_id: str) -> bool:
 
 def derived_id(agent_id: str, end: str) -> str:
     """Make a name from another agent's and an ending; what cannot stand in a name becomes ``_``."""
-    stem = re.sub(r"[^A-Za-z0-9._-]", "_", agent_id).lstrip(".-") or "agent"
-    return checked_id(stem[: MAX_ID_CHARS - len(end)] + end)
+    name, salt = without_salt(agent_id), salt_of(agent_id)
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".-") or "agent"
+    return checked_id(salted_id(stem[: MAX_ID_CHARS - len(end)] + end, salt))

@@ -13,7 +13,7 @@ from kvcellar.agents.freeing import demote_cells, free_cells
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import AgentInfo
 from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import checked_id
+from kvcellar.agents.names import checked_id, salt_of
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
@@ -76,7 +76,8 @@ class Sleep:
             ModelError: its model cannot be loaded.
         """
         agent = await self.directory.find(agent_id)
-        async with agent.gate, self.models.use(agent.model) as host:
+        async with agent.gate, self.models.use(agent.model) as own:
+            host = own.in_salt(agent.key.salt)
             await self.publisher.refresh(agent)
             if agent.key != host.key:
                 raise AgentError(
@@ -164,6 +165,8 @@ class Sleep:
             if agent is None:
                 raise StoreError(f"{file} holds a history that is no agent's; nothing changed")
             agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
+            if salt_of(agent.agent_id) != agent.key.salt:
+                raise StoreError(f"{file} is of an agent with another salt; nothing changed")
             claims.enter_context(self.directory.claimed_name(agent))
             if self.store.has_reference(agent.name):
                 raise name_taken(agent)
@@ -184,7 +187,7 @@ class Sleep:
     def leave_model(self, host: ModelHost) -> None:
         """Wait until what the agents of a model have said is on disk. For threads."""
         for agent in self.directory.agents():
-            if agent.key != host.key:
+            if agent.key.salted("") != host.key.salted(""):
                 continue
             try:
                 if agent.is_passing and agent.turns:

@@ -24,6 +24,7 @@ from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.agents.live import LiveText
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.models import ModelRegistry
+from kvcellar.agents.names import salt_of
 from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
@@ -103,7 +104,8 @@ class Turns:
                 was changed.
         """
         agent = await self.directory.find(turn.agent_id)
-        async with self.models.use(turn.model or agent.model) as host:
+        async with self.models.use(turn.model or agent.model) as own:
+            host = own.in_salt(salt_of(agent.agent_id))
             agent = self.directory.on_model(agent, host)
             async with agent.gate:
                 await self.publisher.refresh(agent)
@@ -231,7 +233,8 @@ class Turns:
             tools = agent.tools if agent is not None and tools is None else tools
             kwargs = kwargs_of(kwargs, agent, host)
         elif {"date", "reasoning"} & set(self.rules):  # what they do depends on the history
-            place = self.lookup.place_of(messages, tools, model=host.name)
+            salt = host.space.salt
+            place = self.lookup.place_of(messages, tools, model=host.name, salt=salt)
             agent = known(place.agent_id, place.model) if place is not None else None
         before = agent.messages if agent is not None else ()
         read = apply_rules(messages, tools, self.rules, before)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcellar.prefix import key_of
 from kvcellar.space import Space
 from kvcellar.types import IntArray
 
@@ -65,9 +66,8 @@ def map_cells(
         if has_states:
             slots[_taken(table[-1])] = CellState.RUNNING
     _mark_blocks(states, cache.block_size)
-    key = scheduler.residency.spaces.key
     found = [
-        (running.get(request), index.peek_prefix(key(tokens, space)))
+        (running.get(request), index.peek_prefix(key_of(tokens, space)))
         for tokens, request, space in histories
     ]
     tables = [_taken((own or stored)[0]) for own, stored in found]

@@ -34,7 +34,7 @@ from kvcellar.errors import ConfigError, EngineFailedError
 from kvcellar.history import History
 from kvcellar.models.kept_logits import KeptLogits, SamplingRunner
 from kvcellar.models.runner import AdaptingRunner, FeatureRunner, adapting, step_limit
-from kvcellar.prefix import PrefixIndex, make_index
+from kvcellar.prefix import PrefixIndex, key_of, make_index
 from kvcellar.sight import FULL, Sight
 from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
@@ -342,7 +342,7 @@ class Engine:
 
         They count as used: they are evicted later than what nobody asked for.
         """
-        key = self.scheduler.residency.spaces.key(tokens, space)
+        key = key_of(tokens, space)
         return self.index.match_prefix(key).length
 
     def hold(self, tokens: IntArray, space: Space = SHARED) -> HeldPrefix:

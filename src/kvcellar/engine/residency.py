@@ -18,7 +18,7 @@ from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.cache import SeqCache
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.snapshots import Snapshots
-from kvcellar.prefix import PrefixIndex, Spaces
+from kvcellar.prefix import PrefixIndex, key_of
 from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
@@ -70,8 +70,6 @@ class Residency:
     """Who else has to be told where cells have moved, and which snapshots have gone."""
     waiting: Seq[Sequence] = ()
     """Sequences that wait: what they would go on from goes after what nobody waits for."""
-    spaces: Spaces = field(default_factory=Spaces)
-    """What the index knows tokens by."""
     snapshots: Snapshots = field(init=False)
     _seq_ids: itertools.count[int] = field(default_factory=itertools.count)
     _free_seq_ids: list[int] = field(default_factory=list)
@@ -180,7 +178,7 @@ class Residency:
 
     def _reusable(self, sequence: Sequence) -> IntArray:
         """Return what the index knows the tokens by whose KV may come from elsewhere."""
-        return self.spaces.key(sequence.reusable, sequence.request.space)
+        return key_of(sequence.reusable, sequence.request.space)
 
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
@@ -215,7 +213,7 @@ class Residency:
         if not n:
             return
         tables = self.cache.seq_table(sequence.seq_id, n)
-        key = self.spaces.key(sequence.tokens[:n], sequence.request.space)
+        key = key_of(sequence.tokens[:n], sequence.request.space)
         inserted = self.index.insert_prefix(key, tables)
         self.cache.retain_cells(inserted.adopted)
         self.index.lock_handle(inserted.handle)
@@ -263,7 +261,7 @@ class Residency:
 
     def demote(self, tokens: IntArray, space: Space = SHARED) -> None:
         """Evict first, when cells are short, what only this history needs; nothing goes now."""
-        self.index.demote(self.index.find_prefix(self.spaces.key(tokens, space)))
+        self.index.demote(self.index.find_prefix(key_of(tokens, space)))
 
     def drop(self, tokens: IntArray, keep: int = 0, space: Space = SHARED) -> int:
         """Free what only this history needs, down to its first ``keep`` tokens.
@@ -273,7 +271,7 @@ class Residency:
         Returns:
             The number of tokens that were freed.
         """
-        path = self.index.find_prefix(self.spaces.key(tokens, space))
+        path = self.index.find_prefix(key_of(tokens, space))
         dropped = self.index.drop_path(path, keep)
         self.cache.release_cells(dropped.cells)
         return dropped.n_tokens

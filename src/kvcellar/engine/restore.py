@@ -18,7 +18,7 @@ from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.residency import Residency
 from kvcellar.models import Runner
 from kvcellar.models.runner import adapting
-from kvcellar.prefix import PrefixHandle
+from kvcellar.prefix import PrefixHandle, key_of
 from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
@@ -118,7 +118,7 @@ def states_in(cache: SeqCache, slot: int) -> StatesOfOne:
 def hold(residency: Residency, tokens: IntArray, space: Space = SHARED) -> HeldPrefix:
     """Find what the cache holds of the beginning of a history, and protect it."""
     index = residency.index
-    key = residency.spaces.key(tokens, space)
+    key = key_of(tokens, space)
     match = index.match_prefix(key)
     handle, tables = match.handle, match.cells
     if match.n_matched > match.length and residency.snapshots.lack_states_alone:
@@ -341,7 +341,7 @@ class Restore:
         """Let requests reuse the first ``n_tokens``; the rest is given up."""
         index, cache = self.residency.index, self.residency.cache
         n = max(n_tokens, self.first)
-        key = self.residency.spaces.key(self.tokens[:n], self.space)
+        key = key_of(self.tokens[:n], self.space)
         inserted = index.insert_prefix(key, [table[:n] for table in self.tables])
         cache.retain_cells(inserted.adopted)
         held = hold(self.residency, self.tokens[:n], self.space)

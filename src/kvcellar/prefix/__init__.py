@@ -26,7 +26,7 @@ from kvcellar.prefix.protocol import (
     SizeInfo,
 )
 from kvcellar.prefix.radix import RadixIndex
-from kvcellar.prefix.spaces import Spaces
+from kvcellar.prefix.spaces import key_of
 from kvcellar.sight import Sight
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "PrefixMatch",
     "RadixIndex",
     "SizeInfo",
-    "Spaces",
+    "key_of",
     "make_index",
 ]
 

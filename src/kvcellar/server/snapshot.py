@@ -24,7 +24,7 @@ from kvcellar.engine import CellMap, CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
 from kvcellar.history import History
 from kvcellar.server.service import Service
-from kvcellar.space import SHARED
+from kvcellar.space import Space
 from kvcellar.types import IntArray
 
 STATES = tuple(state.name.lower() for state in CellState)
@@ -56,8 +56,8 @@ _COUNTED = (
     "evicted_snapshots",
 )
 
-Owned = Sequence[tuple[str, History, int | None]]
-"""Agents: name, tokens, and the request that runs for them."""
+Owned = Sequence[tuple[str, History, int | None, Space]]
+"""Agents: name, tokens, the request that runs for them, and their space."""
 
 Seen = tuple[ModelHost, dict[str, Any], EngineStats]
 """A host, what its cells are, and its counts."""
@@ -118,7 +118,7 @@ def _model(
 
 def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
     """Find whose every cell of the first layer group is. In the engine's thread."""
-    seen = engine.cell_map((tokens.tokens, run, SHARED) for _, tokens, run in owned)
+    seen = engine.cell_map((tokens.tokens, run, space) for _, tokens, run, space in owned)
     sets = OwnerSets()
     numbers = sets.numbers_of(len(seen.states), seen.tables)
     names = [name for name, *_ in owned]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import takewhile
@@ -259,6 +259,10 @@ def _shapes(parts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in parts) or "none"
 
 
+_SALT = "\nsalt:"
+"""Between the fingerprint of a model and the salt."""
+
+
 @dataclass(frozen=True, eq=False)
 class ModelKey:
     """Key of the model whose KV it is: blocks are shared exactly where two keys have the same root.
@@ -273,6 +277,16 @@ class ModelKey:
 
     fingerprint: str
     layout: RowLayout
+
+    def salted(self, salt: str) -> ModelKey:
+        """Return the key of those who share a salt; of everybody, where it is empty."""
+        bare = self.fingerprint.partition(_SALT)[0]
+        return replace(self, fingerprint=f"{bare}{_SALT}{salt}" if salt else bare)
+
+    @property
+    def salt(self) -> str:
+        """Salt of those who share these blocks; empty: everybody may."""
+        return self.fingerprint.partition(_SALT)[2]
 
     @cached_property
     def root(self) -> bytes:

@@ -20,6 +20,7 @@ from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.history import History
 from kvcellar.models import Runner
 from kvcellar.models.runner import FloatArray, step_limit
+from kvcellar.space import Space
 from kvcellar.types import IntArray
 
 MAX_TOKENS = 512
@@ -67,6 +68,7 @@ class DraftModel:
         self._known: dict[int, int] = {}
         """Per request how many of its tokens are in the draft's cache."""
         self._tokens: dict[int, History] = {}
+        self._spaces: dict[int, Space] = {}
         self._trees: dict[int, GrowingTree] = {}
         """Guesses that are in the draft's cache and await what is chosen."""
 
@@ -95,6 +97,7 @@ class DraftModel:
         """Free the cells of a sequence, which goes on no more."""
         self._trees.pop(request_id, None)
         self._tokens.pop(request_id, None)
+        self._spaces.pop(request_id, None)
         self._known.pop(request_id, None)
         if self._cache.has_seq(request_id):
             self._cache.seq_rm(request_id)
@@ -133,7 +136,7 @@ class DraftModel:
         best, source = MIN_SHARED - 1, -1
         for request_id, tokens in self._tokens.items():
             most = min(self._known[request_id], len(ask.tokens) - 1)
-            if most > best:
+            if most > best and self._spaces[request_id] == ask.space:
                 n = tokens.common_prefix(ask.tokens[:most])
                 if n > best and self._cache.can_resume(request_id, n):
                     best, source = n, request_id
@@ -141,6 +144,7 @@ class DraftModel:
             self._cache.seq_cp(source, ask.request_id, 0, best)
             self._known[ask.request_id] = best
             self._tokens[ask.request_id] = ask.tokens
+            self._spaces[ask.request_id] = ask.space
 
     def _catch_up(self, trees: Sequence[GrowingTree]) -> list[GrowingTree]:
         """Compute tokens that the draft has not seen; where that is all of them, the first level.
@@ -178,6 +182,7 @@ class DraftModel:
                 request_id = tree.ask.request_id
                 known = self._known[request_id] = self._n_known(tree) + len(part)
                 self._tokens[request_id] = tree.ask.tokens
+                self._spaces[request_id] = tree.ask.space
                 if known == stops[request_id]:
                     waiting.remove(tree)
                 if known == len(tree.ask.tokens):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvcellar.engine.draft import Draft
 from kvcellar.history import History
+from kvcellar.space import SHARED, Space
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
@@ -24,6 +25,7 @@ class DraftRequest:
         n_nodes: guesses in all, at most; 0: as many as ``limit``, and only in one chain.
         min_reach: how likely one of a level's guesses has to be right for a further level to be
             worth its time.
+        space: of the history, which others' may not be guessed from.
     """
 
     request_id: int
@@ -31,6 +33,7 @@ class DraftRequest:
     limit: int
     n_nodes: int = 0
     min_reach: float = 0.0
+    space: Space = SHARED
 
 
 class Drafter(Protocol):

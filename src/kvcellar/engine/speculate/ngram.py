@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
+from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -39,6 +41,7 @@ class _Said:
 
     number: int
     tokens: History
+    seed: int = 0
     n_known: int = 0
     keys: list[int] = field(default_factory=list)
     is_over: bool = False
@@ -108,7 +111,7 @@ class NgramDrafter:
         """
         history = self._of_request.get(ask.request_id)
         if history is None:
-            history = _Said(self._next, ask.tokens)
+            history = _Said(self._next, ask.tokens, _seed(ask.space))
             self._next += 1
             self._histories[history.number] = self._of_request[ask.request_id] = history
         n = len(ask.tokens)
@@ -126,7 +129,7 @@ class NgramDrafter:
         token, place = tokens[first], (history.number << _OFFSET_BITS) + first
         for i, (size, seen, power) in enumerate(self._by_size):
             if size <= first:
-                seen[keys[i]] = place
+                seen[keys[i] ^ history.seed] = place
                 keys[i] = ((keys[i] - tokens[first - size] * power) * _MULTIPLIER + token) & _MASK
             elif size == len(tokens):
                 keys[i] = _key(tokens)
@@ -137,7 +140,7 @@ class NgramDrafter:
         for size, seen, _ in self._by_size:
             first = max(size, history.n_known)  # positions of followers
             if n > first:
-                keys = _keys(tokens[first - size : n - 1], size)
+                keys = _keys(tokens[first - size : n - 1], size) ^ np.uint64(history.seed)
                 seen.update(zip(keys.tolist(), range(base + first, base + n), strict=True))
         end = tokens[-self.sizes[0] :].tolist()
         history.keys = [_key(end[-size:]) for size in self.sizes]
@@ -146,13 +149,15 @@ class NgramDrafter:
         tokens = ask.tokens
         end = tokens[-self.sizes[0] :].tolist()
         for (size, seen, _), key in zip(self._by_size, history.keys, strict=True):
-            at = seen.get(key)
+            at = seen.get(key ^ history.seed)
             if at is None or len(tokens) < size:
                 continue
             found_in = self._histories.get(at >> _OFFSET_BITS)
             first = at & ((1 << _OFFSET_BITS) - 1)
-            if found_in is None or found_in.tokens[first - size : first].tolist() != end[-size:]:
-                continue  # forgotten, or two runs with one key
+            if found_in is None or found_in.seed != history.seed:
+                continue  # forgotten, or a stranger's
+            if found_in.tokens[first - size : first].tolist() != end[-size:]:
+                continue  # two runs with one key
             found = found_in.tokens[first : first + ask.limit].tolist()
             while len(found) < ask.limit and found_in.tokens is tokens:
                 # It runs into its own end: what repeats with this period goes on repeating.
@@ -168,6 +173,13 @@ class NgramDrafter:
                 gone = [k for k, at in seen.items() if at >> _OFFSET_BITS not in self._histories]
                 for key in gone:
                     del seen[key]
+
+
+def _seed(space: Space) -> int:
+    """Return a number of 64 bits for a space; 0 for everybody's."""
+    if space == SHARED:
+        return 0
+    return int.from_bytes(blake2b(repr(tuple(space)).encode(), digest_size=8).digest())
 
 
 def _keys(tokens: IntArray, size: int) -> NDArray[np.uint64]:

@@ -198,7 +198,8 @@ class Speculator:
         n_nodes = self.max_drafted if self.has_trees else 0
         if depth <= 0:
             return None
-        return DraftRequest(sequence.request_id, sequence.tokens, depth, n_nodes, self._min_reach)
+        request_id, space = sequence.request_id, sequence.request.space
+        return DraftRequest(request_id, sequence.tokens, depth, n_nodes, self._min_reach, space)
 
     def _depth(self, n_sequences: int, n_tokens: int) -> tuple[int, bool]:
         """Return how many levels are worth the time to guess them, and if that is only to learn.
