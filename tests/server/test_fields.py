@@ -129,7 +129,6 @@ def test_a_call_that_has_to_be_made_needs_tools(live, path, choice):
 
 ASKS = {
     "suffix": "end",
-    "cache_salt": "salt",
     "lora": "name",
     "typical_p": 0.5,
     "mirostat": 2,

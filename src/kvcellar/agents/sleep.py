@@ -144,13 +144,19 @@ class Sleep:
             return await asyncio.to_thread(write)
 
     async def import_file(
-        self, file: str | Path, new_id: str | None = None, *, progress: ProgressFn | None = None
+        self,
+        file: str | Path,
+        new_id: str | None = None,
+        *,
+        salt: str | None = None,
+        progress: ProgressFn | None = None,
     ) -> AgentInfo:
         """Take in an agent that ``export`` wrote; all of it is verified first.
 
         Args:
             file: the file.
             new_id: its name here; None: the one that it had.
+            salt: that it may have; None: any.
             progress: told how much is done.
 
         Raises:
@@ -165,7 +171,7 @@ class Sleep:
             if agent is None:
                 raise StoreError(f"{file} holds a history that is no agent's; nothing changed")
             agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
-            if salt_of(agent.agent_id) != agent.key.salt:
+            if salt_of(agent.agent_id) != agent.key.salt or salt not in (None, agent.key.salt):
                 raise StoreError(f"{file} is of an agent with another salt; nothing changed")
             claims.enter_context(self.directory.claimed_name(agent))
             if self.store.has_reference(agent.name):

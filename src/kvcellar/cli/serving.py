@@ -60,7 +60,11 @@ class TrustOptions:
     ] = None
     api_key_file: Annotated[
         Path | None,
-        _in_trust("FILE", "A file whose first line is the API key."),
+        _in_trust(
+            "FILE",
+            "A file whose first line is the API key. Each other line is a guest's: guests share "
+            "nothing with each other or with you, and see no metrics.",
+        ),
     ] = None
     allow_host: Annotated[
         list[str] | None,
@@ -102,7 +106,15 @@ class TrustOptions:
             return self.api_key
         if is_typed:
             raise ConfigError("--api-key and --api-key-file were both given; leave one of them out")
-        return _first_line(self.api_key_file)
+        return _keys_in(self.api_key_file)[0]
+
+    def guest_keys(self) -> tuple[str, ...]:
+        """Return the keys of guests.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        return () if self.api_key_file is None else tuple(_keys_in(self.api_key_file)[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +250,7 @@ def server_config(
         host=place.host,
         port=place.port,
         api_key=trust.key(context),
+        guest_keys=trust.guest_keys(),
         allowed_hosts=tuple(trust.allow_host or ()),
         allowed_origins=tuple(trust.allow_origin or ()),
         logs_text=trust.log_text,
@@ -265,8 +278,8 @@ def _rules(names: list[str]) -> tuple[str, ...]:
     return ()
 
 
-def _first_line(file: Path) -> str:
-    """Read an API key.
+def _keys_in(file: Path) -> list[str]:
+    """Read API keys, one a line; the first is there, if only empty.
 
     Raises:
         ConfigError: the file cannot be read as text.
@@ -276,7 +289,8 @@ def _first_line(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"the API key in {file} cannot be read ({said})") from error
-    return lines[0].strip() if lines else ""
+    first, *others = [line.strip() for line in lines] or [""]
+    return [first, *filter(None, others)]
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

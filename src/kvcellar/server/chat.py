@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvcellar.agents import ModelHost, Turn, TurnEnd
+from kvcellar.agents import ModelHost, Turn, TurnEnd, without_salt
 from kvcellar.agents.lengths import size_of
 from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.engine import Guide, TokenEvent
@@ -54,7 +54,8 @@ async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEve
     name = service.models.resolve(question.model)
     _check_answerable(question)
     with service.admitted():
-        async with service.models.registry.use(name) as host:
+        async with service.models.registry.use(name) as own:
+            host = own.in_salt(question.whose.salt)
             turn, wording = await word(service, host, question)
             held = await _held(service, host, question)
             async with service.conversations.seat(turn, question.whose) as seat:
@@ -79,7 +80,8 @@ async def read_prompt(service: Service, question: Question) -> History:
         ContextError: it is longer than the model's context, as its bytes say.
         ModelError: the template refuses it, or there is none.
     """
-    async with service.models.registry.use(service.models.resolve(question.model)) as host:
+    async with service.models.registry.use(service.models.resolve(question.model)) as own:
+        host = own.in_salt(question.whose.salt)
         if host.tokenizer is None:
             raise ModelError(f"model {host.name!r} has no tokenizer, so it reads no messages")
         turn, _ = await word(service, host, question)
@@ -252,7 +254,8 @@ class _Answer:
         if self._pinned is not None:
             n_pinned = prompt.common_prefix(self._pinned)
         name, seat = service.models.public(host.name), self._seat
-        self._start = Started(seat.agent_id, name, len(prompt), n_cached, n_pinned, seat.notice)
+        agent_id, notice = without_salt(seat.agent_id), without_salt(seat.notice or "") or None
+        self._start = Started(agent_id, name, len(prompt), n_cached, n_pinned, notice)
 
     def _bound_of_thoughts(self) -> ThoughtBound | None:
         """Return how long the model may think; None for as long as it likes."""
@@ -368,8 +371,8 @@ class _Answer:
             reasoning=self._parser.reasoning,
             reasoning_tokens=self._n_thought,
             calls=tuple(calls),
-            usage=replace(event.usage, notes=(*event.usage.notes, *notes)),
-            agent_id=event.agent_id,
+            usage=replace(event.usage, notes=(*map(without_salt, event.usage.notes), *notes)),
+            agent_id=without_salt(event.agent_id),
             model=self._service.models.public(self._host.name),
             params=self._question.params.for_model(self._host.sampling),
             pinned_tokens=start.pinned_tokens if start else 0,

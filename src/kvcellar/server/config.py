@@ -23,6 +23,7 @@ class ServerConfig:
         host: address to listen on.
         port: 0: any that is free.
         api_key: what clients must bring; None: nothing.
+        guest_keys: what others may bring, each of whom is a stranger to the others.
         allowed_hosts: names by which the server may be called besides its own and this machine's.
         allowed_origins: origins of web pages elsewhere that may call it, as ``https://name:port``.
         max_body_bytes: of one request.
@@ -49,6 +50,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_key: str | None = None
+    guest_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
@@ -80,10 +82,7 @@ class ServerConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("an API key is printable ASCII, since it travels in a header")
-        if self.api_key == "":
-            raise ConfigError("the API key is empty; leave it out, or give one")
+        self._check_keys()
         for origin in self.allowed_origins:
             checked_origin(origin)
         for name in ("max_body_bytes", "max_import_bytes", "max_requests", "max_tokens"):
@@ -108,6 +107,17 @@ class ServerConfig:
                     f"{name} must be above 0 and below {MOST_SECONDS:g} seconds, got "
                     f"{getattr(self, name)}"
                 )
+
+    def _check_keys(self) -> None:
+        if self.guest_keys and self.api_key is None:
+            raise ConfigError("guests have keys, and the owner has none; give an API key")
+        keys = [*([] if self.api_key is None else [self.api_key]), *self.guest_keys]
+        if any(not (key.isascii() and key.isprintable()) for key in keys):
+            raise ConfigError("an API key is printable ASCII, since it travels in a header")
+        if "" in keys:
+            raise ConfigError("an API key is empty; leave it out, or give one")
+        if len(set(keys)) < len(keys):
+            raise ConfigError("two API keys are the same; give each once")
 
     @property
     def most_connections(self) -> int:

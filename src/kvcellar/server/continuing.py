@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.agents import ModelHost, Turn
+from kvcellar.agents import ModelHost, Turn, without_salt
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import Choice, FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
@@ -104,7 +104,7 @@ class Continuations:
     @property
     def headers(self) -> dict[str, str]:
         """Headers that say whose turn it is, where it is an agent's."""
-        return {} if self.whose.name is None else {"x-agent-id": self.whose.name}
+        return {} if self.whose.name is None else {"x-agent-id": without_salt(self.whose.name)}
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -130,7 +130,8 @@ async def continued(
             "unsupported_field",
             param="best_of",
         )
-    async with service.models.registry.use(batch.path) as host:
+    async with service.models.registry.use(batch.path) as own:
+        host = own.in_salt(whose.salt)
         if body.suffix:
             await _fill_in(service, host, body)
         prompts = await _prompts(service, host, body)

@@ -9,7 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.agents import AgentManager, Gate, Joined, Turn, checked_id, is_unnamed, unnamed_id
+from kvcellar.agents import (
+    AgentManager,
+    Gate,
+    Joined,
+    Turn,
+    checked_id,
+    is_unnamed,
+    salted_id,
+    unnamed_id,
+)
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 
 MAX_SESSIONS = 4096
@@ -27,6 +36,7 @@ class Whose:
         session: what a client calls its own conversation: a hint where to look, never a name.
         own_id: id of an agent that a protocol wants made for this one answer, and kept with it.
         after: of ``own_id``: the agent that it goes on from, and how many of its tokens.
+        salt: of those with whom it shares anything; ``name`` and the other ids have it.
     """
 
     name: str | None = None
@@ -34,6 +44,7 @@ class Whose:
     session: str | None = None
     own_id: str | None = None
     after: tuple[str, int] | None = None
+    salt: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +98,7 @@ class Conversations:
         elif whose.name is not None:
             found = self._named(whose.name, whose.may_create, turn)
         else:
-            found = self._unnamed(turn, whose.session)
+            found = self._unnamed(turn, whose.session, whose.salt)
         async with found as seat:
             turn.agent_id = seat.agent_id
             _keep_settings(turn, is_appended=seat.is_appended)
@@ -236,8 +247,9 @@ class Conversations:
     # Unnamed -----------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _unnamed(self, turn: Turn, session: str | None) -> AsyncIterator[Seat]:
-        seat = await self._find(turn, session)
+    async def _unnamed(self, turn: Turn, session: str | None, salt: str) -> AsyncIterator[Seat]:
+        session = None if session is None else f"{salt} {session}"
+        seat = await self._find(turn, session, salt)
         if session is not None:
             self._sessions[session] = seat.agent_id
             self._sessions.move_to_end(session)
@@ -250,11 +262,11 @@ class Conversations:
             if seat.is_new and not seat.has_answered:
                 await self._forget(seat.agent_id)
 
-    async def _find(self, turn: Turn, session: str | None) -> Seat:
+    async def _find(self, turn: Turn, session: str | None, salt: str) -> Seat:
         await self._prune()
         likely = None if session is None else self._sessions.get(session)
         place = await self._agents.lookup.place(
-            turn.messages or (), turn.tools, model=turn.model or "", likely=likely
+            turn.messages or (), turn.tools, model=turn.model or "", likely=likely, salt=salt
         )
         if place is not None:
             is_own = is_unnamed(place.agent_id)
@@ -262,7 +274,7 @@ class Conversations:
             if place.is_end and is_own and not is_taken:
                 self._taken.add(place.agent_id)
                 return Seat(place.agent_id)
-            new_id = self._new_id()
+            new_id = self._new_id(salt)
             with contextlib.suppress(KVCellarError):  # it changed, or went, meanwhile
                 await self._agents.lifecycle.fork(
                     place.agent_id,
@@ -274,7 +286,7 @@ class Conversations:
                 await self._expect(new_id, turn, likely=place.agent_id)
                 return Seat(new_id, is_new=True)
             self._taken.discard(new_id)
-        new_id = self._new_id()
+        new_id = self._new_id(salt)
         try:
             await self._agents.lifecycle.create(new_id, model=turn.model, is_passing=True)
         except BaseException:
@@ -289,8 +301,8 @@ class Conversations:
             agent_id, turn.messages or (), model=turn.model or "", likely=likely
         )
 
-    def _new_id(self) -> str:
-        new_id = unnamed_id()
+    def _new_id(self, salt: str) -> str:
+        new_id = salted_id(unnamed_id(), salt)
         self._taken.add(new_id)
         return new_id
 

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from kvcellar.agents import without_salt
 from kvcellar.errors import (
     AgentError,
     AgentNameError,
@@ -179,7 +180,7 @@ _PROMPT_FIELDS = {
 
 def error_body(error: ApiError, request: Request) -> dict[str, Any]:
     """Write a refusal as Anthropic below ``/v1/messages``, Ollama below ``/api``, else OpenAI."""
-    message = str(error)
+    message = without_salt(str(error))
     if request.url.path.startswith("/api/"):
         return {"error": message}
     if request.url.path.startswith("/v1/messages"):

@@ -26,6 +26,7 @@ from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError, as_api_error, error_response
 from kvcellar.server.metrics import Metrics
 from kvcellar.server.origins import Origins
+from kvcellar.server.salts import GUEST, guest_of
 
 log = logging.getLogger("kvcellar.server")
 
@@ -36,6 +37,9 @@ _OPEN = ("/health", "/ready")
 
 _PAGE = ("/", "/viewer.js", "/viewer.css", "/favicon.svg")
 """The page itself; what it shows needs the key."""
+
+_OWNERS = ("/metrics", "/v1/cache", "/events", "/slots")
+"""Paths that show what everybody does."""
 
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -128,14 +132,16 @@ class Guard:
             )
         self._check_host(headers)
         self._check_origin(scope["method"], headers)
-        key = self._config.api_key
-        if key is None or path in _OPEN or path in _PAGE:
+        if self._config.api_key is None or path in _OPEN or path in _PAGE:
             return
         if self._origins.is_preflight(scope["method"], headers):  # browsers send no key with it
             return
         given = headers.get("authorization", "")
         given = given[7:] if given.lower().startswith("bearer ") else headers.get("x-api-key", "")
-        if not secrets.compare_digest(given.strip().encode(), key.encode()):
+        keys = [self._config.api_key, *self._config.guest_keys]
+        brought = given.strip().encode()
+        matching = [key for key in keys if secrets.compare_digest(brought, key.encode())]
+        if not matching:
             raise ApiError(
                 401,
                 "this server wants its API key"
@@ -143,6 +149,12 @@ class Guard:
                 + "; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 "invalid_api_key",
             )
+        if matching != keys[:1]:
+            scope[GUEST] = guest_of(matching[0])
+            if path in _OWNERS:
+                raise ApiError(
+                    403, f"{path} shows what all do, and only the owner's key does", "owner_only"
+                )
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "")

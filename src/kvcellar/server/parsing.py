@@ -16,6 +16,7 @@ from kvcellar.server.conversations import Whose
 from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.errors import ApiError
 from kvcellar.server.media import MEDIA, LeftOut, join_parts
+from kvcellar.server.salts import own_id, salt_for
 from kvcellar.server.schemas.openai import (
     ChatMessage,
     ChatRequest,
@@ -74,6 +75,9 @@ async def agent_headers(
         str | None,
         Header(description="What the client calls its conversation: a hint where to look."),
     ] = None,
+    x_cache_salt: Annotated[
+        str | None, Header(description="Nothing is shared with requests of another salt.")
+    ] = None,
 ) -> None:
     """Read the headers that say whom a request is for; a dependency of the routes that do.
 
@@ -88,16 +92,19 @@ READS_AGENT = Depends(agent_headers)
 """Of a route that asks ``whose_of``."""
 
 
-def whose_of(request: Request, name: str | None, *sessions: str | None) -> Whose:
+def whose_of(
+    request: Request, name: str | None, *sessions: str | None, salt: str | None = None
+) -> Whose:
     """Find out whom a request is for, from its headers and its body.
 
     Args:
         request: its route depends on ``READS_AGENT``.
         name: of an agent, in the body.
         sessions: what the body calls the conversation, in the fields that a protocol has for it.
+        salt: ``cache_salt`` in the body.
 
     Raises:
-        ApiError: 400, header and body name two agents.
+        ApiError: 400, header and body name two agents, or have two salts.
     """
     said: Whose = request.scope["kvcellar.whose"]
     if name and said.name and name != said.name:
@@ -109,7 +116,10 @@ def whose_of(request: Request, name: str | None, *sessions: str | None) -> Whose
             param="agent_id",
         )
     session = next((one for one in (said.session, *sessions) if one), None)
-    return replace(said, name=said.name or name or None, session=session)
+    own = salt_for(request, salt)
+    wanted = said.name or name
+    known_as = own_id(wanted, own) if wanted else None
+    return replace(said, name=known_as, session=session, salt=own)
 
 
 def sampling_of(

@@ -54,8 +54,9 @@ class Pins:
                 held.release()
                 return 0
             with self._lock:
-                ours = [pin for pin in self._pins if pin.host is host]
-                gone = [pin for pin in ours if tokens.common_prefix(pin.tokens) == len(pin.tokens)]
+                ours = [pin for pin in self._pins if pin.host.engine is host.engine]
+                mine = [pin for pin in ours if pin.host.space == host.space]
+                gone = [pin for pin in mine if tokens.common_prefix(pin.tokens) == len(pin.tokens)]
                 left = sorted((p for p in ours if p not in gone), key=lambda pin: pin.ends_s)
                 while left and sum(p.held.n_tokens for p in left) + held.n_tokens > limit:
                     gone.append(left.pop(0))
@@ -85,13 +86,13 @@ class Pins:
         It happens before whatever the engine is told next.
         """
         with self._lock:
-            if not any(pin.host is host for pin in self._pins):
+            if not any(pin.host.engine is host.engine for pin in self._pins):
                 return
 
         def give(engine: Engine) -> None:
             while engine.n_available < n_cells:
                 with self._lock:
-                    ours = [pin for pin in self._pins if pin.host is host]
+                    ours = [pin for pin in self._pins if pin.host.engine is host.engine]
                     if not ours:
                         return
                     first = min(ours, key=lambda pin: pin.ends_s)
@@ -104,7 +105,7 @@ class Pins:
     def leave(self, host: ModelHost) -> None:
         """Forget the pins of a model that goes."""
         with self._lock:
-            self._pins = [pin for pin in self._pins if pin.host is not host]
+            self._pins = [pin for pin in self._pins if pin.host.engine is not host.engine]
 
     @property
     def n_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvcellar.agents import salt_of, without_salt
 from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.service import Service
 from kvcellar.server.snapshot import agent_as_json
@@ -16,20 +17,20 @@ _AROUND = 40
 """Characters of text around a place."""
 
 
-def find_text(service: Service, text: str) -> list[dict[str, Any]]:
-    """Return the agents whose name or messages have a text, in any case, the latest first.
+def find_text(service: Service, text: str, salt: str = "") -> list[dict[str, Any]]:
+    """Return the agents of a salt whose name or messages have a text, the latest first.
 
-    For threads. Each is as routes say it, and has ``found``: the number of a message, and the text
-    before, at and behind the place.
+    In any case. For threads. Each is as routes say it, and has ``found``: the number of a message,
+    and the text before, at and behind the place.
     """
     wanted = text.casefold()
     found = []
     for info in reversed(service.agents.directory.infos()):
-        if info.damage is not None:
+        if info.damage is not None or salt_of(info.agent_id) != salt:
             continue
         messages = without_tools(service.agents.directory.conversation(info.agent_id, info.model))
         places = list(_places(messages, wanted))
-        if places or wanted in info.agent_id.casefold():
+        if places or wanted in without_salt(info.agent_id).casefold():
             found.append({**agent_as_json(service, info), "found": places})
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.agents import AgentManager, ModelHost
+from kvcellar.agents import AgentManager, ModelHost, salt_of, without_salt
 from kvcellar.engine import EngineStats, FinishEvent
 from kvcellar.errors import DeadlineError, EngineClosedError
 from kvcellar.server.config import ServerConfig
@@ -158,9 +158,10 @@ class Service:
         """Say what it would take for a request to fit that waited too long for its cells."""
         stats = await self.stats_of(host)
         holders = [
-            {"agent": info.agent_id, "tokens": info.n_tokens}
+            {"agent": without_salt(info.agent_id), "tokens": info.n_tokens}
             for info in await self.agents.directory.listed()
             if info.model == host.name and info.state == "generating"
+            if salt_of(info.agent_id) == host.space.salt
         ]
         free = stats.free_cells if stats else 0
         evictable = stats.evictable_cells if stats else 0

@@ -23,6 +23,7 @@ class StoredResponse:
         n_tokens: of that agent's history at its end.
         added: messages of that agent's that were read behind the leading system messages of the
             items, which do not have them.
+        salt: of those who may see it.
     """
 
     response: dict[str, Any]
@@ -30,6 +31,7 @@ class StoredResponse:
     agent_id: str
     n_tokens: int
     added: list[dict[str, Any]] = field(default_factory=list)
+    salt: str = ""
 
 
 class StoredResponses:
@@ -51,6 +53,7 @@ class StoredResponses:
             "agent_id": stored.agent_id,
             "n_tokens": stored.n_tokens,
             "added": stored.added,
+            "salt": stored.salt,
         }
         payload = json.dumps(value).encode()
         await asyncio.to_thread(self._store.put_document, response_id, payload)
@@ -68,6 +71,7 @@ class StoredResponses:
                 text(value["agent_id"], "agent_id"),
                 whole(value["n_tokens"], "n_tokens"),
                 [object_of(one, "a message") for one in items(value.get("added", []), "added")],
+                text(value.get("salt", ""), "salt"),
             )
         except (BadFactError, KeyError, UnicodeDecodeError):
             return None

@@ -23,12 +23,14 @@ class StoredConversation:
         created: seconds since 1970.
         metadata: what its client wants to know of it.
         items: as they were sent and answered, oldest first, each with an id.
+        salt: of those who may see it.
     """
 
     conversation_id: str
     created: int
     metadata: dict[str, str] = field(default_factory=dict)
     items: list[dict[str, Any]] = field(default_factory=list)
+    salt: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as clients see it."""
@@ -53,7 +55,12 @@ class StoredConversations:
         Raises:
             StoreError: it could not be written.
         """
-        value = {"created": stored.created, "metadata": stored.metadata, "items": stored.items}
+        value = {
+            "created": stored.created,
+            "metadata": stored.metadata,
+            "items": stored.items,
+            "salt": stored.salt,
+        }
         payload = json.dumps(value).encode()
         await asyncio.to_thread(self._store.put_document, stored.conversation_id, payload)
 
@@ -72,6 +79,7 @@ class StoredConversations:
                 whole(value["created"], "created"),
                 {key: text(one, "metadata") for key, one in said.items()},
                 [object_of(item, "an item") for item in items(value["items"], "items")],
+                text(value.get("salt", ""), "salt"),
             )
         except (BadFactError, KeyError, UnicodeDecodeError):
             return None

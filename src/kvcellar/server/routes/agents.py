@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import tempfile
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,15 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from kvcellar.agents import Dropped, Turn, TurnEnd, checked_id
+from kvcellar.agents import (
+    AgentInfo,
+    Dropped,
+    Turn,
+    TurnEnd,
+    checked_id,
+    salt_of,
+    without_salt,
+)
 from kvcellar.agents.live import Begun, LiveEvent, Said
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import StoreError
@@ -25,6 +34,7 @@ from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.errors import ApiError
 from kvcellar.server.parsing import sampling_of
 from kvcellar.server.replies import Frames, frame, sse
+from kvcellar.server.salts import OwnAgent, own_id, salt_for
 from kvcellar.server.schemas.agents import (
     CreateRequest,
     ForkRequest,
@@ -55,14 +65,17 @@ async def list_agents(
 
     With ``search`` those whose name or messages have the text, and where.
     """
-    service = service_of(request)
+    service, salt = service_of(request), salt_for(request)
     if search:
         await service.agents.directory.refresh()
-        return {"object": "list", "data": await asyncio.to_thread(find_text, service, search)}
+        matching = await asyncio.to_thread(find_text, service, search, salt)
+        return {"object": "list", "data": [_without_salts(one) for one in matching]}
     if dropped:
         states = await asyncio.to_thread(service.agents.dropped.listed)
-        return {"object": "list", "data": [_dropped_as_json(service, state) for state in states]}
-    found = [agent_as_json(service, info) for info in await service.agents.directory.listed()]
+        mine = [state for state in states if salt_of(state.agent_id) == salt]
+        return {"object": "list", "data": [_dropped_as_json(service, state) for state in mine]}
+    infos = await service.agents.directory.listed()
+    found = [_shown(service, info) for info in infos if salt_of(info.agent_id) == salt]
     return {"object": "list", "data": found}
 
 
@@ -70,21 +83,22 @@ async def list_agents(
 async def create_agent(request: Request, body: CreateRequest) -> dict[str, Any]:
     """Create an agent without a history."""
     service = service_of(request)
+    name = body.id if body.id is not None else f"agent-{uuid.uuid4().hex[:8]}"
     info = await service.agents.lifecycle.create(
-        body.id,
+        own_id(name, salt_for(request)),
         model=service.models.resolve(body.model),
         system=body.system,
         tools=body.tools,
     )
-    return agent_as_json(service, info)
+    return _shown(service, info)
 
 
 @router.post("/import", status_code=201, openapi_extra=_IMPORT_BODY)
 async def import_agent(request: Request, id: str | None = None) -> dict[str, Any]:
     """Take in an agent from a file that ``export`` wrote; all of it is verified first."""
-    service = service_of(request)
+    service, salt = service_of(request), salt_for(request)
     if id is not None:
-        checked_id(id)  # before the body is taken in
+        id = checked_id(own_id(id, salt))  # before the body is taken in
     async with _folder("kvcellar-import-") as folder:
         file = folder / "agent"
         out = await asyncio.to_thread(file.open, "wb")
@@ -94,15 +108,15 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
         finally:
             await asyncio.to_thread(out.close)
         try:
-            info = await service.agents.sleep.import_file(file, id)
+            info = await service.agents.sleep.import_file(file, id, salt=salt)
         except StoreError as error:
             said = str(error).replace(str(file), "the body")
             raise ApiError(400, said, "invalid_export") from error
-    return agent_as_json(service, info)
+    return _shown(service, info)
 
 
 @router.get("/{agent_id}/live", response_model=None)
-async def live(request: Request, agent_id: str) -> Response:
+async def live(request: Request, agent_id: OwnAgent) -> Response:
     """Server-sent events: what an agent says, whoever asked it, from the turn under way on.
 
     ``turn`` has what is answered and the text so far, ``token`` the next piece of text, ``end``
@@ -114,77 +128,78 @@ async def live(request: Request, agent_id: str) -> Response:
 
 
 @router.get("/{agent_id}/why")
-async def why(request: Request, agent_id: str) -> dict[str, Any]:
+async def why(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """Say what the last turn had to compute again, and why; ``miss`` is null where nothing was."""
     agents = service_of(request).agents
     await agents.directory.refresh()
     miss = agents.directory.why(agent_id)
     said = None if miss is None else {**miss.as_json(), "advice": miss.advice}
     return {
-        "id": agent_id,
+        "id": without_salt(agent_id),
         "miss": said,
-        "said": agents.directory.why_not(agent_id) if miss is None else miss.advice,
+        "said": without_salt(agents.directory.why_not(agent_id)) if miss is None else miss.advice,
     }
 
 
 @router.post("/{agent_id}/fork", status_code=201)
 async def fork_agent(
-    request: Request, agent_id: str, body: ForkRequest | None = None
+    request: Request, agent_id: OwnAgent, body: ForkRequest | None = None
 ) -> dict[str, Any]:
     """Create an agent that shares the beginning of this one; no KV is copied."""
     service = service_of(request)
     body = body or ForkRequest.model_validate({})
+    new_id = None if body.id is None else own_id(body.id, salt_for(request))
     info = await service.agents.lifecycle.fork(
-        agent_id, body.id, position=body.position, turn=body.turn
+        agent_id, new_id, position=body.position, turn=body.turn
     )
-    return agent_as_json(service, info)
+    return _shown(service, info)
 
 
 @router.post("/{agent_id}/rewind")
 async def rewind_agent(
-    request: Request, agent_id: str, body: RewindRequest | None = None
+    request: Request, agent_id: OwnAgent, body: RewindRequest | None = None
 ) -> dict[str, Any]:
     """Go back to a place in the history; without one, to before the last turn."""
     service = service_of(request)
     body = body or RewindRequest.model_validate({})
     turn = -1 if body.position is None and body.turn is None else body.turn
     info = await service.agents.lifecycle.rewind(agent_id, position=body.position, turn=turn)
-    return agent_as_json(service, info)
+    return _shown(service, info)
 
 
 @router.post("/{agent_id}/keep")
-async def keep_agent(request: Request, agent_id: str) -> dict[str, Any]:
+async def keep_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """Keep this branch and delete its siblings, with all that was forked from them."""
-    gone = list(await service_of(request).agents.lifecycle.keep(agent_id))
-    return {"id": agent_id, "deleted": gone}
+    gone = await service_of(request).agents.lifecycle.keep(agent_id)
+    return {"id": without_salt(agent_id), "deleted": [without_salt(name) for name in gone]}
 
 
 @router.post("/{agent_id}/undo")
-async def undo(request: Request, agent_id: str) -> dict[str, Any]:
+async def undo(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """Bring back what rewind, keep, delete or a replaced history has dropped of an agent last.
 
     Where the agent has gone on since, it comes back as an agent of another name.
     """
     service = service_of(request)
     back = await service.agents.dropped.undo(agent_id)
-    return {"id": agent_id, "restored": [agent_as_json(service, info) for info in back]}
+    return {"id": without_salt(agent_id), "restored": [_shown(service, info) for info in back]}
 
 
 @router.post("/{agent_id}/pause")
-async def pause_agent(request: Request, agent_id: str) -> dict[str, Any]:
+async def pause_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """Have all of an agent on disk, and in memory only what others share."""
     service = service_of(request)
-    return agent_as_json(service, await service.agents.sleep.pause(agent_id))
+    return _shown(service, await service.agents.sleep.pause(agent_id))
 
 
 @router.post("/{agent_id}/resume")
-async def resume_agent(request: Request, agent_id: str) -> dict[str, Any]:
+async def resume_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """Load an agent's KV into the cache and say how much came, from where, in what time."""
     service = service_of(request)
     back = await service.agents.sleep.resume(agent_id)
     info = await service.agents.directory.describe(agent_id)
     return {
-        **agent_as_json(service, info),
+        **_shown(service, info),
         "restored_tokens": back.n_restored,
         "restored_from": dict(back.tiers),
         "restore_s": back.load_s,
@@ -193,21 +208,21 @@ async def resume_agent(request: Request, agent_id: str) -> dict[str, Any]:
 
 
 @router.post("/{agent_id}/wait")
-async def wait_agent(request: Request, agent_id: str) -> dict[str, Any]:
+async def wait_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """Let an agent wait for a tool: its cells are the first to go where memory is short."""
     service = service_of(request)
-    return agent_as_json(service, await service.agents.sleep.wait(agent_id))
+    return _shown(service, await service.agents.sleep.wait(agent_id))
 
 
 @router.post("/{agent_id}/finish")
-async def finish_agent(request: Request, agent_id: str) -> dict[str, Any]:
+async def finish_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """End a sub-agent: its cells are free at once; its history stays stored."""
     service = service_of(request)
-    return agent_as_json(service, await service.agents.lifecycle.finish(agent_id))
+    return _shown(service, await service.agents.lifecycle.finish(agent_id))
 
 
 @router.get("/{agent_id}/export", response_class=FileResponse)
-async def export_agent(request: Request, agent_id: str) -> Response:
+async def export_agent(request: Request, agent_id: OwnAgent) -> Response:
     """Send an agent with its KV as one file."""
     service = service_of(request)
     async with contextlib.AsyncExitStack() as stack:
@@ -216,7 +231,7 @@ async def export_agent(request: Request, agent_id: str) -> Response:
         return FileResponse(
             file,
             media_type="application/octet-stream",
-            filename=f"{agent_id}.kvcellar",
+            filename=f"{without_salt(agent_id)}.kvcellar",
             background=BackgroundTask(stack.pop_all().aclose),
         )
 
@@ -235,26 +250,28 @@ async def _folder(prefix: str) -> AsyncIterator[Path]:
 
 
 @router.get("/{agent_id:path}")
-async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
+async def describe_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     """Describe one agent: its state, how much of it is cached, its conversation and turns."""
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
     return {
-        **agent_as_json(service, info),
+        **_shown(service, info),
         "messages": without_tools(service.agents.directory.conversation(agent_id)),
         "turns": [dataclasses.asdict(turn) for turn in service.agents.directory.turns(agent_id)],
     }
 
 
 @router.delete("/{agent_id:path}")
-async def delete_agent(request: Request, agent_id: str, forever: bool = False) -> dict[str, Any]:
+async def delete_agent(
+    request: Request, agent_id: OwnAgent, forever: bool = False
+) -> dict[str, Any]:
     """Forget an agent; what others share with it stays. ``undo`` brings it back, unless forever."""
     await service_of(request).agents.lifecycle.delete(agent_id, is_final=forever)
-    return {"id": agent_id, "deleted": True}
+    return {"id": without_salt(agent_id), "deleted": True}
 
 
 @router.post("/{agent_id}/generate", response_model=None)
-async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Response:
+async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) -> Response:
     """Run one turn of an agent."""
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
@@ -271,7 +288,7 @@ async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Re
 
     end = _end(await until_gone(request, to_the_end()))
     _note(request, end)
-    return JSONResponse(end, headers={"x-agent-id": agent_id})
+    return JSONResponse(end, headers={"x-agent-id": without_salt(agent_id)})
 
 
 def _dropped_as_json(service: Service, state: Dropped) -> dict[str, Any]:
@@ -279,7 +296,16 @@ def _dropped_as_json(service: Service, state: Dropped) -> dict[str, Any]:
     value["model"] = service.models.public(state.model)
     value["id"] = value.pop("agent_id")
     del value["name"]
-    return value
+    return _without_salts(value)
+
+
+def _shown(service: Service, info: AgentInfo) -> dict[str, Any]:
+    """Return an agent as those say it who share its salt."""
+    return _without_salts(agent_as_json(service, info))
+
+
+def _without_salts(value: dict[str, Any]) -> dict[str, Any]:
+    return {k: without_salt(v) if isinstance(v, str) else v for k, v in value.items()}
 
 
 async def _events(
@@ -287,7 +313,8 @@ async def _events(
 ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
     params = sampling_of(body, max_tokens=body.max_tokens or service.config.max_tokens)
     with service.admitted():
-        async with service.models.registry.use(model) as host:
+        async with service.models.registry.use(model) as own:
+            host = own.in_salt(salt_of(agent_id))
             turn = Turn(
                 agent_id,
                 body.text,
@@ -317,7 +344,7 @@ def _end(end: TurnEnd) -> dict[str, Any]:
         "time_to_first_token_s": usage.time_to_first_token_s,
     }
     return {
-        "id": end.agent_id,
+        "id": without_salt(end.agent_id),
         "text": end.finish.text,
         "finish_reason": end.finish.reason,
         "finish_detail": end.finish.finish.detail if end.finish.finish else None,

@@ -73,7 +73,7 @@ async def count(request: Request, body: CountRequest) -> dict[str, int]:
         model=body.model,
         tools=tools,
         thinking=_thinking(body),
-        whose=whose_of(request, body.agent_id),
+        whose=whose_of(request, body.agent_id, salt=body.cache_salt),
     )
     return {"input_tokens": len(await read_prompt(service, question))}
 
@@ -134,7 +134,7 @@ def _question(request: Request, body: MessagesRequest) -> Question:
         is_parallel=not (choice and choice.disable_parallel_tool_use),
         form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
         thinking=_thinking(body),
-        whose=whose_of(request, body.agent_id, body.session_id, user_id),
+        whose=whose_of(request, body.agent_id, body.session_id, user_id, salt=body.cache_salt),
         pins=pins,
         left_out=left_out,
     )

@@ -37,7 +37,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         "model": service.models.public(path),
         "system_fingerprint": "kvcellar",
     }
-    batch = Continuations(body, path, whose_of(request, body.agent_id), head)
+    batch = Continuations(body, path, whose_of(request, body.agent_id, salt=body.cache_salt), head)
     refuse_streamed_scores(body)
     stream = Stream(continued(service, batch))
     if body.stream:

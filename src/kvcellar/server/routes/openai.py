@@ -168,7 +168,9 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
         is_parallel=body.parallel_tool_calls is not False,
         form=form_of(body),
         thinking=_thinking(body),
-        whose=whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key),
+        whose=whose_of(
+            request, body.agent_id, body.session_id, body.prompt_cache_key, salt=body.cache_salt
+        ),
         left_out=left_out,
     )
 

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from kvcellar.server.schemas.base import (
     AgentId,
     Body,
+    CacheSalt,
     Effort,
     Open,
     QuestionBody,
@@ -133,6 +134,7 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     agent_id: AgentId | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class Metadata(Open):

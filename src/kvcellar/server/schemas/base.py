@@ -64,6 +64,9 @@ SessionId = Annotated[
 ]
 
 
+CacheSalt = Annotated[
+    str, Field(max_length=1024, description="Nothing is shared with requests of another salt.")
+]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateKwargs = Annotated[
     dict[Annotated[str, Field(max_length=128)], Any],

@@ -62,7 +62,7 @@ _ENDS = "a conversation that ends with an answer is gone on with; leave it out"
 _ALL_READ = "nothing is dropped from a prompt; one that is too long is refused"
 
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "cache_salt": ("what callers have in common is always shared; run a server for each", ()),
+    "cache_salt": ("give it as the header X-Cache-Salt", ()),
     **_each(
         "lora lora_path lora_name lora_request lora_adapters",
         ("adapters are not loaded per request; serve the merged model under its own name", ()),

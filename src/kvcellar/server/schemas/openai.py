@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import (
     AgentId,
+    CacheSalt,
     Effort,
     MostTokens,
     Open,
@@ -292,6 +293,7 @@ class ChatRequest(ScoredFields):
     reasoning: ReasoningWish | None = None
     include_reasoning: bool | None = None
     agent_id: AgentId | None = None
+    cache_salt: CacheSalt | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
 
@@ -317,4 +319,5 @@ class CompletionRequest(ScoredFields):
         None, description="Whether a text begins with the model's own tokens, such as its BOS."
     )
     agent_id: AgentId | None = None
+    cache_salt: CacheSalt | None = None
     session_id: SessionId | None = None

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_v
 
 from kvcellar.server.schemas.base import (
     AgentId,
+    CacheSalt,
     Effort,
     MostTokens,
     Open,
@@ -147,6 +148,7 @@ class ResponseRequest(SamplingFields):
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     agent_id: AgentId | None = None
+    cache_salt: CacheSalt | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
 

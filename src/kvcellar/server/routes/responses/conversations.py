@@ -10,11 +10,13 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from kvcellar.agents import without_salt
 from kvcellar.errors import UnknownAgentError
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.errors import ApiError
 from kvcellar.server.routes.responses.pages import Limit, Order, page_of
 from kvcellar.server.routes.responses.value import sent_item
+from kvcellar.server.salts import salt_for
 from kvcellar.server.schemas.conversations import (
     ConversationRequest,
     ConversationUpdate,
@@ -27,14 +29,16 @@ from kvcellar.server.stored_conversations import PREFIX, StoredConversation
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
-async def stored_conversation(service: Service, conversation_id: str) -> StoredConversation:
+async def stored_conversation(
+    service: Service, conversation_id: str, salt: str
+) -> StoredConversation:
     """Return a stored conversation.
 
     Raises:
-        ApiError: 404, none of that id is.
+        ApiError: 404, none of that id is, for those who share a salt.
     """
     found = await service.stored_conversations.get(conversation_id)
-    if found is None:
+    if found is None or found.salt != salt:
         raise ApiError(
             404,
             f"conversation {conversation_id[:80]!r} is not stored here; it was deleted, or made by "
@@ -50,7 +54,8 @@ async def create_conversation(request: Request, body: ConversationRequest) -> di
     """Make a conversation; its agent is made with the first response in it."""
     service = service_of(request)
     items = _with_ids(body.items or ())
-    stored = StoredConversation(new_id(PREFIX), int(time.time()), body.metadata or {}, items)
+    now, salt = int(time.time()), salt_for(request)
+    stored = StoredConversation(new_id(PREFIX), now, body.metadata or {}, items, salt)
     await service.stored_conversations.keep(stored)
     return stored.as_json()
 
@@ -58,7 +63,9 @@ async def create_conversation(request: Request, body: ConversationRequest) -> di
 @router.get("/v1/conversations/{conversation_id}")
 async def get_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     """Return a conversation without its items."""
-    return (await stored_conversation(service_of(request), conversation_id)).as_json()
+    return (
+        await stored_conversation(service_of(request), conversation_id, salt_for(request))
+    ).as_json()
 
 
 @router.post("/v1/conversations/{conversation_id}")
@@ -67,7 +74,7 @@ async def update_conversation(
 ) -> dict[str, Any]:
     """Put other metadata in the place of a conversation's."""
     service = service_of(request)
-    stored = await stored_conversation(service, conversation_id)
+    stored = await stored_conversation(service, conversation_id, salt_for(request))
     stored.metadata = body.metadata
     await service.stored_conversations.keep(stored)
     return stored.as_json()
@@ -77,7 +84,7 @@ async def update_conversation(
 async def delete_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     """Forget a conversation and its agent."""
     service = service_of(request)
-    await stored_conversation(service, conversation_id)
+    await stored_conversation(service, conversation_id, salt_for(request))
     await service.stored_conversations.delete(conversation_id)
     await _forget_agents(service, conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
@@ -92,7 +99,7 @@ async def list_items(
     after: str | None = None,
 ) -> dict[str, Any]:
     """List the items of a conversation."""
-    stored = await stored_conversation(service_of(request), conversation_id)
+    stored = await stored_conversation(service_of(request), conversation_id, salt_for(request))
     return page_of(stored.items, limit, order, after)
 
 
@@ -100,7 +107,7 @@ async def list_items(
 async def add_items(request: Request, conversation_id: str, body: ItemsRequest) -> dict[str, Any]:
     """Put items behind those of a conversation; return the new ones."""
     service = service_of(request)
-    stored = await stored_conversation(service, conversation_id)
+    stored = await stored_conversation(service, conversation_id, salt_for(request))
     new = _with_ids(body.items)
     stored.items += new
     await service.stored_conversations.keep(stored)
@@ -110,7 +117,7 @@ async def add_items(request: Request, conversation_id: str, body: ItemsRequest) 
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}")
 async def get_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
     """Return one item of a conversation."""
-    stored = await stored_conversation(service_of(request), conversation_id)
+    stored = await stored_conversation(service_of(request), conversation_id, salt_for(request))
     return stored.items[_place_of(stored, item_id)]
 
 
@@ -118,7 +125,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> dict
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
     """Take an item out of a conversation, and out of what its agent will ever read."""
     service = service_of(request)
-    stored = await stored_conversation(service, conversation_id)
+    stored = await stored_conversation(service, conversation_id, salt_for(request))
     del stored.items[_place_of(stored, item_id)]
     await service.stored_conversations.keep(stored)
     await _forget_agents(service, conversation_id)
@@ -142,6 +149,6 @@ def _with_ids(given: Sequence[Item | OtherItem]) -> list[dict[str, Any]]:
 async def _forget_agents(service: Service, conversation_id: str) -> None:
     """Delete a conversation's agent and its branches, as what they have read is not wanted."""
     for info in await service.agents.directory.listed():
-        if info.agent_id.partition(".")[0] == conversation_id:
+        if without_salt(info.agent_id).partition(".")[0] == conversation_id:
             with contextlib.suppress(UnknownAgentError):
                 await service.agents.lifecycle.delete(info.agent_id, is_final=True)

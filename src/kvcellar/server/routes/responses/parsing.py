@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.agents import n_system_of
+from kvcellar.agents import n_system_of, salted_id
 from kvcellar.server.conversations import Whose
 from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.dialogue import Question
@@ -35,7 +35,10 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
         ApiError: the response before it is not stored, or what is asked cannot be had.
     """
     service, body = service_of(request), value.body
-    whose = whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key)
+    whose = whose_of(
+        request, body.agent_id, body.session_id, body.prompt_cache_key, salt=body.cache_salt
+    )
+    value.salt = whose.salt
     if whose.name is not None and body.previous_response_id is not None:
         raise ApiError(
             400, "give previous_response_id or an agent, not both", param="previous_response_id"
@@ -48,15 +51,17 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
         return _question(service, body, before, whose, left_out)
     previous = None
     if body.previous_response_id is not None:
-        previous = await stored_response(service, body.previous_response_id)
+        previous = await stored_response(service, body.previous_response_id, whose.salt)
         value.before = [*previous.items, *previous.response["output"]]
         value.added = previous.added
         _add_items(before, read_items(value.before), service.signer, left_out)
         n_system = n_system_of(before)
         before[n_system:n_system] = previous.added
     if body.store is not False and whose.name is None:
-        after = None if previous is None else (previous.agent_id, previous.n_tokens)
-        whose = replace(whose, own_id=value.response_id, after=after)
+        after = None
+        if previous is not None:
+            after = salted_id(previous.agent_id, whose.salt), previous.n_tokens
+        whose = replace(whose, own_id=salted_id(value.response_id, whose.salt), after=after)
     return _question(service, body, before, whose, left_out)
 
 
@@ -73,21 +78,21 @@ async def _in_conversation(service: Service, value: ResponseValue, whose: Whose)
             "give one of conversation, previous_response_id and an agent",
             param="conversation",
         )
-    stored = await stored_conversation(service, conversation_id)
+    stored = await stored_conversation(service, conversation_id, whose.salt)
     value.before = stored.items
-    return replace(whose, name=conversation_id, may_create=True)
+    return replace(whose, name=salted_id(conversation_id, whose.salt), may_create=True)
 
 
-async def stored_response(service: Service, response_id: str) -> StoredResponse:
+async def stored_response(service: Service, response_id: str, salt: str) -> StoredResponse:
     """Return a stored response.
 
     Raises:
-        ApiError: 404, none of that id is.
+        ApiError: 404, none of that id is, for those who share a salt.
     """
     found = None
     if response_id.startswith(PREFIX):
         found = await service.responses.get(response_id)
-    if found is None:
+    if found is None or found.salt != salt:
         raise unknown_response(response_id)
     return found
 

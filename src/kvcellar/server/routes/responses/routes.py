@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvcellar.agents import salted_id
 from kvcellar.errors import UnknownAgentError
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import answer, whole
@@ -21,6 +22,7 @@ from kvcellar.server.routes.responses.pages import Limit, Order, page_of
 from kvcellar.server.routes.responses.parsing import question_of, stored_response, unknown_response
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue, keep, sent_item
 from kvcellar.server.routes.responses.writing import ResponseFrames
+from kvcellar.server.salts import salt_for
 from kvcellar.server.schemas.responses import ResponseRequest
 from kvcellar.server.service import new_id, service_of
 from kvcellar.server.streams import Stream, until_gone
@@ -61,7 +63,8 @@ async def get_response(
             "unsupported_field",
             param="stream",
         )
-    return JSONResponse((await stored_response(service_of(request), response_id)).response)
+    stored = await stored_response(service_of(request), response_id, salt_for(request))
+    return JSONResponse(stored.response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=None)
@@ -73,7 +76,7 @@ async def list_input_items(
     after: str | None = None,
 ) -> Response:
     """List the conversation that a stored response answered, as it was sent."""
-    stored = await stored_response(service_of(request), response_id)
+    stored = await stored_response(service_of(request), response_id, salt_for(request))
     items = list(stored.items)
     instructions = stored.response.get("instructions")
     if instructions:
@@ -86,7 +89,7 @@ async def list_input_items(
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Refuse: a response that is stored has ended, since none runs in the background."""
-    await stored_response(service_of(request), response_id)
+    await stored_response(service_of(request), response_id, salt_for(request))
     raise ApiError(
         400,
         f"response {response_id!r} has ended; to end one that runs, close its connection",
@@ -100,9 +103,12 @@ async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     service = service_of(request)
     if re.fullmatch(PREFIX + "[0-9a-f]{32}", response_id) is None:  # nor an agent of such a name
         raise unknown_response(response_id)
+    salt, stored = salt_for(request), await service.responses.get(response_id)
+    if stored is not None and stored.salt != salt:
+        raise unknown_response(response_id)
     is_found = await service.responses.delete(response_id)
-    try:
-        await service.agents.lifecycle.delete(response_id, is_final=True)  # as the API promises
+    try:  # as the API promises
+        await service.agents.lifecycle.delete(salted_id(response_id, salt), is_final=True)
     except UnknownAgentError:
         if not is_found:
             raise unknown_response(response_id) from None

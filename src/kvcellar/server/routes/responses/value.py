@@ -38,6 +38,7 @@ class ResponseValue:
         extra: what the protocol has no field for.
         error: what went wrong.
         end: the end of the answer, once it is there.
+        salt: of those who may see it.
         signer: seals reasoning for clients that keep the conversation themselves.
     """
 
@@ -54,6 +55,7 @@ class ResponseValue:
     extra: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     end: Ended | None = None
+    salt: str = ""
 
     @property
     def key(self) -> str:
@@ -200,7 +202,7 @@ async def keep(service: Service, value: ResponseValue) -> dict[str, Any]:
         return said
     n_tokens = end.usage.prompt_tokens + end.usage.completion_tokens
     added = [*value.added, *without_tools(end.added)]
-    stored = StoredResponse(said, value.items(), end.agent_id, n_tokens, added)
+    stored = StoredResponse(said, value.items(), end.agent_id, n_tokens, added, value.salt)
     try:
         await service.responses.keep(value.response_id, stored)
     except StoreError as error:
