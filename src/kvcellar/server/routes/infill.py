@@ -15,6 +15,7 @@ from kvcellar.server.continuing import Continuations, Pieces, continued, to_the_
 from kvcellar.server.conversations import Whose
 from kvcellar.server.infilling import prompt_between
 from kvcellar.server.replies import Frames, frame, sse
+from kvcellar.server.salts import salt_for
 from kvcellar.server.schemas.lookup import InfillRequest
 from kvcellar.server.schemas.openai import CompletionRequest, SamplingFields
 from kvcellar.server.service import Service, service_of
@@ -35,7 +36,9 @@ async def infill(request: Request, body: InfillRequest) -> Response:
     service = service_of(request)
     path = service.models.resolve(body.model)
     asked = await _completion(service, path, body)
-    batch = Continuations(asked, path, Whose(), {"model": service.models.public(path)})
+    batch = Continuations(
+        asked, path, Whose(salt=salt_for(request)), {"model": service.models.public(path)}
+    )
     started_s = time.perf_counter()
     stream = Stream(continued(service, batch))
     if body.stream:
