@@ -135,6 +135,20 @@ def test_a_stored_response_is_its_salts(live):
     assert live.http.delete(path, headers=headers).json()["deleted"]
 
 
+def test_a_stored_conversation_is_its_salts(live):
+    headers = {"x-cache-salt": "kept"}
+    made = live.post("/v1/conversations", {}, headers=headers)["id"]
+    body = {"input": TEXT, "max_output_tokens": 4, "temperature": 0, "conversation": made}
+    assert live.http.get(f"/v1/conversations/{made}").status_code == 404
+    assert live.http.post(RESPONSES, json=body).status_code == 404
+    live.post(RESPONSES, body, headers=headers)
+    again = live.post(RESPONSES, {**body, "input": "And?"}, headers=headers)
+    assert again["usage"]["input_tokens_details"]["cached_tokens"] > 60
+    assert again["kvcellar"]["agent_id"] == made
+    assert live.http.delete(f"/v1/conversations/{made}", headers=headers).json()["deleted"]
+    assert not any(made in info.agent_id for info in live.service.agents.directory.infos())
+
+
 # Keys ---------------------------------------------------------------------------------------------
 
 

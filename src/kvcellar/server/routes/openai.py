@@ -237,7 +237,8 @@ async def _scored(
             param="prompt_logprobs",
         )
     tokens = [int(i) for i in (await read_prompt(service, question))[:]]
-    async with service.models.registry.use(path) as host:
+    async with service.models.registry.use(path) as own:
+        host = own.in_salt(question.whose.salt)
         scores = await score_prompt(service, host, tokens, n)
         return prompt_logprobs(host, tokens, scores, n)
 

@@ -63,9 +63,8 @@ async def create_conversation(request: Request, body: ConversationRequest) -> di
 @router.get("/v1/conversations/{conversation_id}")
 async def get_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     """Return a conversation without its items."""
-    return (
-        await stored_conversation(service_of(request), conversation_id, salt_for(request))
-    ).as_json()
+    salt = salt_for(request)
+    return (await stored_conversation(service_of(request), conversation_id, salt)).as_json()
 
 
 @router.post("/v1/conversations/{conversation_id}")
