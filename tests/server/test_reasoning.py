@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvcellar.server.dialects import ReasoningMarks
 from kvcellar.server.signing import signer_of
+from kvcellar.server.thought_budget import ThoughtBound, ThoughtBudget
 from tests.engine.fakes import STATE_PARAMS
 from tests.server.live import Live, serving
-from tests.server.scripted import scripted_host
+from tests.server.scripted import QWEN, chat_tokenizer, scripted_host
 
 THOUGHT = "<think>\nThe user wants a greeting.\n</think>\n\n"
 USER = {"role": "user", "content": "Hello?"}
@@ -128,6 +131,68 @@ def test_a_budget_holds_together_with_tools_and_ends_no_text_that_speaks_of_thou
         history = [USER, message_of(answer), {"role": "tool", "content": "x", "tool_call_id": ""}]
         answer = chat(live, *history, thinking_budget=2)
         assert message_of(answer)["content"] == texts[1]
+
+
+def test_a_budget_holds_with_tools_whose_marks_are_tokens(tmp_path):
+    call = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+    with serving(tmp_path, load=lambda *_: scripted_host(lambda _: THOUGHT + call)) as live:
+        for choice in ("auto", "required"):
+            said = message_of(chat(live, tools=[TOOL], tool_choice=choice, thinking_budget=2))
+            (made,) = said["tool_calls"]
+            assert json.loads(made["function"]["arguments"]) == {"path": "a"}
+            assert len(said["reasoning_content"]) < 12
+
+
+def test_a_thought_that_the_prompt_opens_comes_before_a_form_and_within_its_budget(tmp_path):
+    schema: Any = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+
+    def load(*_: Any) -> Any:
+        template = f"{QWEN.removesuffix('{% endif %}')}{{{{ '<think>\\n' }}}}{{% endif %}}"
+        return scripted_host(lambda _: '<think>\nA JSON.\n</think>{"a": 1}', template=template)
+
+    with serving(tmp_path, load=load) as live:
+        said = message_of(chat(live, response_format=wanted))
+        assert said["reasoning_content"] == "A JSON." and json.loads(said["content"])["a"] == 1
+        said = message_of(chat(live, response_format=wanted, thinking_budget=2))
+        assert len(said["reasoning_content"]) < 10 and json.loads(said["content"])["a"] == 1
+        said = message_of(chat(live, response_format=wanted, thinking_budget=0))
+        assert json.loads(said["content"])["a"] == 1 and "reasoning_content" not in said
+
+
+@pytest.mark.parametrize(
+    ("marks", "template", "end"),
+    [
+        (ReasoningMarks(), "...\n</think>", "\n</think>"),
+        (ReasoningMarks(), "{{ 'x\\n</think>' }}", "\n</think>"),
+        (ReasoningMarks("[THINK]", "[/THINK]"), "[/THINK]", "[/THINK]"),
+        (ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"), "<|end|>", "<|end|>"),
+    ],
+)
+def test_the_end_of_a_thought_is_forced_token_by_token_as_the_template_writes_it(
+    marks, template, end
+):
+    tokenizer = chat_tokenizer(template)
+    engine = SimpleNamespace(runner=SimpleNamespace(vocab_size=len(tokenizer)))
+    host: Any = SimpleNamespace(tokenizer=tokenizer, eos_token_ids={3}, engine=engine)
+    guide: Any = ThoughtBudget(ThoughtBound.of(4, marks, host), None, False)
+    for token in tokenizer.encode(f" {marks.begin}"):
+        assert guide.allowed().all() and not guide.is_in_thought
+        guide.accept(token)
+    for _ in range(4):
+        assert guide.allowed().all() and guide.is_in_thought
+        guide.accept(tokenizer.encode("z")[0])
+    forced = []
+    while not guide.allowed().all():
+        guide = guide.fork()
+        (token,) = guide.allowed().nonzero()[0]
+        forced.append(int(token))
+        guide.accept(int(token))
+    assert tokenizer.decode(forced) == end
+    for token in tokenizer.encode(f"and {marks.begin} is text of many tokens"):
+        assert guide.allowed().all()
+        guide.accept(token)
 
 
 def test_an_agent_keeps_what_its_template_was_given(thinker):

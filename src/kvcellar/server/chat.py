@@ -188,7 +188,7 @@ class _Answer:
         self._reads_calls = bool(chosen(question.tools, question.choice))
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
         self._dialect = wording.dialect
-        if question.form is not None:  # which leaves no room for reasoning
+        if question.form is not None:  # which has reasoning only where the prompt opens it
             self._dialect = replace(self._dialect, reasoning=None)
         self._is_in_reasoning = False
         self._begun = begun_of(question.messages) or ""
@@ -248,7 +248,9 @@ class _Answer:
         service.check_fits(host, prompt)
         wanted = len(prompt) + (self._question.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-        self._is_in_reasoning = opens_reasoning(host, self._dialect, prompt, self._begun)
+        self._is_in_reasoning = opens_reasoning(host, self._wording.dialect, prompt, self._begun)
+        if self._is_in_reasoning:
+            self._dialect = self._wording.dialect
         self._parser = self._new_parser()
         n_pinned = len(prompt)
         if self._pinned is not None:
@@ -262,18 +264,23 @@ class _Answer:
         budget, marks = self._wording.wish.budget, self._dialect.thought
         if budget is None or marks is None:
             return None
-        host = self._host
-        return ThoughtBound.of(budget, marks, host.tokenizer, host.engine.runner.vocab_size)
+        return ThoughtBound.of(budget, marks, self._host)
 
     def _guide(self) -> Guide:
         """Begin to hold the answer to its grammar and its thought, once the prompt is known."""
-        held, guide = self._held, None
+        held, guide, bound = self._held, None, self._bound
+        is_behind = self._is_in_reasoning and self._question.form is not None
         if held is not None and held.begin is not None:
             assert held.begin_in_thought is not None
-            guide = held.begin_in_thought() if self._is_in_reasoning else held.begin()
+            is_within = self._is_in_reasoning and not is_behind
+            guide = held.begin_in_thought() if is_within else held.begin()
             self._guide_troubles = guide.troubles
-        if self._bound is not None:
-            return ThoughtBudget(self._bound, guide, self._is_in_reasoning)
+        if is_behind:
+            marks = self._dialect.thought
+            assert marks is not None, "a prompt opens a thought by a mark"
+            bound = ThoughtBound.of(self._wording.wish.budget, marks, self._host)
+        if bound is not None:
+            return ThoughtBudget(bound, guide, self._is_in_reasoning, is_behind)
         assert guide is not None, "who is held to nothing has no guide"
         return guide
 

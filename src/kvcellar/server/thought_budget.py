@@ -1,4 +1,4 @@
-"""A guide that ends a thought after so many tokens."""
+"""A guide that ends a thought after so many tokens, and one that holds what comes behind it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.agents import ModelHost
 from kvcellar.engine import Guide
 from kvcellar.engine.token_bytes import TokenBytes, token_bytes
 from kvcellar.server.dialects import ReasoningMarks
@@ -25,6 +26,7 @@ class ThoughtBound:
         end_ids: tokens that end it in its middle.
         names: of the model's tokens.
         vocab_size: of the model.
+        eos_ids: tokens with which its answers end.
     """
 
     n_tokens: int
@@ -33,22 +35,42 @@ class ThoughtBound:
     end_ids: tuple[int, ...]
     names: TokenBytes
     vocab_size: int
+    eos_ids: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, n_tokens: int, marks: ReasoningMarks, tokenizer: Any, vocab_size: int
-    ) -> ThoughtBound:
-        """Bound thoughts between these marks; the end is written as the chat template writes it."""
-        template = str(tokenizer.chat_template)
-        is_on_a_line = any(f"{line}{marks.end}" in template for line in ("\n", "\\n"))
-        said = f"\n{marks.end}" if is_on_a_line else marks.end
-        ids = tuple(tokenizer.encode(said, add_special_tokens=False))
-        return cls(n_tokens, marks.begin, marks.end, ids, token_bytes(tokenizer), vocab_size)
+    def of(cls, n_tokens: int | None, marks: ReasoningMarks, host: ModelHost) -> ThoughtBound:
+        """Bound a model's thoughts between marks; the end is as the chat template writes it.
+
+        Args:
+            n_tokens: the most that a thought may have; None: any number.
+            marks: around a thought.
+            host: the model.
+        """
+        tokenizer: Any = host.tokenizer
+        begin, end = marks.begin.strip(), marks.end.strip()
+        is_on_a_line = any(f"{line}{end}" in str(tokenizer.chat_template) for line in ("\n", "\\n"))
+        said = f"\n{end}" if is_on_a_line else end
+        return cls(
+            1 << 31 if n_tokens is None else n_tokens,
+            begin,
+            end,
+            tuple(tokenizer.encode(said, add_special_tokens=False)),
+            token_bytes(tokenizer),
+            host.engine.runner.vocab_size,
+            tuple(host.eos_token_ids),
+        )
 
     @cached_property
     def anything(self) -> NDArray[np.bool_]:
         """Every token, ``[vocab]``."""
         return np.ones(self.vocab_size, dtype=np.bool_)
+
+    @cached_property
+    def all_but_ends(self) -> NDArray[np.bool_]:
+        """Every token with which no answer ends, ``[vocab]``."""
+        found = self.anything.copy()
+        found[list(self.eos_ids)] = False
+        return found
 
     def text_of(self, token_id: int) -> bytes:
         """Return what a token adds to a text, marks that are special tokens included."""
@@ -63,11 +85,13 @@ class ThoughtBudget:
         bound: how long it may be.
         inner: decides besides which tokens may come; None: all may.
         is_in_thought: whether the thought has begun.
+        is_inner_behind: whether the other one holds what comes behind the thought alone.
     """
 
     bound: ThoughtBound
     inner: Guide | None
     is_in_thought: bool
+    is_inner_behind: bool = False
     _is_over: bool = False
     _said: bytes = b""
     """Bytes of the answer before its thought, then the last of the thought."""
@@ -78,16 +102,16 @@ class ThoughtBudget:
     @property
     def is_complete(self) -> bool:
         """True where nothing can follow."""
-        return self.inner is not None and self.inner.is_complete
+        return self._inner is not None and self._inner.is_complete
 
     @property
     def end_id(self) -> int | None:
         """The end of the answer, where the other guide offers it."""
-        return None if self.inner is None or self._forced() is not None else self.inner.end_id
+        return None if self._inner is None or self._forced() is not None else self._inner.end_id
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may come next, ``[vocab]``."""
-        every = self.bound.anything if self.inner is None else self.inner.allowed()
+        every = self._every()
         forced = self._forced()
         if forced is None or not every[forced]:
             return every
@@ -98,8 +122,8 @@ class ThoughtBudget:
     def accept(self, token_id: int) -> None:
         """Go on with a token."""
         forced = self._forced()
-        if self.inner is not None:
-            self.inner.accept(token_id)
+        if self._inner is not None:
+            self._inner.accept(token_id)
         if self._is_over:
             return
         self._said += self.bound.text_of(token_id)
@@ -117,6 +141,16 @@ class ThoughtBudget:
     def fork(self) -> ThoughtBudget:
         """Return a copy that goes on by itself."""
         return replace(self, inner=None if self.inner is None else self.inner.fork())
+
+    @property
+    def _inner(self) -> Guide | None:
+        return self.inner if self._is_over or not self.is_inner_behind else None
+
+    def _every(self) -> NDArray[np.bool_]:
+        """Return what may come as far as the thought's length does not matter."""
+        if self._inner is not None:
+            return self._inner.allowed()
+        return self.bound.all_but_ends if self.is_inner_behind else self.bound.anything
 
     def _begin(self) -> None:
         """Find out whether the answer begins with a thought; it is a thought nowhere else."""

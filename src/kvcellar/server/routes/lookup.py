@@ -25,6 +25,7 @@ from kvcellar.server.routes.openai import tools_of
 from kvcellar.server.schemas.lookup import DetokenizeRequest, TokenizeRequest
 from kvcellar.server.service import Service, service_of
 from kvcellar.server.telling import ignored_of
+from kvcellar.server.thinking import Thinking
 
 router = APIRouter(tags=["Lookup"], route_class=BodyRoute)
 
@@ -51,7 +52,8 @@ async def _tokens_of(service: Service, host: ModelHost, body: TokenizeRequest) -
     if body.messages is not None:
         messages = plain_messages(body.messages, LeftOut())
         tools = tools_of(body.tools)
-        question = Question(messages, SamplingParams(), body.model, tools)
+        thinking = Thinking(body.chat_template_kwargs or {})
+        question = Question(messages, SamplingParams(), body.model, tools, thinking=thinking)
         return [int(i) for i in (await read_prompt(service, question))[:]]
     is_llamas = body.content is not None
     text = (body.content if is_llamas else body.prompt) or ""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from kvcellar.server.schemas.base import Open, QuestionBody
+from kvcellar.server.schemas.base import Open, QuestionBody, TemplateKwargs
 from kvcellar.server.schemas.openai import (
     ChatMessage,
     FunctionTool,
@@ -26,6 +26,7 @@ class TokenizeRequest(QuestionBody):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     tools: list[FunctionTool] | None = Field(None, max_length=512)
+    chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
