@@ -8,10 +8,11 @@ a small one that is made here, and says what clients/session.py has it say: it r
 it and runs it, five times. All else of the server is the real thing: see clients/scripted.py.
 
 A session is played twice: with a template that drops the thoughts of earlier turns, and with one
-that keeps them. A run fails where an answer of the server's is a 4xx or 5xx, where the file was not
-changed as it should be, where a call is not what its schema allows, and where less than 95% of what
-could be was read from the cache: of the tokens that a prompt has in common with what was computed
-before; and, where thoughts are kept, of all that the session's last turn had computed.
+that keeps them, under the rule `reasoning`, since half of the clients send none back. A run fails
+where an answer of the server's is a 4xx or 5xx, where the file was not changed as it should be,
+where a call is not what its schema allows, and where less than 95% of what could be was read from
+the cache: of the tokens that a prompt has in common with what was computed before; and, where
+thoughts are kept, of all that the session's last turn had computed.
 
     python tools/run_clients.py
     python tools/run_clients.py --folder build/clients --only codex --thoughts kept
@@ -33,8 +34,11 @@ from clients.known import CLIENTS, Client, Place, files_of
 from clients.scripted import ASSISTANT, Asked, Scripted, make_model, serving
 from clients.session import ASIDE, FILE, N_STEPS, PROJECT, REQUESTS, Hands, finished
 
+from kvcellar.agents import DEFAULT_RULES
+
 LEAST_REUSE = 0.95
-THOUGHTS = ("dropped", "kept")
+RULES = {"dropped": DEFAULT_RULES, "kept": (*DEFAULT_RULES, "reasoning")}
+"""What is done with the thoughts of old turns, and the rules of the server's that then apply."""
 
 _SCRIPTS = {"@anthropic-ai/claude-code": "install.cjs", "opencode-ai": "postinstall.mjs"}
 """Scripts of packages that npm may not run by itself, and that are needed."""
@@ -45,7 +49,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("build/clients"))
     parser.add_argument("--only", choices=sorted(CLIENTS), action="append", help="some of them")
-    parser.add_argument("--thoughts", choices=THOUGHTS, help="what the template does with old ones")
+    parser.add_argument(
+        "--thoughts", choices=sorted(RULES), help="what the template does with old ones"
+    )
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +62,7 @@ def main() -> int:
     sessions = []
     for name in names:
         installed = install(name, folder / "installed")
-        for thoughts in [args.thoughts] if args.thoughts else THOUGHTS:
+        for thoughts in [args.thoughts] if args.thoughts else RULES:
             sessions.append(play(name, thoughts, installed, folder))
             print(sessions[-1].row(), flush=True)
             for problem in sessions[-1].problems:
@@ -112,6 +118,7 @@ def play(name: str, thoughts: str, installed: Path, folder: Path) -> Session:
         model,
         place_folder / "store",
         lambda text: client.hands.answer(text, ASSISTANT, project),
+        RULES[thoughts],
     ) as server:
         place = Place(place_folder, installed, server.url)
         for path, text in files_of(name, server.url).items():
@@ -119,6 +126,9 @@ def play(name: str, thoughts: str, installed: Path, folder: Path) -> Session:
         printed = "\n".join(client.play(place))
         n_computed = counted(server, "kvcellar_engine_computed_tokens_total")
     (place_folder / "printed.txt").write_text(printed)
+    with (place_folder / "requests.jsonl").open("w") as file:
+        for heard in server.recorder.heard:
+            file.write(heard.line())
     seconds = time.perf_counter() - started
     return Session(name, client, thoughts, server, printed, finished(project), n_computed, seconds)
 

@@ -135,7 +135,7 @@ def claude(messages, **more):
         "tools": CLAUDE_TOOLS,
         "metadata": {"user_id": '{"device_id":"0","account_uuid":"","session_id":"s"}'},
         "max_tokens": 12,
-        "thinking": {"type": "adaptive"},
+        "thinking": {"type": "adaptive", "display": "updates"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "output_config": {"effort": "high"},
         "stream": True,

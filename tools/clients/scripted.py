@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from clients.session import ASIDE, Said
-from kvcellar.agents import ModelHost, open_host
+from kvcellar.agents import DEFAULT_RULES, ModelHost, open_host
 from kvcellar.engine import EngineService, EventStream, FinishEvent, Request
 from kvcellar.engine.guide import Guide
 from kvcellar.history import History
@@ -188,6 +188,12 @@ class Heard:
     status: int = 0
     answer: bytes = b""
 
+    def line(self) -> str:
+        """Write it as a line of JSON, to look at."""
+        said = {"body": self.body.decode(), "answer": self.answer.decode()}
+        whole = {"method": self.method, "path": self.path, "status": self.status}
+        return json.dumps({**whole, "headers": self.headers, **said}, ensure_ascii=False) + "\n"
+
 
 class Recorder:
     """An ASGI application around the server's that keeps what comes and goes."""
@@ -245,7 +251,9 @@ class Scripted:
 
 
 @contextmanager
-def serving(model: Path, store: Path, script: ScriptFn) -> Iterator[Scripted]:
+def serving(
+    model: Path, store: Path, script: ScriptFn, rules: tuple[str, ...] = DEFAULT_RULES
+) -> Iterator[Scripted]:
     """Serve a model that follows a script, for as long as the block lasts."""
     services: list[ScriptedService] = []
 
@@ -256,7 +264,7 @@ def serving(model: Path, store: Path, script: ScriptFn) -> Iterator[Scripted]:
         services.append(host.service)
         return host
 
-    config = ServerConfig(port=0, takes_any_model=True)
+    config = ServerConfig(port=0, takes_any_model=True, rules=rules)
     listener = listen(config.host, 0)
     with contextlib.closing(listener), Store(store, StoreConfig(warm_bytes=1 << 28)) as opened:
         served = ServedModels({"local": str(model)}, load, takes_any=True)

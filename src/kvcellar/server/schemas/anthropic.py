@@ -115,11 +115,14 @@ class OutputConfig(Open):
 
 
 class ThinkingConfig(Open):
-    """Wish for thinking: whether, for how many tokens, and whether that is shown."""
+    """Wish for thinking: whether, for how many tokens, and whether that is shown.
+
+    Clients know more ways of showing than one; all but ``omitted`` show it as it is.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0)
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = Field(None, max_length=128)
 
 
 class CountRequest(Body):
