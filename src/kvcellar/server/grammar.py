@@ -20,7 +20,7 @@ from llguidance.hf import from_tokenizer
 
 from kvcellar.agents import ModelHost
 from kvcellar.server.dialects import dialect_of
-from kvcellar.server.dialects.lark import call_grammars
+from kvcellar.server.dialects.lark import call_grammars, schema_grammar
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
 from kvcellar.server.guide import GuideFn, TokenGuide, one_line
@@ -31,7 +31,6 @@ from kvcellar.server.holding import (
     check_promise,
     few,
     held_arguments,
-    schema_json,
 )
 from kvcellar.server.loosening import ANYTHING
 
@@ -88,7 +87,7 @@ class Grammars:
     def _of_schema(self, host: ModelHost, schema: Mapping[str, Any], is_strict: bool) -> Constraint:
         held, losses = answer_schema(schema, is_strict)
         try:
-            begin = self._compiled(host, f"%llguidance {{}}\nstart: %json {schema_json(held)}")
+            begin = self._compiled(host, schema_grammar(dialect_of(host, self._dialect), held))
         except NoGrammarError as error:
             raise ApiError(400, f"no grammar can be made: {error}") from error
         return Constraint(begin, begin, _lost(losses))

@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 
 from kvcellar.server.dialects import DIALECTS, AnswerParser, Dialect
-from kvcellar.server.dialects.lark import call_grammars
+from kvcellar.server.dialects.lark import call_grammars, schema_grammar
 from kvcellar.server.dialects.messages import write_calls
 from kvcellar.server.holding import HeldArguments
 from tests.server.dialects.corpus import FORMATS, TOOLS, outputs, with_tokens
@@ -175,3 +175,19 @@ def test_what_is_written_for_templates_without_calls_is_read_again(name):
     parser.flush()
     assert [(call.name, json.loads(call.arguments)) for call in parser.calls] == calls
     assert not parser.text
+
+
+def test_an_answer_in_channels_has_its_schema_in_the_last_message_alone():
+    dialect = dialect_with_tokens("harmony")
+    made = LLMatcher(guidance_of("harmony"), schema_grammar(dialect, FEW), log_level=0)
+    final, thought = "⟦<|channel|>⟧final⟦<|message|>⟧", FORMATS["harmony"].think
+    value = '{"how": "fast", "n": 3}'
+    assert takes(made, tokens_of("harmony", dialect, f"{thought[0]}Hm.{thought[1]}{final}{value}"))
+    assert not takes(made, tokens_of("harmony", dialect, f"{final}Well"))
+    assert not takes(made, tokens_of("harmony", dialect, value))
+    both = matcher("harmony", dialect, CHOICES, schema=FEW)
+    assert takes(both, tokens_of("harmony", dialect, f"{final}{value}"))
+    call = "⟦<|channel|>⟧commentary to=functions.look ⟦<|constrain|>⟧json⟦<|message|>⟧"
+    assert takes(both, tokens_of("harmony", dialect, f"{call}{value}"))
+    plain = LLMatcher(guidance_of("hermes"), schema_grammar(DIALECTS["hermes"], FEW), log_level=0)
+    assert takes(plain, tokens_of("hermes", DIALECTS["hermes"], value))

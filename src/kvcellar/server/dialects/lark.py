@@ -48,16 +48,23 @@ def call_grammars(
     """
     rules = Rules(dialect)
     if dialect.has_channels:
-        starts = channel_starts(rules, arguments, is_forced=is_forced or schema is not None)
+        starts = channel_starts(rules, arguments, is_forced=is_forced, schema=schema)
     else:
         _call_rules(rules, arguments)
         starts = _forced(rules, most) if is_forced or schema is not None else _free(rules, most)
-    if schema is not None:
+    if schema is not None and not dialect.has_channels:
         starts = (f"{starts[0]} | %json {schema_json(schema)}",) * 2
     rules.add("", _TEXT)
     lines = rules.lines()
     first, second = ("\n".join([HEAD, f"start: {start}", *lines]) for start in starts)
     return first, second
+
+
+def schema_grammar(dialect: Dialect, schema: dict[str, object]) -> str:
+    """Write the grammar of an answer that is JSON of a schema; in channels, of its last message."""
+    if not dialect.has_channels:
+        return f"{HEAD}\nstart: %json {schema_json(schema)}"
+    return call_grammars(dialect, (), is_forced=False, most=0, schema=schema)[0]
 
 
 def _call_rules(rules: Rules, arguments: Sequence[HeldArguments]) -> None:
