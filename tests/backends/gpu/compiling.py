@@ -34,6 +34,7 @@ from kvcellar.backends.torch.gpu import (
     stores,
 )
 from kvcellar.backends.torch.gpu.matrices import FORMS, PACKED, CardMatrices, Form, Parts
+from kvcellar.backends.torch.gpu.steps import placed_of
 
 CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
     "bf16": (LayerGroup((0,), 2, 64, 64), 8, "bfloat16", torch.bfloat16, False),
@@ -45,6 +46,9 @@ CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
     "fp16-odd-rows": (LayerGroup((0,), 2, 80, 96), 2, "float16", torch.float16, True),
     "k8v4-of-float32": (LayerGroup((0,), 2, 64, 64), 4, "k8v4", torch.float32, False),
     "float32-rows-of-128": (LayerGroup((0,), 2, 128, 128), 4, "float32", torch.float32, False),
+    "exact": (
+        LayerGroup((0,), 2, 64, 64), 8, "int8:first4:last64", torch.bfloat16, False
+    ),
     "latent": (
         LayerGroup((0,), 1, 64, 512, is_latent=True), 16, "bfloat16", torch.bfloat16, False
     ),
@@ -147,7 +151,7 @@ def compile_case(name: str, target: GPUTarget) -> None:
                 )
             )  # fmt: skip
             session.cache.update_and_attend(q, k, v, None, 0, 0.1, dtype, sinks)
-        placed = session.cache.pools.of_layer[0].placed()
+        placed, _ = placed_of(session.cache.pools.of_layer[0])
         launch.move(launch.pool_arguments(placed), 5, torch.tensor([9, 11, 10]))
         rows = session.cache.read_rows([np.array([7, 8])])
         session.cache.write_rows([np.array([3, 4])], rows)

@@ -48,7 +48,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     hasten()
     monkeypatch.setattr(choice, "ON_CPU", True)
     monkeypatch.setattr(multiply, "OUTPUTS_AT_ONCE", 256)  # few programs, which take long here
-    monkeypatch.setattr(choice, "has_cells", lambda pool, device: False)
+    monkeypatch.setattr(choice, "takes", lambda device, q: False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield

@@ -236,10 +236,11 @@ class TorchCache(RowMoves, StateKeeper):
             own, exact_writes = replace(own, writes=()), ()
         is_read = not group.is_latent or self.pools.of_layer[layer].is_joined
         pool = self.pools.of_layer[layer]
-        if q is not None and choice.takes(k.device, pool, q):
+        if q is not None and choice.takes(k.device, q):
             pool.ensure(plan.n_cells, k.device)
             prepared = Prepared(plan, own.writes, None, (), None, shapes)
-            prepared.on_gpu = self._gpu_steps().prepare(slot, own, group, pool, q.to(v.dtype))
+            to = slot, own, group, pool, q.to(v.dtype), exact_writes
+            prepared.on_gpu = self._gpu_steps().prepare(*to)
         elif q is not None and kernel.takes(k.device) and is_read:
             most = kernel.most_queries(self.config.kv, q.dtype)
             compiled, left = kernel.compile_plan(own, most)

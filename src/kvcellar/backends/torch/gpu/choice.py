@@ -21,22 +21,23 @@ LONGEST_ROW = 576
 """Numbers of the longest rows, latent ones with their rotary part, that a tile has room for."""
 
 
-def takes(device: torch.device, pool: LayerPool, q: Tensor) -> bool:
+def takes(device: torch.device, q: Tensor) -> bool:
     """Return true if Triton's kernels write and attend in place of torch's operations.
 
-    Not where cells lie beside the pool's own (exact copies, a frozen prefix), nor for queries of
-    other types or very long rows.
+    Not for queries of other types, nor for very long rows.
 
     Args:
         device: of K and V.
-        pool: where they go.
         q: ``[1, n_heads, T, q_dim]``.
     """
-    return has_cells(pool, device) and q.dtype in DTYPES and q.shape[3] <= LONGEST_ROW
+    return is_gpu(device) and q.dtype in DTYPES and q.shape[3] <= LONGEST_ROW
 
 
 def has_cells(pool: LayerPool, device: torch.device) -> TypeGuard[Pool | BlockFirstPool]:
-    """Return true if Triton's kernels reach a pool's cells: all lie in one place on a GPU."""
+    """Return true if all of a pool's cells lie in one place on a GPU: graphs and moves want that.
+
+    Exact cells and those of a frozen prefix are attended beside others, launch by launch.
+    """
     return is_gpu(device) and not isinstance(pool, PoolBeside)
 
 

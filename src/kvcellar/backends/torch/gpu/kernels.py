@@ -27,6 +27,7 @@ RUN = tl.constexpr(plans.RUN_INTS)
 CAUSAL = tl.constexpr(lists.CAUSAL)
 BAND = tl.constexpr(lists.BAND)
 MASK = tl.constexpr(lists.MASK)
+BESIDE = tl.constexpr(plans.BESIDE)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -119,25 +120,67 @@ def _weigh(logits, see, most, total, acc):
 
 
 @triton.jit
+def _tile(
+    queries, lat, k, k_affine, v, v_affine, cells, ok, i, t, row_ok, head,
+    see_from, see_to, n_free, kind, masks, mask_at, aux, scale, softcap, most, total, acc,
+    k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
+    v_head, v_cell, v_block, va_head, va_cell, va_block,
+    LATENT: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, K_BITS: tl.constexpr, K_SIZE: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, V_BITS: tl.constexpr, V_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, COMPUTE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_MASKS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Attend a tile of queries over N cells of a pool; return what is known of them so far."""
+    keys = _read_rows(
+        k, k_affine, cells, ok, head, k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
+        D, D_PAD, K_BITS, K_SIZE, BLOCK, N, COMPUTE,
+    )  # fmt: skip
+    logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    values = _read_rows(
+        v, v_affine, cells, ok, head, v_head, v_cell, v_block, va_head, va_cell, va_block,
+        DV, DV_PAD, V_BITS, V_SIZE, BLOCK, N, COMPUTE,
+    )  # fmt: skip
+    if LATENT:
+        logits = tl.dot(lat, tl.trans(values), logits, input_precision="ieee")
+    logits *= scale
+    if HAS_SOFTCAP:  # the hyperbolic tangent, of a function that is everywhere
+        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+    see = ok[None, :] & (i[None, :] > see_from[:, None]) & (i[None, :] <= see_to[:, None])
+    if HAS_MASKS:
+        column = i - n_free
+        there = row_ok[:, None] & (ok & (column >= 0) & (kind == MASK))[None, :]
+        mask = masks + mask_at + t[:, None] * aux + column[None, :]
+        see &= tl.load(mask, mask=there, other=1) != 0
+    weights, most, total, acc = _weigh(logits, see, most, total, acc)
+    acc = tl.dot(weights.to(COMPUTE), values, acc, input_precision="ieee")
+    return most, total, acc
+
+
+@triton.jit
 def attend_lists(
     q, out, part_out, part_lse, sinks,
-    k, k_affine, v, v_affine,
+    k, k_affine, v, v_affine, bk, bk_affine, bv, bv_affine,
     tiles, lists, runs, tokens, index, masks,
     scale, softcap,
     q_head, q_token, out_head, out_token,
     k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
     v_head, v_cell, v_block, va_head, va_cell, va_block,
+    bk_head, bk_cell, bk_block, bka_head, bka_cell, bka_block,
+    bv_head, bv_cell, bv_block, bva_head, bva_cell, bva_block,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, LATENT: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, K_BITS: tl.constexpr, K_SIZE: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, V_BITS: tl.constexpr, V_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, COMPUTE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BK_BITS: tl.constexpr, BK_SIZE: tl.constexpr, BV_BITS: tl.constexpr, BV_SIZE: tl.constexpr,
+    HAS_BESIDE: tl.constexpr, COMPUTE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_MASKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of the queries of a list over one split of its cells, for one KV head.
 
     The grid is (tiles, splits, KV heads). A row of a tile is a query head of a token: all query
     heads of a KV head are side by side. Rows with a slot leave their part there; the others, whose
-    part is the only one, are the result.
+    part is the only one, are the result. Cells from BESIDE on are another pool's, of one piece.
     """
     of_list = tl.load(tiles + 2 * tl.program_id(0))
     if of_list < 0:
@@ -169,6 +212,8 @@ def attend_lists(
         q_rows += DV
     q_mask = row_ok[:, None] & (d < D)[None, :]
     queries = tl.load(q_rows[:, None] + d[None, :], mask=q_mask, other=0.0).to(COMPUTE)
+    if not LATENT:
+        lat = queries
 
     # What the tile's queries see of the list, and of that what this split has.
     low, high = 0, tl.load(facts + 4)
@@ -194,33 +239,41 @@ def attend_lists(
         start = tl.load(runs + run * RUN)
         begin = tl.load(runs + run * RUN + 1)
         stop = tl.minimum(tl.load(runs + run * RUN + 2), high)
-        for at in range(tl.maximum(begin, low), stop, N):
+        stop_here, stop_beside = stop, begin
+        if HAS_BESIDE:  # a run is of one pool alone: one of the two loops has nothing to do
+            first = tl.load(index - 1 - start, mask=start < 0, other=0)
+            is_beside = tl.maximum(start, first) >= BESIDE
+            stop_here = tl.where(is_beside, begin, stop)
+            stop_beside = tl.where(is_beside, stop, begin)
+        for at in range(tl.maximum(begin, low), stop_here, N):
             i = at + tl.arange(0, N)
             ok = i < stop
             listed = tl.load(index - 1 - start + i - begin, mask=ok & (start < 0), other=0)
             cells = tl.where(start < 0, listed, start + i - begin).to(tl.int64)
-            keys = _read_rows(
-                k, k_affine, cells, ok, head, k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
-                D, D_PAD, K_BITS, K_SIZE, BLOCK, N, COMPUTE,
+            most, total, acc = _tile(
+                queries, lat, k, k_affine, v, v_affine, cells, ok, i, t, row_ok, head,
+                see_from, see_to, n_free, kind, masks, mask_at, aux, scale, softcap,
+                most, total, acc,
+                k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
+                v_head, v_cell, v_block, va_head, va_cell, va_block,
+                LATENT, D, D_PAD, K_BITS, K_SIZE, DV, DV_PAD, V_BITS, V_SIZE,
+                BLOCK, COMPUTE, HAS_SOFTCAP, HAS_MASKS, N,
             )  # fmt: skip
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            values = _read_rows(
-                v, v_affine, cells, ok, head, v_head, v_cell, v_block, va_head, va_cell, va_block,
-                DV, DV_PAD, V_BITS, V_SIZE, BLOCK, N, COMPUTE,
-            )  # fmt: skip
-            if LATENT:
-                logits = tl.dot(lat, tl.trans(values), logits, input_precision="ieee")
-            logits *= scale
-            if HAS_SOFTCAP:  # the hyperbolic tangent, of a function that is everywhere
-                logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
-            see = ok[None, :] & (i[None, :] > see_from[:, None]) & (i[None, :] <= see_to[:, None])
-            if HAS_MASKS:
-                column = i - n_free
-                there = row_ok[:, None] & (ok & (column >= 0) & (kind == MASK))[None, :]
-                mask = masks + mask_at + t[:, None] * aux + column[None, :]
-                see &= tl.load(mask, mask=there, other=1) != 0
-            weights, most, total, acc = _weigh(logits, see, most, total, acc)
-            acc = tl.dot(weights.to(COMPUTE), values, acc, input_precision="ieee")
+        if HAS_BESIDE:
+            for at in range(tl.maximum(begin, low), stop_beside, N):
+                i = at + tl.arange(0, N)
+                ok = i < stop
+                listed = tl.load(index - 1 - start + i - begin, mask=ok & (start < 0), other=0)
+                cells = tl.where(start < 0, listed, start + i - begin).to(tl.int64) - BESIDE
+                most, total, acc = _tile(
+                    queries, lat, bk, bk_affine, bv, bv_affine, cells, ok, i, t, row_ok, head,
+                    see_from, see_to, n_free, kind, masks, mask_at, aux, scale, softcap,
+                    most, total, acc,
+                    bk_head, bk_cell, bk_block, bka_head, bka_cell, bka_block,
+                    bv_head, bv_cell, bv_block, bva_head, bva_cell, bva_block,
+                    LATENT, D, D_PAD, BK_BITS, BK_SIZE, DV, DV_PAD, BV_BITS, BV_SIZE,
+                    0, COMPUTE, HAS_SOFTCAP, HAS_MASKS, N,
+                )  # fmt: skip
 
     _finish(
         out, part_out, part_lse, sinks, most, total, acc, q_heads, token, slot, split, row_ok,

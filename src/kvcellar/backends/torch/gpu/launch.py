@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from kvcellar.backends.torch.gpu.lists import idle_lists, lists_of
 from kvcellar.backends.torch.gpu.plans import SECTIONS, Form, PackedPlan, Tiling, pack, rounded_up
 from kvcellar.backends.torch.pools import Placed
 from kvcellar.sight import Sight
-from kvcellar.types import StepPlan
+from kvcellar.types import StepPlan, Write
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -68,6 +68,8 @@ class PoolArguments(NamedTuple):
     v: Side
     block: int
     """Cells of a block; 0 for pools of one piece."""
+    beside: PoolArguments | None = None
+    """Pool of the cells that are named from ``plans.BESIDE`` on, of one piece; None: none are."""
 
 
 def is_interpreted() -> bool:
@@ -172,18 +174,38 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def compiled(
-    plan: StepPlan, sight: Sight, tiling: Tiling, n_tokens: int | None = None
+    plan: StepPlan,
+    sight: Sight,
+    tiling: Tiling,
+    n_tokens: int | None = None,
+    exact: Sequence[Write] = (),
 ) -> PackedPlan:
-    """Return what the kernels do for a plan; they give zeros to tokens that pad it to n_tokens."""
+    """Return what the kernels do for a plan; they give zeros to tokens that pad it to n_tokens.
+
+    Args:
+        plan: of a step.
+        sight: of the layers.
+        tiling: sizes of the launches.
+        n_tokens: of the batch with those that pad it; None: nothing pads it.
+        exact: writes to exact cells, counted from 0.
+    """
     lists = lists_of(plan, sight)
     if n_tokens is not None:
         lists = [*lists, *idle_lists(plan.n_tokens, n_tokens)]
-    return pack(plan, lists, tiling, n_tokens)
+    return pack(plan, lists, tiling, n_tokens, exact)
 
 
 def write(plan: PlanOnDevice, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
-    """Write rows ``[1, n_kv_heads, T, dim]`` to the cells of the plan; one launch."""
-    cells = plan.sections["writes"]
+    """Write rows ``[1, n_kv_heads, T, dim]`` to the cells of the plan, and to its exact ones.
+
+    One launch for each of the two that the plan has.
+    """
+    _write(plan.sections["writes"], pool, k, v)
+    if pool.beside is not None:
+        _write(plan.sections["exact"], pool.beside, k, v)
+
+
+def _write(cells: Tensor, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
     if not len(cells):
         return
     k, v = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (k, v))
@@ -248,11 +270,15 @@ def attend(
     logit_sinks = q if sinks is None else sinks.contiguous()
     is_latent = q.shape[3] > pool.k.dim
     computes = _computes(q.dtype, pool)
+    other = pool.beside or pool
+    pools = [part for side in (pool.k, pool.v, other.k, other.v) for part in side[:2]]
     common = (
         at["lists"], at["runs"], at["tokens"], at["index"], at["masks"], scale, softcap or 1.0,
         *_row_strides(q), *_row_strides(out), *pool.k.strides, *pool.v.strides,
-        n_heads, tiling.group, is_latent, *pool.k.fixed, *pool.v.fixed,
-        pool.block, TYPES[computes], softcap is not None, sinks is not None, form.has_masks,
+        *other.k.strides, *other.v.strides, n_heads, tiling.group, is_latent,
+        *pool.k.fixed, *pool.v.fixed, pool.block, *other.k.fixed[2:], *other.v.fixed[2:],
+        pool.beside is not None, TYPES[computes], softcap is not None, sinks is not None,
+        form.has_masks,
     )  # fmt: skip
     launches = (("few", form.n_splits, form.rows), ("many", 1, tiling.many))
     with on_device(q.device):
@@ -261,8 +287,8 @@ def attend(
             if not n_tiles:
                 continue
             kernels.attend_lists[(n_tiles, n_splits, tiling.n_kv_heads)](
-                q, out, part_out, part_lse, logit_sinks, pool.k.data, pool.k.affine, pool.v.data,
-                pool.v.affine, at[name], *common, rows, tiling.cells,
+                q, out, part_out, part_lse, logit_sinks, *pools, at[name], *common, rows,
+                tiling.cells,
                 num_warps=8 if rows * pool.v.pad >= MANY_NUMBERS else 4, num_stages=tiling.stages,
             )  # fmt: skip
         if len(at["merged"]):

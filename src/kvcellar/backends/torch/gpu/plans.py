@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.torch.gpu.lists import MASK, CellList
-from kvcellar.types import IntArray, Run, StepPlan, cells_of
+from kvcellar.bookkeeping.exact import BASE
+from kvcellar.cache_config import FROZEN
+from kvcellar.types import IntArray, Run, StepPlan, Write, cells_of
 
 Ints = NDArray[np.int32]
 
@@ -77,12 +79,18 @@ class Form(NamedTuple):
     has_masks: bool
 
 
-SECTIONS = ("few", "many", "lists", "runs", "tokens", "merged", "writes", "index", "masks")
+SECTIONS = (
+    "few", "many", "lists", "runs", "tokens", "merged", "writes", "exact", "index", "masks"
+)  # fmt: skip
 """Sections of a plan: tiles (list, first row) of lists with few queries and with many; lists; runs;
 tokens of lists (token, first slot or -1: its result is whole); merged tokens (token, first slot,
-stop); the cell of each token, -1 for none; cells by index; masks, a byte for each cell."""
+stop); the cell of each token, and its exact one, -1 for none; cells by index; masks, a byte for
+each cell."""
 
-_WIDTHS = (2, 2, LIST_INTS, RUN_INTS, 2, 3, 1, 1, 1)
+_WIDTHS = (2, 2, LIST_INTS, RUN_INTS, 2, 3, 1, 1, 1, 1)
+
+BESIDE = 1 << 30
+"""First cell of the pool beside, as a plan names it: exact cells, or those of a frozen prefix."""
 
 LEAST_RUNS = 8
 """Runs that a plan has room for at least: a history that gets one more keeps its plan's form."""
@@ -97,7 +105,11 @@ class PackedPlan:
 
 
 def pack(
-    plan: StepPlan, lists: Sequence[CellList], tiling: Tiling, n_tokens: int | None = None
+    plan: StepPlan,
+    lists: Sequence[CellList],
+    tiling: Tiling,
+    n_tokens: int | None = None,
+    exact: Sequence[Write] = (),
 ) -> PackedPlan:
     """Put a plan's writes and its lists in one array.
 
@@ -106,6 +118,7 @@ def pack(
         lists: of its reads.
         tiling: sizes of the launches.
         n_tokens: of the batch with those that pad it, a power of two; None: nothing pads it.
+        exact: writes to exact cells, counted from 0.
     """
     n_tokens = plan.n_tokens if n_tokens is None else n_tokens
     few = [one for one in lists if one.n_tokens * tiling.group <= FEW_ROWS]
@@ -147,6 +160,7 @@ def pack(
         np.concatenate(pairs) if pairs else np.empty((0, 2), np.int64),
         merged,
         plan.write_cells if plan.writes else np.empty(0, np.int64),
+        _exact_cells(exact, plan.n_tokens),
         np.concatenate(index) if index else np.empty(0, np.int64),
         np.pad(bytes_of, (0, -len(bytes_of) % 4)).view(np.int32),
     )
@@ -214,7 +228,10 @@ def _add_runs(
 ) -> None:
     """Append a list's runs to the table; short ones that follow each other go to the index."""
     at = 0
-    for is_short, found in groupby(runs, lambda run: run.length < SHORT_RUN):
+    told = [Run(_told(run.start), run.length) for run in runs]
+    for (is_short, _), found in groupby(
+        told, lambda run: (run.length < SHORT_RUN, run.start >= BESIDE)
+    ):
         group = list(found)
         if is_short and len(group) > 1:
             start = -1 - sum(len(cells) for cells in index)
@@ -223,6 +240,23 @@ def _add_runs(
         for run in group:
             table.append((run.start, at, at + run.length))
             at += run.length
+
+
+def _told(cell: int) -> int:
+    """Return how a plan names a cell: those beside a pool's own begin at ``BESIDE``."""
+    if cell < BASE:
+        return cell
+    return cell - (FROZEN if cell >= FROZEN else BASE) + BESIDE
+
+
+def _exact_cells(writes: Sequence[Write], n_tokens: int) -> IntArray:
+    """Return the exact cell of each token, -1 for none; nothing where no token has one."""
+    if not writes:
+        return np.empty(0, np.int64)
+    cells = np.full(n_tokens, -1, np.int64)
+    for q_start, run in writes:
+        cells[q_start : q_start + run.length] = np.arange(run.start, run.stop)
+    return cells
 
 
 def _joined(

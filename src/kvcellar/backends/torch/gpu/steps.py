@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,23 +13,26 @@ from kvcellar.backends.torch.gpu import launch
 from kvcellar.backends.torch.gpu.launch import DevicePlan, PlanOnDevice, PoolArguments
 from kvcellar.backends.torch.gpu.plans import Tiling
 from kvcellar.backends.torch.pools import Placed
-from kvcellar.types import LayerGroup, StepPlan
+from kvcellar.types import LayerGroup, StepPlan, Write
 
 Places = tuple[tuple[int, int], ...]
 """Address and stride of heads of each part of a pool: another pool may come to lie where one lay
 that has grown, and its rows are farther apart."""
 
 
-def placed_of(pool: LayerPool) -> Placed:
-    """Return where a pool's bytes lie."""
-    assert not isinstance(pool, PoolBeside), "those are not Triton's"
-    return pool.placed()
+def placed_of(pool: LayerPool) -> tuple[Placed, Placed | None]:
+    """Return where a pool's bytes lie, and those of the pool beside it."""
+    if not isinstance(pool, PoolBeside):
+        return pool.placed(), None
+    assert not isinstance(pool.cells, PoolBeside), "there is one pool beside a pool"
+    return pool.cells.placed(), pool.beside.placed()
 
 
 def places_of(pool: LayerPool) -> Places:
     """Return by what graphs and kernels know a pool, until it grows."""
-    placed = placed_of(pool)
-    return tuple((part.data_ptr(), part.stride(1)) for part in (*placed.k, *placed.v))
+    there = [one for one in placed_of(pool) if one is not None]
+    parts = [part for placed in there for part in (*placed.k, *placed.v)]
+    return tuple((part.data_ptr(), part.stride(1)) for part in parts)
 
 
 class GroupPlan(NamedTuple):
@@ -52,7 +56,13 @@ class GpuSteps:
         """Sizes of the last launches, by slot: what the queries of a model ask for."""
 
     def prepare(
-        self, slot: int, plan: StepPlan, group: LayerGroup, pool: LayerPool, q: Tensor
+        self,
+        slot: int,
+        plan: StepPlan,
+        group: LayerGroup,
+        pool: LayerPool,
+        q: Tensor,
+        exact: Sequence[Write] = (),
     ) -> GroupPlan:
         """Put a plan on the device; the one before of the same slot is gone.
 
@@ -62,13 +72,14 @@ class GpuSteps:
             group: of the layers.
             pool: of one of them.
             q: ``[1, n_heads, T, q_dim]``, in the type that comes to ``run``.
+            exact: writes to exact cells, counted from 0.
         """
         if slot not in self._plans:
             with torch.inference_mode(False):  # it outlives any inference_mode block
                 self._plans[slot] = DevicePlan(q.device)
         tiling = launch.tiling_of(q.shape[1], self.arguments(-1, pool), q.dtype, q.device)
         self.tilings[slot] = tiling
-        self._plans[slot].update(launch.compiled(plan, group.sight, tiling))
+        self._plans[slot].update(launch.compiled(plan, group.sight, tiling, exact=exact))
         return GroupPlan(self._plans[slot], tiling)
 
     def run(
@@ -96,5 +107,9 @@ class GpuSteps:
         where = places_of(pool)
         known = self._pools.get(layer)
         if known is None or known[0] != where:
-            known = self._pools[layer] = where, launch.pool_arguments(placed_of(pool))
+            own, beside = placed_of(pool)
+            made = launch.pool_arguments(own)
+            if beside is not None:
+                made = made._replace(beside=launch.pool_arguments(beside))
+            known = self._pools[layer] = where, made
         return known[1]
