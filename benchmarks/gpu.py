@@ -39,7 +39,12 @@ from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.kept_logits import RowSampling, SamplingRunner
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/backends/gpu/test_on_card.py", "tests/engine/test_kept_logits.py")
+TESTS = (
+    "tests/backends/gpu/test_products.py",
+    "tests/backends/gpu/test_between.py",
+    "tests/engine/test_kept_logits.py",
+    "tests/backends/gpu/test_on_card.py",
+)
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 262,
@@ -177,7 +182,7 @@ class Sequences:
 def decode(bench: Bench) -> Found:
     """Measure a step of one token behind short and long histories, over the bytes it must read."""
     copied = _bandwidth(bench)
-    weights = sum(p.numel() * p.element_size() for p in bench.model.network.parameters())
+    weights = bench.model.size_bytes
     stored = bench.config(1).kv
     cell = sum(group.cell_bytes(stored) for group in bench.model.params.groups)
     times, n_graphs = _decoded(bench, None, bench.lengths)
@@ -206,6 +211,24 @@ def _decoded(bench: Bench, kv_dtype: str | None, lengths: Sequence[int]) -> tupl
             sequences.fill(0, length)
             found.append(bench.timed(lambda: sequences.step([0])))
         return found, sequences.n_graphs
+
+
+def weights(bench: Bench) -> Found:
+    """Measure decoding and a prompt with weights in few bits, and by transformers' own modules."""
+    copied, length = _bandwidth(bench), bench.lengths[1]
+    dtype = str(bench.model.network.dtype).removeprefix("torch.")
+    own, found = bench.model, {}
+    cell = sum(group.cell_bytes(bench.config(1).kv) for group in own.params.groups)
+    for name in ("int8", "int4", "none"):
+        bench.model = load_model(str(bench.folder), device=bench.device, dtype=dtype, weights=name)
+        (ms,), _ = _decoded(bench, None, (length,))
+        least = (bench.model.size_bytes + length * cell) / copied * 1e3
+        found[f"decode_{length}_weights_{name}_ms"] = round(ms, 3)
+        found[f"decode_{length}_weights_{name}_fraction_of_bandwidth"] = round(least / ms, 3)
+        found[f"eight_weights_{name}_ms"] = round(_together(bench, 8, length, forks=True), 3)
+        found[f"prefill_{length}_weights_{name}_ms"] = round(_prefill(bench, length), 2)
+    bench.model = own
+    return found
 
 
 def batches(bench: Bench) -> Found:
@@ -477,6 +500,7 @@ PARTS: dict[str, Callable[[Bench], Found]] = {
     "batches": batches,
     "quantised": quantised,
     "prompts": prompts,
+    "weights": weights,
     "first_tokens": first_tokens,
     "restore": restore,
     "agreement": agreement,
@@ -534,7 +558,7 @@ def _interpret() -> None:
     """Let a CPU be a card: Triton, which nobody has imported yet, interprets, in small tiles."""
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path.insert(0, str(ROOT))
-    from kvcellar.backends.torch.gpu import launch
+    from kvcellar.backends.torch.gpu import launch, multiply
     from kvcellar.backends.torch.gpu.plans import Tiling
     from tests.backends.gpu.interpreter import hasten
 
@@ -544,6 +568,7 @@ def _interpret() -> None:
 
     hasten()
     launch.tiling_of = tiling
+    multiply.OUTPUTS_AT_ONCE = 512
     choice.ON_CPU, logits.ON_CPU = True, True
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 
+def device() -> Any:
+    """Where tensors of a test are: a card where there is one and nothing is interpreted."""
+    import torch
+
+    is_card = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
+    return torch.device("cuda" if is_card else "cpu")
+
+
 def hasten() -> None:
     """Have calls between kernels' functions go straight on, without checks for overflow."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
     import triton.language as tl
     from triton.runtime import interpreter
 

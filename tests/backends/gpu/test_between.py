@@ -13,13 +13,13 @@ torch = pytest.importorskip("torch")
 from kvcellar.backends.torch.fast.rotations import Rotation  # noqa: E402
 from kvcellar.backends.torch.gpu.layers import CardNorm, turn  # noqa: E402
 from kvcellar.backends.torch.gpu.linears import gate  # noqa: E402
-from tests.backends.gpu.interpreter import hasten  # noqa: E402
+from tests.backends.gpu.interpreter import device, hasten  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def fast() -> Iterator[None]:
     hasten()
-    with warnings.catch_warnings():
+    with device(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what tiles throw away
         yield
 

@@ -26,16 +26,16 @@ from kvcellar.backends.torch.gpu.matrices import (  # noqa: E402
     packed,
     placed,
 )
-from tests.backends.gpu.interpreter import hasten  # noqa: E402
+from tests.backends.gpu.interpreter import device, hasten  # noqa: E402
 from tests.kernel.test_blocks import FORMS, N_IN, N_OUT, PLAIN, Affine, plain, stored  # noqa: E402
 
-CPU = torch.device("cpu")
+CARD = device()
 
 
 @pytest.fixture(autouse=True)
 def fast() -> Iterator[None]:
     hasten()
-    with warnings.catch_warnings():
+    with CARD, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what tiles throw away
         yield
 
@@ -45,17 +45,23 @@ def on_card(form: str | tuple[int, int], seed: int = 0) -> tuple[CardMatrices, t
     if isinstance(form, str):
         rows = stored(form, seed)
         blocks = StoredBlocks(form, N_OUT, N_IN, lambda: torch.from_numpy(rows))
-        return placed(blocks, CPU), torch.from_numpy(plain(form, rows).astype(np.float32))
+        return placed(blocks, CARD), torch.from_numpy(plain(form, rows).astype(np.float32))
     one = Affine(*form, seed)
     parts = tuple(torch.from_numpy(part) for part in (one.numbers, one.scales, one.minima))
     affine = StoredAffine(*form, N_OUT, N_IN, lambda: parts)
-    return placed(affine, CPU), torch.from_numpy(one.plain())
+    return placed(affine, CARD), torch.from_numpy(one.plain()).to(CARD)
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
     np.testing.assert_allclose(
-        got.numpy(), want.numpy(), rtol=0, atol=2e-5 * float(want.abs().max())
+        got.cpu().numpy(), want.cpu().numpy(), rtol=0, atol=2e-5 * float(want.abs().max())
     )
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal where Triton is interpreted; a card's compiler may round a product with its sum."""
+    apart = 0.0 if CARD.type == "cpu" else 1e-6
+    torch.testing.assert_close(got, want.to(CARD), rtol=apart, atol=0.1 * apart)
 
 
 @pytest.mark.parametrize("form", [*FORMS, *PLAIN], ids=str)
@@ -63,7 +69,7 @@ def test_rows_are_the_format_s_own_numbers(form: str | tuple[int, int]) -> None:
     matrix, want = on_card(form)
     ids = torch.tensor([0, N_OUT - 1, 3, N_OUT, -1])
     got = multiply.take(matrix, ids, torch.float32)
-    assert torch.equal(got[:3], want[ids[:3]])
+    same(got[:3], want[ids[:3]])
     assert not got[3:].any()
 
 
@@ -121,10 +127,11 @@ def test_packed_weights_are_those_that_the_cpu_kernel_packs(shape, bits) -> None
     weight[2, 0], weight[2, 1] = 9.0, -9.0  # the first of two largest says which end is whole
     weight[3, 0], weight[3, 1] = -9.0, 9.0
     linear = torch.nn.Linear(*shape[::-1], bias=False)
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    want = KernelLinear(linear, bits, None).rows(torch.arange(shape[0]), torch.float32)
-    matrix = packed(weight, bits, CPU)
-    assert torch.equal(multiply.take(matrix, torch.arange(shape[0]), torch.float32), want)
+    linear.weight = torch.nn.Parameter(weight.cpu(), requires_grad=False)
+    rows = torch.arange(shape[0], device="cpu")
+    want = KernelLinear(linear, bits, None).rows(rows, torch.float32).to(CARD)
+    matrix = packed(weight, bits, CARD)
+    same(multiply.take(matrix, torch.arange(shape[0]), torch.float32), want)
     x = torch.randn(2, shape[1])
     near(multiply.multiply(matrix, x, None), x @ want.T)
 
@@ -132,7 +139,7 @@ def test_packed_weights_are_those_that_the_cpu_kernel_packs(shape, bits) -> None
 def test_a_group_with_infinity_is_no_number() -> None:
     weight = torch.randn(16, 64)
     weight[2, 3], weight[4, 40] = torch.inf, torch.nan
-    got = multiply.take(packed(weight, 4, CPU), torch.arange(16), torch.float32)
+    got = multiply.take(packed(weight, 4, CARD), torch.arange(16), torch.float32)
     is_lost = got.isnan().view(16, 2, 32).all(-1)
     assert (
         is_lost.nonzero().tolist() == [[2, 0], [4, 1]] and is_lost.sum() * 32 == got.isnan().sum()
@@ -154,9 +161,9 @@ def test_each_row_meets_the_expert_that_it_chose(bits: int, n_tokens: int) -> No
     n_experts, n_out, n_in, n_each = 6, 24, 64, 2
     own = torch.randn(n_experts, n_out, n_in)
     own = own.bfloat16() if bits == 16 else own
-    matrices = experts_on_card(list(own), bits, CPU)
+    matrices = experts_on_card(list(own), bits, CARD)
     flat = torch.arange(n_out)
-    want_w = [multiply.take(experts_on_card([one], bits, CPU), flat, torch.float32) for one in own]
+    want_w = [multiply.take(experts_on_card([one], bits, CARD), flat, torch.float32) for one in own]
     if bits == 16:
         assert torch.equal(torch.stack(want_w), own.float())
     x, bias = torch.randn(n_tokens, n_in), torch.randn(n_experts, n_out)
@@ -175,7 +182,7 @@ def test_each_row_meets_the_expert_that_it_chose(bits: int, n_tokens: int) -> No
 def test_tiles_cover_each_row_of_an_expert_once() -> None:
     rng = np.random.default_rng(3)
     for n_rows, n_experts in ((1, 4), (50, 3), (64, 8), (200, 5), (40, 64)):
-        chosen = torch.from_numpy(rng.integers(-1, n_experts + 1, n_rows))
+        chosen = torch.from_numpy(rng.integers(-1, n_experts + 1, n_rows)).to(CARD)
         found = multiply.sorted_rows(chosen, n_experts, torch.empty(0))
         covered = []
         for expert, begin, end in found.tiles.tolist():
