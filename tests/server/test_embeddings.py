@@ -9,7 +9,11 @@ import pytest
 import torch
 import transformers
 
+from kvcellar.backends.torch.embedding import load_embedding_model
+from kvcellar.backends.torch.tiny import make_tokenizer
+from kvcellar.errors import CacheFullError
 from kvcellar.models.hub import DEMO_FOLDER
+from tests.server.live import serving
 
 TEXTS = ["def add(a, b):", "hello", "x = 1 # é😀"]
 
@@ -94,3 +98,44 @@ def test_ollamas_client_gets_the_same_vectors(live, want):
 def test_what_cannot_be_is_refused(live, body, word):
     response = live.http.post("/v1/embeddings", json=body)
     assert response.status_code == 400 and word in response.json()["error"]["message"]
+
+
+def test_a_model_beside_the_others_makes_the_vectors_where_none_is_named(tmp_path):
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    beside = load_embedding_model(str(folder), lambda part, what: None)
+    with serving(tmp_path / "store", models={"embedding_models": {"small": beside}}) as live:
+        assert [one["id"] for one in live.get("/v1/models")["data"]] == ["demo", "small"]
+        assert live.get("/v1/models/small")["max_model_len"] == 64
+        found = live.post("/v1/embeddings", {"input": TEXTS[0]})
+        same = live.post("/v1/embeddings", {"model": "small", "input": TEXTS[0]})
+        assert found == same and found["model"] == "small"
+        assert len(found["data"][0]["embedding"]) == 32
+        assert live.service.models.hosts() == []  # nobody asked for an answer
+        made = ollama.Client(live.url)
+        assert made.show("small:latest").capabilities == ["embedding"]
+        assert [one.model for one in made.list().models] == ["demo", "small"]
+        assert made.embed("small", "x" * 500).prompt_eval_count == 64
+        made._client.close()
+
+
+def test_where_the_cache_has_taken_the_memory_it_says_so(live, monkeypatch):
+    live.post("/v1/embeddings", {"input": "a"})
+    (host,) = live.service.models.hosts()
+
+    def full(*_):
+        raise CacheFullError("no room for 3 cells")
+
+    monkeypatch.setattr(host.embedder, "embed", full)
+    response = live.http.post("/v1/embeddings", json={"input": "a"})
+    assert response.status_code == 503 and "--embeddings" in response.json()["error"]["message"]

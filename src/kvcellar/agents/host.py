@@ -17,7 +17,7 @@ from kvcellar.agents.templates import TemplateReport, check_template
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService
-from kvcellar.engine.embedding import Embedder, Pooling
+from kvcellar.engine.embedding import Embedder
 from kvcellar.engine.speculate import (
     Drafter,
     DraftModel,
@@ -30,7 +30,7 @@ from kvcellar.home import default_home
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
-from kvcellar.models.pooling import pooling_of
+from kvcellar.models.pooling import Pooling, pooling_of
 from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
 from kvcellar.models.snapshots import slots_bytes, what_resumes

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from kvcellar.budget import format_size
 from kvcellar.cli.terminal import ProgressFn, print_note, progress_bar, shown_warnings
+from kvcellar.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcellar.agents import Hosting, ModelHost
@@ -14,9 +16,18 @@ if TYPE_CHECKING:
 
 
 def hosting_of(
-    loading: LoadOptions, memory: str | None, config: EngineConfig | None = None
+    loading: LoadOptions,
+    memory: str | None,
+    config: EngineConfig | None = None,
+    beside_bytes: int = 0,
 ) -> Hosting:
     """Divide the memory that a command's option gives; without it nothing is bounded.
+
+    Args:
+        loading: options of the models.
+        memory: a size as a text; None: no limit.
+        config: policy of their engines.
+        beside_bytes: main memory that others take, of which the models get nothing.
 
     Raises:
         ConfigError: it is no size, or too small for any model.
@@ -25,7 +36,15 @@ def hosting_of(
         from kvcellar.agents import Hosting
         from kvcellar.agents.hosting import limit_of
 
-        return Hosting.within(limit_of(memory, loading), loading, config)
+        limit_bytes = limit_of(memory, loading)
+        if limit_bytes is not None and loading.device in (None, "cpu"):
+            limit_bytes -= beside_bytes
+            if limit_bytes <= 0:
+                raise ConfigError(
+                    f"the embedding model takes {format_size(beside_bytes)} of --memory {memory} "
+                    f"and nothing is left; give more, or leave it out"
+                )
+        return Hosting.within(limit_bytes, loading, config)
 
 
 def open_shown(hosting: Hosting, name: str, bar: AbstractContextManager[ProgressFn]) -> ModelHost:

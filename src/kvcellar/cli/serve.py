@@ -39,6 +39,7 @@ from kvcellar.models.packaged import NAMES, PACKAGED, fetch_packaged
 if TYPE_CHECKING:
     from kvcellar.agents import Hosting, ModelHost
     from kvcellar.engine import EngineConfig
+    from kvcellar.engine.embedding import TextEmbedder
     from kvcellar.server.config import ServerConfig
     from kvcellar.server.models import ServedModels
     from kvcellar.server.service import Service
@@ -98,6 +99,14 @@ def serve_command(
     engine: EngineOptions,
     loading: CacheOptions,
     speculate: options.Speculate = None,
+    embeddings: Annotated[
+        str | None,
+        options.in_loading(
+            "[NAME=]MODEL",
+            "An embedding model beside the others, on the CPU: a checkpoint's folder, or a name on "
+            "the Hugging Face hub. Without it the models that answer make vectors, too.",
+        ),
+    ] = None,
     idle_unload: Annotated[
         float | None,
         options.in_loading(
@@ -112,7 +121,9 @@ def serve_command(
     """
     _check_installed()
     offered = _offered(models or ["demo"])
-    hosting = _hosting(loading, engine.config(), speculate, list(offered.values()))
+    beside, beside_bytes = _embedding_models(embeddings, offered)
+    paths = list(offered.values())
+    hosting = _hosting(loading, engine.config(), speculate, paths, beside_bytes)
     config = server_config(
         context,
         place,
@@ -134,7 +145,7 @@ def serve_command(
         store,
         hosting,
         offered.values(),
-        lambda: _served(config, hosting, offered, idle_unload),
+        lambda: _served(config, hosting, offered, beside, idle_unload),
     )
 
 
@@ -174,8 +185,33 @@ def _offered(models: list[str]) -> dict[str, str]:
     return offered
 
 
+def _embedding_models(
+    text: str | None, offered: dict[str, str]
+) -> tuple[dict[str, TextEmbedder], int]:
+    """Load the embedding model that is wanted; return it by its name, and the bytes it takes.
+
+    Raises:
+        ConfigError: an offered model has its name.
+        ModelError: it cannot be read.
+    """
+    if text is None:
+        return {}, 0
+    ((name, path),) = _offered([text]).items()
+    if name in offered:
+        raise ConfigError(f"two models are called {name!r}; name one as NAME=MODEL")
+    with progress_bar(f"loading {path}", tell=_log_stage) as report:
+        from kvcellar.backends.torch.embedding import WORKING_BYTES, load_embedding_model
+
+        model = load_embedding_model(path, report)
+    return {name: model}, model.size_bytes + WORKING_BYTES
+
+
 def _hosting(
-    loading: CacheOptions, engine: EngineConfig, speculate: str | None, paths: list[str]
+    loading: CacheOptions,
+    engine: EngineConfig,
+    speculate: str | None,
+    paths: list[str],
+    beside_bytes: int,
 ) -> Hosting:
     """Plan how the offered models are loaded, and how they share memory.
 
@@ -188,7 +224,7 @@ def _hosting(
             f"for each"
         )
     hosting = hosting_of(
-        replace(loading.options_for(), speculate=speculate), loading.memory, engine
+        replace(loading.options_for(), speculate=speculate), loading.memory, engine, beside_bytes
     )
     hosting.share_among(paths)
     return hosting
@@ -207,7 +243,11 @@ def _check_models(hosting: Hosting, backend: str, paths: Iterable[str]) -> None:
 
 
 def _served(
-    config: ServerConfig, hosting: Hosting, offered: dict[str, str], idle_unload: float | None
+    config: ServerConfig,
+    hosting: Hosting,
+    offered: dict[str, str],
+    beside: dict[str, TextEmbedder],
+    idle_unload: float | None,
 ) -> ServedModels:
     """Make the models that clients may name; none is loaded yet."""
     from kvcellar.server.models import ServedModels
@@ -226,6 +266,7 @@ def _served(
         takes_any=config.takes_any_model,
         idle_ttl_s=idle_unload,
         context_of=hosting.context_of,
+        embedding_models=beside,
         **hosting.registry,
     )
 

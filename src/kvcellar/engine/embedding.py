@@ -3,22 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvcellar.budget import MemoryBudget
 from kvcellar.errors import ConfigError
 from kvcellar.models import LoadedModel, LoadOptions
+from kvcellar.models.pooling import Pooling
 from kvcellar.models.runner import FloatArray, HiddenRunner, step_limit
 from kvcellar.registry import make_seq_session
 
 STEP_TOKENS = 512
 """Tokens of one forward."""
 
-Pooling = Literal["mean", "last"]
-
 Tokens = Sequence[int]
+
+
+class TextEmbedder(Protocol):
+    """Protocol of a model that was made for embeddings and runs beside the others.
+
+    Attributes:
+        tokenizer: of the model.
+        pooling: how its vectors are pooled where a request does not say.
+        context: the longest text that it takes, in tokens.
+        vocab_size: ids from 0 to ``vocab_size - 1`` exist.
+        size: numbers of a vector.
+        family: ``model_type``.
+        size_bytes: of its weights in memory.
+    """
+
+    tokenizer: Any
+    pooling: Pooling
+    context: int
+    vocab_size: int
+    size: int
+    family: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its weights in memory."""
+        ...
+
+    def embed(
+        self, texts: Sequence[Tokens], pooling: Pooling, on_step: Callable[[], None]
+    ) -> FloatArray:
+        """Return a vector of each text; see ``Embedder.embed``."""
+        ...
 
 
 class Embedder:
@@ -57,7 +88,7 @@ class Embedder:
 
         Args:
             texts: tokens of each; none is empty.
-            pooling: ``mean`` of all tokens, or the ``last`` one's.
+            pooling: ``mean`` of all tokens, the ``last`` one's, or the first one's, ``cls``.
             on_step: called before each forward; what it raises ends the call.
 
         Raises:
@@ -120,8 +151,11 @@ def _pooled(
             sums = np.zeros((len(texts), states.shape[1]))
         if pooling == "mean":
             np.add.at(sums, mine, states)
-        else:
+        elif pooling == "last":
             sums[mine] = states  # of several of one text the last one stays
+        else:
+            is_first = np.asarray(positions) == 0
+            sums[mine[is_first]] = states[is_first]
     for seq_id in range(len(texts)):
         cache.seq_rm(seq_id)
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)

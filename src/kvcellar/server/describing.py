@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import dataclass
 
 from kvcellar.agents import ModelHost
+from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import KVCellarError
 from kvcellar.models.infill import fill_tokens
 from kvcellar.models.sizing import size_model
@@ -87,3 +88,11 @@ def capabilities_of(host: ModelHost) -> list[str]:
     if dialect_of(host).reasoning is not None:
         found.append("thinking")
     return found
+
+
+def described_beside(name: str, model: TextEmbedder) -> Description:
+    """Describe a model that makes vectors alone."""
+    n_bytes = model.size_bytes
+    return Description(
+        name, model.family, "safetensors", "float32", n_bytes, n_bytes // 4, 0, model.size
+    )

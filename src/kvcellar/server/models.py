@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcellar.agents import ModelHost, ModelRegistry
 from kvcellar.agents.lengths import longest_token
+from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import KVCellarError
 from kvcellar.server.errors import ApiError, as_api_error
 
@@ -57,6 +58,7 @@ class ServedModels:
         idle_ttl_s: float | None = None,
         size_of: Callable[[str], int] | None = None,
         context_of: Callable[[str], tuple[int, int]] | None = None,
+        embedding_models: Mapping[str, TextEmbedder] | None = None,
     ) -> None:
         """Create models of which none is loaded.
 
@@ -68,7 +70,9 @@ class ServedModels:
             idle_ttl_s: as ``ModelRegistry``.
             size_of: as ``ModelRegistry``.
             context_of: what ``context`` says of a model that was never loaded.
+            embedding_models: by name, those that make vectors alone; in memory.
         """
+        self.embedding_models = dict(embedding_models or {})
         self._context_of = context_of
         self.offered = dict(offered)
         self.default = next(iter(self.offered.values()))

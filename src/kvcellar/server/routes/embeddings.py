@@ -23,8 +23,7 @@ router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Return a vector of each text, pooled from the model's last hidden states."""
     service = service_of(request)
-    path = service.models.resolve(body.model)
-    work = embed(service, path, body.input, dimensions=body.dimensions, pooling=body.pooling)
+    work = embed(service, body.model, body.input, dimensions=body.dimensions, pooling=body.pooling)
     found = await until_gone(request, work)
     note(request, prompt_tokens=found.n_tokens)
 
@@ -39,5 +38,5 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         for i, vector in enumerate(found.vectors)
     ]
     usage = {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens}
-    head = {"object": "list", "model": service.models.public(path)}
+    head = {"object": "list", "model": found.model}
     return JSONResponse({**head, "data": data, "usage": usage}, headers=ignored_of(body))

@@ -62,6 +62,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     """List the models that are offered, for clients of OpenAI's and of Anthropic's."""
     service = service_of(request)
     data = [await _model(service, name) for name in service.models.offered]
+    data += [_vectors_of(service, name) for name in service.models.embedding_models]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
     return {"object": "list", "data": data, **ids}
 
@@ -70,13 +71,27 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     """Describe one model."""
     service = service_of(request)
+    if name in service.models.embedding_models:
+        return _vectors_of(service, name)
     return await _model(service, service.models.public(service.models.resolve(name)))
 
 
+def _vectors_of(service: Service, name: str) -> dict[str, Any]:
+    """Describe a model that makes vectors alone."""
+    context = service.models.embedding_models[name].context
+    return _described(service, name, context, context)
+
+
 async def _model(service: Service, name: str) -> dict[str, Any]:
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.models.created_s))
     path = service.models.resolve(name)
     context, trained = await asyncio.to_thread(service.models.context, path) or (None, None)
+    return _described(service, name, context, trained)
+
+
+def _described(
+    service: Service, name: str, context: int | None, trained: int | None
+) -> dict[str, Any]:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.models.created_s))
     return {
         "id": name,
         "object": "model",

@@ -22,7 +22,7 @@ class EmbeddingsRequest(QuestionBody):
     input: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
-    pooling: Literal["mean", "last"] | None = None
+    pooling: Literal["mean", "last", "cls"] | None = None
 
 
 class OllamaEmbedRequest(QuestionBody):

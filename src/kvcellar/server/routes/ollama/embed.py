@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.embedding import embed
-from kvcellar.server.routes.ollama.models import path_of
+from kvcellar.server.routes.ollama.models import bare
 from kvcellar.server.schemas.embeddings import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from kvcellar.server.service import service_of
 from kvcellar.server.streams import until_gone
@@ -23,9 +23,8 @@ router = APIRouter(route_class=BodyRoute)
 async def embed_texts(request: Request, body: OllamaEmbedRequest) -> Response:
     """Return a vector of each text."""
     service, started_s = service_of(request), time.perf_counter()
-    path = path_of(service, body.model)
-    is_cut = body.truncate is not False
-    work = embed(service, path, body.input, dimensions=body.dimensions, is_cut=is_cut)
+    is_cut, name = body.truncate is not False, bare(service, body.model)
+    work = embed(service, name, body.input, dimensions=body.dimensions, is_cut=is_cut)
     found = await until_gone(request, work)
     note(request, prompt_tokens=found.n_tokens)
     said = {
@@ -42,7 +41,7 @@ async def embed_texts(request: Request, body: OllamaEmbedRequest) -> Response:
 async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Response:
     """Return the vector of one text."""
     service = service_of(request)
-    path = path_of(service, body.model)
-    found = await until_gone(request, embed(service, path, body.prompt, is_cut=True))
+    name = bare(service, body.model)
+    found = await until_gone(request, embed(service, name, body.prompt, is_cut=True))
     note(request, prompt_tokens=found.n_tokens)
     return JSONResponse({"embedding": found.vectors[0].tolist()}, headers=ignored_of(body))

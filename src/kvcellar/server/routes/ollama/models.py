@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 import kvcellar
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.describing import Description, capabilities_of, describe
+from kvcellar.server.describing import Description, capabilities_of, describe, described_beside
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.ollama import OllamaName
 from kvcellar.server.service import Service, service_of
@@ -27,13 +27,18 @@ _FOR_EVER = "2300-01-01T00:00:00Z"
 
 
 def path_of(service: Service, name: str) -> str:
-    """Return what the registry calls a model; a name may have ``:latest`` at its end.
+    """Return what the registry calls a model.
 
     Raises:
         ApiError: 404, there is none of that name.
     """
-    bare = name.removesuffix(":latest")
-    return service.models.resolve(name if name in service.models.offered else bare)
+    return service.models.resolve(bare(service, name))
+
+
+def bare(service: Service, name: str) -> str:
+    """Return a model's name without ``:latest``, where that is not a part of it."""
+    known = {*service.models.offered, *service.models.embedding_models}
+    return name if name in known else name.removesuffix(":latest")
 
 
 @router.get("/api/version")
@@ -46,7 +51,10 @@ async def version() -> dict[str, str]:
 async def tags(request: Request) -> dict[str, Any]:
     """List the models that are offered."""
     service = service_of(request)
-    return {"models": [await _listed(service, name) for name in service.models.offered]}
+    found = [await _listed(service, name) for name in service.models.offered]
+    for name, model in service.models.embedding_models.items():
+        found.append(_entry(service, name, described_beside(name, model)))
+    return {"models": found}
 
 
 @router.get("/api/ps")
@@ -65,24 +73,38 @@ async def ps(request: Request) -> dict[str, Any]:
 async def show(request: Request, body: OllamaName) -> dict[str, Any]:
     """Describe one model: its template, its sizes, and what it can."""
     service = service_of(request)
+    name = bare(service, body.model)
+    if name in service.models.embedding_models:
+        model = service.models.embedding_models[name]
+        said = described_beside(name, model)
+        return _shown(service, name, said, model.context, ["embedding"])
     path = path_of(service, body.model)
     async with service.models.registry.use(path) as host:
         said = await asyncio.to_thread(describe, path)
+        found = _shown(service, name, said, host.context, capabilities_of(host))
         template = getattr(host.tokenizer, "chat_template", None)
         parameters = [f"{name:<30} {value}" for name, value in host.sampling.items()]
+    found["template"] = template if isinstance(template, str) else ""
+    found["parameters"] = "\n".join(parameters)
+    return found
+
+
+def _shown(
+    service: Service, name: str, said: Description, context: int, capabilities: list[str]
+) -> dict[str, Any]:
     return {
-        "modelfile": f"FROM {service.models.public(path)}\n",
-        "parameters": "\n".join(parameters),
-        "template": template if isinstance(template, str) else "",
+        "modelfile": f"FROM {name}\n",
+        "parameters": "",
+        "template": "",
         "details": _details(said),
         "model_info": {
             "general.architecture": said.family,
             "general.parameter_count": said.n_parameters,
-            f"{said.family}.context_length": host.context,
+            f"{said.family}.context_length": context,
             f"{said.family}.embedding_length": said.hidden_size,
             f"{said.family}.block_count": said.n_layers,
         },
-        "capabilities": capabilities_of(host),
+        "capabilities": capabilities,
         "modified_at": _stamp(service.models.created_s),
     }
 
@@ -114,7 +136,10 @@ async def refuse(request: Request) -> None:
 
 async def _listed(service: Service, name: str) -> dict[str, Any]:
     path = service.models.offered[name]
-    said = await asyncio.to_thread(describe, path)
+    return _entry(service, name, await asyncio.to_thread(describe, path))
+
+
+def _entry(service: Service, name: str, said: Description) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
