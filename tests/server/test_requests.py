@@ -210,6 +210,39 @@ def test_codex_goes_on_turn_by_turn_with_what_came_before_in_the_cache(strict):
         n_before = usage["input_tokens"]
 
 
+def test_an_item_that_is_named_is_the_one_that_was_answered(live):
+    user = {"role": "user", "content": "Say something."}
+    body = {"input": [user], "max_output_tokens": 6, "temperature": 0}
+    first = live.post(RESPONSES, body)
+    named = {"type": "item_reference", "id": first["output"][0]["id"]}
+    after = {"role": "user", "content": "And?"}
+    whole = live.post(RESPONSES, {**body, "input": [user, first["output"][0], after]})
+    again = live.post(RESPONSES, {**body, "input": [user, named, after]})
+    assert again["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert again["output"][0]["content"] == whole["output"][0]["content"]
+    listed = live.get(f"{RESPONSES}/{again['id']}/input_items?order=asc")["data"]
+    assert [item["type"] for item in listed] == ["message"] * 3
+    for missing in ("msg_x", named["id"].replace("msg_", "rs_"), ""):
+        items = [user, {"type": "item_reference", "id": missing}, after]
+        refused = live.http.post(RESPONSES, json={**body, "input": items})
+        assert refused.status_code == 404 and "send the item itself" in refused.text
+
+
+def test_a_call_that_is_named_is_the_one_that_was_made(live):
+    user = {"role": "user", "content": "Read."}
+    tools = [{"type": "function", **function("read")}]
+    more = {"tools": tools, "tool_choice": "required", "max_output_tokens": 60, "temperature": 0}
+    (call,) = live.post(RESPONSES, {"input": [user], **more})["output"]
+    items = [
+        user,
+        {"type": "item_reference", "id": call["id"]},
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "lines"},
+    ]
+    answer = live.post(RESPONSES, {"input": items, "tools": tools, "max_output_tokens": 2})
+    known = live.service.agents.directory.conversation(answer["kvcellar"]["agent_id"])
+    assert "read" in json.dumps(known[-3]) and known[-2]["content"] == "lines"
+
+
 # Media --------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from kvcellar.server.forms import Form
 from kvcellar.server.media import THOUGHT, LeftOut
 from kvcellar.server.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
 from kvcellar.server.routes.responses.conversations import stored_conversation
+from kvcellar.server.routes.responses.references import sent_items
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
 from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
 from kvcellar.server.service import Service, service_of
@@ -39,6 +40,8 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
         request, body.agent_id, body.session_id, body.prompt_cache_key, salt=body.cache_salt
     )
     value.salt = whose.salt
+    if not isinstance(body.input, str):
+        body.input = await sent_items(service, body.input, whose.salt)
     if whose.name is not None and body.previous_response_id is not None:
         raise ApiError(
             400, "give previous_response_id or an agent, not both", param="previous_response_id"

@@ -130,7 +130,7 @@ class ResponseValue:
             self.output.append(self.text_item(len(self.output), end.text, status))
         for call in end.calls:
             status = status_of(end.is_inside_call and call is end.calls[-1])
-            self.output.append(call_item(call, status))
+            self.output.append(self.call_item(call, status))
         usage = end.usage
         self.usage = {
             "input_tokens": usage.prompt_tokens,
@@ -174,6 +174,21 @@ class ResponseValue:
             "summary": [],
             "content": [] if text is None else [reasoning_part(text)],
             "encrypted_content": self.signer.seal(text) if is_sealed and text else None,
+        }
+
+    def call_id(self, call: Call) -> str:
+        """Return the id of the item of a call."""
+        return f"fc_{self.key}{call.call_id}"
+
+    def call_item(self, call: Call, status: str, *, is_begun: bool = False) -> dict[str, Any]:
+        """Return an item of a call; where it has only begun, without its arguments."""
+        return {
+            "id": self.call_id(call),
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": "" if is_begun else call.arguments,
+            "status": status,
         }
 
     def note(self, request: Request) -> None:
@@ -226,18 +241,6 @@ async def _add_to_conversation(
     if why:
         notes = [*said["kvcellar"]["notes"], f"its items are not in the conversation: {why}"]
         said["kvcellar"] = {**said["kvcellar"], "notes": notes}
-
-
-def call_item(call: Call, status: str, *, is_begun: bool = False) -> dict[str, Any]:
-    """Return an item of a call; where it has only begun, without its arguments."""
-    return {
-        "id": f"fc_{call.call_id}",
-        "type": "function_call",
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": "" if is_begun else call.arguments,
-        "status": status,
-    }
 
 
 def text_part(text: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from kvcellar.server.errors import as_api_error
 from kvcellar.server.replies import frame
 from kvcellar.server.routes.responses.value import (
     ResponseValue,
-    call_item,
     keep,
     reasoning_part,
     status_of,
@@ -113,7 +112,7 @@ class ResponseFrames(AnswerFrames):
         begun, now = b"", self._open
         if not isinstance(now, CallEvent) or now.index != event.index:
             begun, self._open = self._close(), event
-            begun += self._added(call_item(event.call, "in_progress", is_begun=True))
+            begun += self._added(self._value.call_item(event.call, "in_progress", is_begun=True))
         if not event.text:
             return begun
         kind = "response.function_call_arguments.delta"
@@ -126,7 +125,7 @@ class ResponseFrames(AnswerFrames):
             return b""
         if isinstance(now, CallEvent):
             is_cut = not is_whole(now.call)
-            item = call_item(now.call, status_of(is_cut))
+            item = self._value.call_item(now.call, status_of(is_cut))
             whole = {"name": now.call.name, "arguments": now.call.arguments}
             kind = "response.function_call_arguments.done"
             done = b"" if is_cut else self._said(kind, **place, **whole)
@@ -158,7 +157,7 @@ class ResponseFrames(AnswerFrames):
         kind = "rs" if isinstance(now, Said) and now.is_reasoning else "msg"
         item_id = f"{kind}_{self._value.key}{index}"
         if isinstance(now, CallEvent):
-            item_id = f"fc_{now.call.call_id}"
+            item_id = self._value.call_id(now.call)
         return {"item_id": item_id, "output_index": index}
 
     def _said(self, kind: str, **fields: Any) -> bytes:
