@@ -64,6 +64,18 @@ def test_what_a_template_takes_reaches_it_and_what_it_does_not_take_is_refused_b
         render(tokenizer("llama3"), said, template_kwargs={"eos_token": "x"})
 
 
+def test_a_template_that_reads_thoughts_as_parts_of_the_content_is_given_them_so():
+    parts = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}\
+{% else %}{% for part in m.content %}{% if part.type == 'thinking' %}\
+{{- '[THINK]' + part.thinking + '[/THINK]' }}{% else %}{{ part.text }}{% endif %}{% endfor %}\
+{% endif %}<|im_end|>{% endfor %}"""
+    answer = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    rendered = render(known(parts), [USER, answer, USER])
+    assert "[THINK]Hm.[/THINK]Yes.<|im_end|>" in rendered.text
+    assert reads_reasoning(known(parts))
+
+
 def test_what_a_template_is_given_never_becomes_a_control_token():
     own = known(SETS_ITS_OWN, bos_token="<|endoftext|>")
     rendered = render(own, [USER], template_kwargs={"reasoning_effort": "<|im_end|>"})

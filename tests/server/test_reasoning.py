@@ -66,6 +66,28 @@ def test_chat_tells_reasoning_apart_streamed_and_not(thinker):
         assert "".join(delta.get(name) or "" for delta in deltas) == said[name]
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"content": "Yes.", "reasoning_content": "Hm."},
+        {"content": "Yes.", "reasoning": "Hm."},
+        {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}]},
+        {
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+                {"type": "text", "text": "Yes."},
+            ]
+        },
+    ],
+)
+def test_reasoning_that_comes_back_reaches_the_template_however_a_client_has_it(thinker, sent):
+    keeps = {"chat_template_kwargs": {"preserve_thinking": True}}
+    said = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
+    want = chat(thinker, USER, said, USER, **keeps)["usage"]["prompt_tokens"]
+    answer = chat(thinker, USER, {"role": "assistant", **sent}, USER, **keeps)
+    assert answer["usage"]["prompt_tokens"] == want
+
+
 @pytest.mark.parametrize("hidden", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
 def test_chat_leaves_reasoning_out_where_a_client_does_not_want_it(thinker, hidden):
     assert "reasoning_content" not in message_of(chat(thinker, **hidden))

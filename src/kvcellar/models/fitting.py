@@ -178,6 +178,38 @@ def in_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
+@lru_cache(maxsize=64)
+def reads_thoughts(template: str, words: tuple[tuple[str, str], ...]) -> str:
+    """Return where a template reads what was thought before an answer: its last, probed.
+
+    ``field``: of the message; ``parts``: of its content; empty: it reads no such thing apart.
+
+    Args:
+        template: Jinja.
+        words: the special tokens that the template may name.
+
+    Raises:
+        TemplateLimitError: it takes more time, memory or output than is allowed.
+    """
+    answer = {**_ANSWER, "reasoning_content": "kvthought"}
+    for where, said in (("field", answer), ("parts", thinking_in_parts(answer))):
+        text = _written(template, words, [_USER, said])
+        if "kvthought" in text and "'thinking'" not in text and '"thinking"' not in text:
+            return where  # and does not write the parts as they are
+    return ""
+
+
+def thinking_in_parts(message: Message) -> Message:
+    """Return a message whose content has its reasoning as a part, before its text."""
+    thought = message.get("reasoning_content")
+    if not thought:
+        return message
+    said = {key: value for key, value in message.items() if key != "reasoning_content"}
+    content = in_parts(message)["content"]
+    text = [part for part in content if part.get("text") != ""]
+    return {**said, "content": [{"type": "thinking", "thinking": thought}, *text]}
+
+
 # What is made of messages ------------------------------------------------------------------------
 
 

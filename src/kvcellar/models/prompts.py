@@ -15,7 +15,14 @@ from typing import Any, Protocol
 
 from kvcellar.errors import ModelError, TemplateLimitError
 from kvcellar.models.controls import controls_of, free_mark, is_rendered_by_transformers
-from kvcellar.models.fitting import fit, in_parts, reads_parts_alone, takes
+from kvcellar.models.fitting import (
+    fit,
+    in_parts,
+    reads_parts_alone,
+    reads_thoughts,
+    takes,
+    thinking_in_parts,
+)
 from kvcellar.models.rendering import ask_renderer
 from kvcellar.models.templates import check_template_kwargs
 
@@ -199,6 +206,9 @@ def _apply(
     words = tuple(special.items())
     said = [{k: v for k, v in m.items() if v is not None} for m in messages]
     said, notes = fit(said, lambda name: takes(template, words, name))
+    has_thoughts = any(message.get("reasoning_content") for message in said)
+    if has_thoughts and reads_thoughts(template, words) == "parts":
+        said = [thinking_in_parts(message) for message in said]
     if reads_parts_alone(template, words):
         said = [in_parts(message) for message in said]
     job = {

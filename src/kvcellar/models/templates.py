@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
 from kvcellar.errors import ModelError, PromptError
 from kvcellar.models.controls import is_rendered_by_transformers
+from kvcellar.models.fitting import reads_thoughts
 from kvcellar.models.rendering import ask_renderer
 
 _GIVEN = {"messages", "tools", "documents", "conversations", "chat_template"} | {
@@ -17,10 +17,6 @@ _GIVEN = {"messages", "tools", "documents", "conversations", "chat_template"} | 
     "return_assistant_tokens_mask",
 }
 """Variables that a conversation gives to its template, and no request by another name."""
-
-_REASONING = re.compile(
-    r"reasoning_content|\.(?:thinking|reasoning)\b|['\"](?:thinking|reasoning)['\"]"
-)
 
 
 def template_kwargs_of(tokenizer: Any) -> frozenset[str]:
@@ -55,7 +51,10 @@ def is_said_in(tokenizer: Any, word: str) -> bool:
 
 def reads_reasoning(tokenizer: Any) -> bool:
     """Return true if a chat template reads the reasoning of a message apart from its content."""
-    return any(_REASONING.search(template) for template in _templates_of(tokenizer))
+    templates = _templates_of(tokenizer)
+    special = tokenizer.special_tokens_map.items() if templates else ()
+    words = tuple((name, word) for name, word in special if isinstance(word, str))
+    return any(reads_thoughts(template, words) for template in templates)
 
 
 def _templates_of(tokenizer: Any) -> list[str]:

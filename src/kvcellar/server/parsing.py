@@ -211,7 +211,7 @@ def _plain(
     message: ChatMessage, of_text: Mapping[str | None, str], left_out: LeftOut
 ) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    content = text_of(message.content, "messages", left_out)
+    content = text_of(message.said, "messages", left_out)
     if role == "tool" and message.tool_call_id in of_text:
         said = {"name": of_text[message.tool_call_id], "output": content}
         return {"role": "user", "content": told("custom_tool_call_output", said)}
@@ -228,9 +228,8 @@ def _plain(
         plain["tool_call_id"] = message.tool_call_id
     if calls:
         plain["tool_calls"] = calls
-    reasoning = message.reasoning_content or message.reasoning or message.thinking
-    if reasoning and role == "assistant":
-        plain["reasoning_content"] = reasoning
+    if message.thought and role == "assistant":
+        plain["reasoning_content"] = message.thought
     return plain
 
 

@@ -99,12 +99,22 @@ class ContentPart(Open):
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None
     file: FileName | None = None
 
     @property
     def filename(self) -> str | None:
         """The name of a file, which is not read."""
         return self.file.filename if self.file else None
+
+    @property
+    def thought(self) -> str | None:
+        """Text of a part of type ``thinking`` or ``reasoning``; None of any other."""
+        if self.type not in ("thinking", "reasoning"):
+            return None
+        if isinstance(self.thinking, list):
+            return "".join(part.text or "" for part in self.thinking)
+        return self.thinking or self.text or ""
 
 
 class ChatMessage(Open):
@@ -119,6 +129,20 @@ class ChatMessage(Open):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
+
+    @property
+    def said(self) -> str | list[ContentPart] | None:
+        """Content without what was thought."""
+        if not isinstance(self.content, list):
+            return self.content
+        return [part for part in self.content if part.thought is None]
+
+    @property
+    def thought(self) -> str:
+        """Reasoning before what is said, in any of the fields and parts that have it."""
+        parts = self.content if isinstance(self.content, list) else ()
+        fields = self.reasoning_content or self.reasoning or self.thinking
+        return fields or "".join(part.thought or "" for part in parts)
 
 
 class Function(Open):
