@@ -14,7 +14,7 @@ from kvcellar.engine import SamplingParams, SamplingState, sample
 from kvcellar.errors import PromptError
 from kvcellar.server.dialects import DIALECTS, AnswerParser
 from kvcellar.server.errors import ApiError
-from kvcellar.server.grammar import Grammars
+from kvcellar.server.grammar import MOST_KNOWN, Grammars
 from kvcellar.server.loosening import loosened
 from tests.server.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
@@ -342,3 +342,16 @@ def test_a_required_call_is_one_unless_the_model_begins_another(host, temperatur
         assert said.strip() == one
     two = walked(host, held.begin, f"{one}\n{other}", temperature)
     assert two.strip() == f"{one}\n{other}"
+
+
+def test_the_grammar_of_the_same_tools_is_made_once(host, monkeypatch):
+    grammars, tools = Grammars(), [tool("f", with_x({}))]
+    first = asyncio.run(grammars.of_calls(host, tools, is_forced=False))
+    assert asyncio.run(grammars.of_calls(host, tools, is_forced=False)) is first
+    assert asyncio.run(grammars.of_calls(host, tools, is_forced=True)) is not first
+    for i in range(MOST_KNOWN):
+        asyncio.run(grammars.of_calls(host, [tool(f"f{i}", {})], is_forced=False))
+    assert asyncio.run(grammars.of_calls(host, tools, is_forced=False)) is not first
+    monkeypatch.setattr(host.tokenizer, "chat_template", "[TOOL_CALLS][ARGS]")
+    other = asyncio.run(grammars.of_calls(host, [tool("f1", {})], is_forced=False))
+    assert takes(host, other.begin, "[TOOL_CALLS]f1[ARGS]{}")

@@ -85,7 +85,7 @@ def capabilities_of(host: ModelHost) -> list[str]:
         found.append("tools")
     if host.embedder is not None:
         found.append("embedding")
-    if dialect_of(host).reasoning is not None:
+    if dialect_of(host).thinks:
         found.append("thinking")
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ from kvcellar.server.loosening import ANYTHING
 
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""
+
+MOST_KNOWN = 16
+"""Constraints of a model that are kept: every turn of an agent has the same tools."""
 
 MOST_CALLS = 8
 """In one answer that has to call."""
@@ -68,6 +72,7 @@ class Grammars:
         self._dialect = dialect
         self._tokenizers: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
         self._lock = threading.Lock()
+        self._of_turns: WeakKeyDictionary[Any, OrderedDict[Any, Constraint]] = WeakKeyDictionary()
 
     async def of_schema(
         self, host: ModelHost, schema: Mapping[str, Any], *, is_strict: bool = True
@@ -144,16 +149,26 @@ class Grammars:
             ApiError: 400, the only tool that may be called has to be, and no grammar can be made
                 of its parameters, or not of all where it is strict.
         """
-        return await asyncio.to_thread(
-            self._of_calls,
-            host,
-            tools,
-            is_forced=is_forced,
-            most=most,
-            schema=schema,
-            is_strict=is_strict,
-            strict=strict,
-        )
+        how = {"is_forced": is_forced, "most": most, "schema": schema, "is_strict": is_strict}
+        key = dialect_of(host, self._dialect), json.dumps([tools, how, sorted(strict)])
+        known = self._of_turns.setdefault(host.engine, OrderedDict())
+        found = known.get(key)
+        if found is None:
+            found = await asyncio.to_thread(
+                self._of_calls,
+                host,
+                tools,
+                is_forced=is_forced,
+                most=most,
+                schema=schema,
+                is_strict=is_strict,
+                strict=strict,
+            )
+        known[key] = found
+        known.move_to_end(key)
+        if len(known) > MOST_KNOWN:
+            known.popitem(last=False)
+        return found
 
     def _of_calls(
         self,

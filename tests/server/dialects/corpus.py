@@ -579,6 +579,14 @@ def _good(name: str, how: Format) -> Iterator[Output]:
     if how.kind == "json":
         loose = write([MANY]).replace('": ', '" :\n ').replace('{"', '{ "')
         yield Output(name, "other spaces", loose, calls=[MANY])
+    if how.kind == "python":
+        path = ("run", {"path": "C:\\dir"})
+        yield Output(
+            name, "an escape that is none", write([path]).replace("\\\\", "\\"), calls=[path]
+        )
+    if name == "llama3":
+        typed = write([MANY]).replace('{"name"', '{"type": "function", "name"')
+        yield Output(name, "a type before the name", typed, calls=[MANY])
     if how.kind != "json" or how.close != "}":
         yield Output(name, "a call and text", f"{write([PATH])}\nDone.", "\nDone.", calls=[PATH])
 

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from kvcellar.server.dialects import DIALECTS, AnswerParser, CallPart, Dialect
+from kvcellar.server.dialects.values import tagged_value
 from tests.server.dialects.corpus import FORMATS, TOOLS, outputs, with_tokens
 from tests.server.dialects.vocabularies import dialect_with_tokens
 
@@ -132,3 +133,25 @@ def test_any_text_of_such_pieces_gives_the_same_events_however_it_is_cut(name, n
                 json.dumps([call.name, call.call_id]).encode()
             shown_text = "".join(part[1] for part in parts if part[0] == "TextPart")
             assert shown_text == parser.text and shown_text.encode() is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "integer"}, 5),
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": ["string", "integer"]}, 5),
+        ('"5"', {"type": ["string", "null"]}, '"5"'),
+        ("null", {"type": ["string", "null"]}, None),
+        ("True", {"type": "boolean"}, True),
+        ("{'a': [None, -1.5]}", {"type": "object"}, {"a": [None, -1.5]}),
+        ("{'a': 1}", {"type": ["string", "object"]}, "{'a': 1}"),
+        ("os.getcwd()", {"type": "object"}, "os.getcwd()"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("two words", None, "two words"),
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+    ],
+)
+def test_a_value_between_tags_is_what_the_schema_says(text, schema, value):
+    assert tagged_value(text, schema, None) == value
+    assert tagged_value(text, schema, True) == text

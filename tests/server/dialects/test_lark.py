@@ -33,7 +33,13 @@ FEW = {
     "required": ["how", "n"],
     "additionalProperties": False,
 }
-ODD = ("other spaces", "a call and spaces", "a call and text", "a call inside reasoning")
+ODD = (
+    "other spaces",
+    "a type before the name",
+    "a call and spaces",
+    "a call and text",
+    "a call inside reasoning",
+)
 """Outputs that are read, and that a model which is held writes otherwise."""
 
 CHOICES = [

@@ -108,6 +108,11 @@ def test_a_call_has_to_come_and_the_next_turn_goes_on_behind_it(live, name):
     assert call["function"]["name"] == "look"
 
 
+def test_models_say_which_dialect_they_speak(live):
+    live.post("/v1/completions", {"model": "glm-4.5", "prompt": [9], "max_tokens": 1})
+    assert live.get("/v1/models/glm-4.5")["meta"]["dialect"] == "glm-4.5"
+
+
 def test_what_a_message_spells_like_a_mark_is_no_mark(live):
     name, spelt = "lfm2", "<|tool_call_start|>[look()]<|tool_call_end|>"
     counts = []

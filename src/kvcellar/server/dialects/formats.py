@@ -39,7 +39,10 @@ LLAMA_JSON = Dialect(
     "llama3",
     CallForm(
         "",
-        ('{"name": "$name", "parameters": ',),
+        (
+            '{"name": "$name", "parameters": ',
+            '{"type": "function", "name": "$name", "parameters": ',
+        ),
         _JSON,
         "}",
         "",

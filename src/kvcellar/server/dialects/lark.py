@@ -161,7 +161,7 @@ def _opened(rules: Rules) -> str:
 def _plain(form: CallForm) -> str:
     """Write the term of text that begins with no call, where calls have no mark."""
     if isinstance(form.arguments, JsonArguments):
-        call = r'[ \n]*\{[ \n]*"name"(.|\n)*'
+        call = r'[ \n]*\{[ \n]*"(name"|type"[ \n]*:[ \n]*"function")(.|\n)*'
     else:
         call = rf"[ \n]*{regex_of(form.begin)}[ \n]*[\w.-]+\((.|\n)*"
     return f"PLAIN: /(.|\\n)*/ & ~/{call}/"

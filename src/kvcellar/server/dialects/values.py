@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,9 +45,16 @@ def tagged_value(text: str, schema: Any, is_string: bool | None) -> Any:
     try:
         value = _DECODER.decode(text)
     except (ValueError, RecursionError):
-        word = text.strip().lower()
-        return _NAMES[word] if word in ("true", "false", "none") and not _takes(schema) else text
+        return text if _takes(schema) else _python_value(text)
     return text if isinstance(value, str) and _takes(schema) else value
+
+
+def _python_value(text: str) -> Any:
+    """Read what is no JSON as Python, which models write too; a text where it is none."""
+    try:
+        return _literal(_parsed(text.strip()))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
 
 
 def _takes(schema: Any) -> bool:
@@ -66,7 +74,7 @@ def python_arguments(inside: str, names: Sequence[str]) -> dict[str, Any]:
         NoValueError: they are none, or not all of them are literals.
     """
     try:
-        call = ast.parse(f"f({inside}\n)", mode="eval").body
+        call = _parsed(f"f({inside}\n)")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoValueError("its arguments are no Python") from error
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
@@ -79,6 +87,12 @@ def python_arguments(inside: str, names: Sequence[str]) -> dict[str, Any]:
             raise NoValueError("an argument is there twice, or has no name")
         found[keyword.arg] = _literal(keyword.value)
     return found
+
+
+def _parsed(text: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that are none, and stay what they are
+        return ast.parse(text, mode="eval").body
 
 
 def _literal(node: ast.expr) -> Any:

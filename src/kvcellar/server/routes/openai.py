@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import answer, read_prompt, whole
 from kvcellar.server.continuing import score_prompt
+from kvcellar.server.dialects import dialect_of
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,
@@ -85,7 +86,11 @@ def _vectors_of(service: Service, name: str) -> dict[str, Any]:
 async def _model(service: Service, name: str) -> dict[str, Any]:
     path = service.models.resolve(name)
     context, trained = await asyncio.to_thread(service.models.context, path) or (None, None)
-    return _described(service, name, context, trained)
+    found = _described(service, name, context, trained)
+    host = service.models.registry.host(path)
+    if host is not None:  # before, nobody has read its template
+        found["meta"]["dialect"] = dialect_of(host, service.config.dialect).name
+    return found
 
 
 def _described(
