@@ -18,6 +18,7 @@ import numpy as np
 
 from kvcellar.cache import SeqCache, TreeSeqCache
 from kvcellar.checks import flag, number, text, whole
+from kvcellar.engine.ahead import Ahead
 from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
@@ -32,7 +33,7 @@ from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError, EngineFailedError
 from kvcellar.history import History
-from kvcellar.models.kept_logits import KeptLogits, SamplingRunner
+from kvcellar.models.kept_logits import KeptLogits, PreparingRunner, SamplingRunner
 from kvcellar.models.runner import AdaptingRunner, FeatureRunner, adapting, step_limit
 from kvcellar.prefix import PrefixIndex, key_of, make_index
 from kvcellar.sight import FULL, Sight
@@ -165,7 +166,8 @@ class Engine:
                 "an engine shares prefixes inside of its cache; give it one without a frozen prefix"
             )
         self.index = self.config.make_index(cache.config.params.sights, cache.block_size)
-        residency = Residency(cache, self.index)
+        self._ahead = _ahead_of(cache, runner, drafter)
+        residency = Residency(cache, self.index, ahead=self._ahead)
         speculator = None
         if drafter is not None:
             speculator = Speculator(
@@ -259,12 +261,14 @@ class Engine:
             try:
                 positions = self._claim(batch)
                 logits, features = self._forward(batch, positions)
+                is_ahead = self._ahead is not None and self._ahead.begin(batch)
                 verdicts = self._choose(batch, logits)
             except Exception as error:
-                self.cache.cancel_step()
+                self._take_back(batch)
                 self.outcomes.fail(batch, error)
                 return self.outcomes.events()
-            self.cache.end_step()
+            if not is_ahead:
+                self.cache.end_step()
             now = self._clock()
             self._times.add(now - started)
             return self.scheduler.record(batch, verdicts, features, started, now)
@@ -303,7 +307,15 @@ class Engine:
                 self._trees.propose(part.parents, part.sequence.seq_id)
             elif part.draft:
                 self.scheduler.residency.snapshots.before_guesses(part.sequence)
-        return self.cache.begin_step(batch.seq_ids)
+        found = None if self._ahead is None else self._ahead.take(batch.seq_ids)
+        return self.cache.begin_step(batch.seq_ids) if found is None else found
+
+    def _take_back(self, batch: Batch) -> None:
+        """Take back a step that has failed, and what was begun behind it."""
+        if self._ahead is None:
+            self.cache.cancel_step()
+        else:
+            self._ahead.take_back(batch)
 
     def _forward(
         self, batch: Batch, positions: list[int]
@@ -447,6 +459,15 @@ def _check_adapter(runner: Runner, name: str) -> None:
             f"adapter {name!r} is not loaded; there are: {', '.join(there) or 'none'}; load it "
             f"beside the model"
         )
+
+
+def _ahead_of(cache: SeqCache, runner: Runner, drafter: Drafter | None) -> Ahead | None:
+    """Return what begins steps while a device works; None where none is like the one before.
+
+    Guesses change with every token; states of recurrent layers are kept at points in between.
+    """
+    is_like = drafter is None and cache.config.params.state is None
+    return Ahead(cache, runner) if is_like and isinstance(runner, PreparingRunner) else None
 
 
 def _teller(runner: Runner) -> FeatureRunner:

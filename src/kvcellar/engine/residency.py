@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.cache import SeqCache
+from kvcellar.engine.ahead import Ahead
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.snapshots import Snapshots
 from kvcellar.prefix import PrefixIndex, key_of
@@ -68,6 +69,8 @@ class Residency:
     counts: ResidencyCounts = field(default_factory=ResidencyCounts)
     holders: WeakSet[Holder] = field(default_factory=WeakSet)
     """Who else has to be told where cells have moved, and which snapshots have gone."""
+    ahead: Ahead | None = None
+    """The step that is begun while a device works; None: none ever is."""
     waiting: Seq[Sequence] = ()
     """Sequences that wait: what they would go on from goes after what nobody waits for."""
     snapshots: Snapshots = field(init=False)
@@ -91,6 +94,8 @@ class Residency:
             seq_ids: one per token.
             n_slots: slots that it writes; None: one for each sequence.
         """
+        if self.ahead is not None and self.ahead.is_for(seq_ids):
+            return True
         n_slots = len(set(seq_ids)) if n_slots is None else n_slots
         return self._evict_until(lambda: self.cache.can_begin_step(seq_ids), len(seq_ids), n_slots)
 

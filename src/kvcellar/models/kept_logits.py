@@ -117,6 +117,24 @@ class SamplingRunner(Runner, Protocol):
         ...
 
 
+@runtime_checkable
+class PreparingRunner(SamplingRunner, Protocol):
+    """A runner whose device works on a forward after ``forward_kept`` has returned."""
+
+    def prepare(
+        self, positions: Sequence[int] | IntArray, rows: Sequence[int] | IntArray | None = None
+    ) -> None:
+        """Make the step ready that the session's cache has begun, meanwhile: no token is known yet.
+
+        It need not come; whatever cannot be made ready is left to its forward.
+
+        Args:
+            positions: one per token.
+            rows: tokens whose logits are wanted; None: the last one.
+        """
+        ...
+
+
 def no_probabilities(row: int, best: float) -> ModelError:
     """Return the error of a row of logits whose maximum is no number."""
     return ModelError(

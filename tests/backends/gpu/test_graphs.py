@@ -225,6 +225,28 @@ def test_steps_whose_features_are_wanted_have_graphs_of_their_own(model) -> None
         assert pair.device.n_captured == 2 and found[0][1].shape == (1, runner.n_features)
 
 
+def test_a_step_that_was_made_ready_is_played_with_the_tokens_that_came(model, monkeypatch) -> None:
+    with both(model) as pair:
+        pair.step(prompt(18))
+        pair.fork(2)
+        pair.decode(2, 2)
+        packed: list[int] = []
+        pack = StepGraphs._pack
+        monkeypatch.setattr(StepGraphs, "_pack", lambda *a: (packed.append(1), pack(*a))[1])
+        cache, n_captured = pair.ours.cache, pair.device.n_captured
+        for tokens in ((5, 6), (7, 8)):
+            at = cache.begin_step([0, 1])
+            pair.graphs.prepare(cache, np.array(at), np.arange(2), 0)
+            cache.cancel_step()  # it did not come
+            at = cache.begin_step([0, 1])
+            pair.graphs.prepare(cache, np.array(at), np.arange(2), 0)
+            found = pair.ours.runner.forward(tokens, at, range(2))
+            with on_cpu():
+                wanted = pair.plain.batch(list(enumerate(tokens)), rows="all")
+            np.testing.assert_allclose(found, wanted, atol=2e-5)
+        assert len(packed) == 4 and pair.device.n_captured == n_captured
+
+
 def test_graphs_last_used_are_kept(model, monkeypatch) -> None:
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     with both(model) as pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -172,6 +173,16 @@ class SamplingTorchRunner(TorchRunner):
         """See :meth:`kvcellar.models.kept_logits.SamplingRunner.forward_kept`."""
         run, given = self._run_kept, (token_ids, positions, rows)
         return self._forward(run, *given, has_features=has_features)
+
+    def prepare(
+        self, positions: Sequence[int] | IntArray, rows: Sequence[int] | IntArray | None = None
+    ) -> None:
+        """See :meth:`kvcellar.models.kept_logits.PreparingRunner.prepare`."""
+        if self.graphs is not None:
+            at = np.array(positions, np.int64)
+            wanted = None if rows is None else np.array(rows, np.int64)
+            with suppress(torch.OutOfMemoryError):  # the forward itself will say it
+                self.graphs.prepare(self._session.cache, at, wanted, self._rope_length)
 
     def _run_kept(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool

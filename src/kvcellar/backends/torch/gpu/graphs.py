@@ -21,18 +21,19 @@ from kvcellar.backends.host_rows import slots_of
 from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.gpu import choice, launch
 from kvcellar.backends.torch.gpu.capture import CudaGraphs, Graph, GraphDevice
-from kvcellar.backends.torch.gpu.plans import PackedPlan, Tiling, rounded_up
+from kvcellar.backends.torch.gpu.plans import Ints, PackedPlan, Tiling, rounded_up
 from kvcellar.backends.torch.gpu.recording import (
     BufferedForward,
     Played,
     Shape,
-    StepNumbers,
     form_of,
+    joined,
+    put_tokens,
 )
 from kvcellar.backends.torch.gpu.steps import Places, places_of
 from kvcellar.backends.torch.state_pools import Together, together
 from kvcellar.budget import MemoryBudget, format_size
-from kvcellar.types import IntArray
+from kvcellar.types import IntArray, StepPlan
 
 log = logging.getLogger("kvcellar.torch")
 
@@ -60,6 +61,30 @@ class Recorded:
     results: Played
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """All of a step but its tokens.
+
+    Attributes:
+        plans: of its layer groups, as the bookkeeping has made them.
+        rows: tokens whose logits are wanted.
+        shape: of the step.
+        numbers: that are transferred, with any tokens.
+    """
+
+    plans: Sequence[StepPlan]
+    rows: IntArray
+    shape: Shape
+    numbers: Ints
+
+    def is_of(
+        self, plans: Sequence[StepPlan], rows: IntArray, length: int, *, has_features: bool
+    ) -> bool:
+        """Return true if a step is this one: plans are made once for each."""
+        asked = (length, has_features) == (self.shape.rope_length, self.shape.has_features)
+        return self.plans is plans and asked and np.array_equal(self.rows, rows)
+
+
 class StepGraphs:
     """Small steps of one network over one cache as graphs, where they can be.
 
@@ -77,6 +102,7 @@ class StepGraphs:
         self._cache: TorchCache | None = None
         self._slots: tuple[int, ...] = ()
         self._asked = _Asked(None)
+        self._ready: _Ready | None = None
         self._is_full = False
         self.is_off = False
         """True from the first step on that could not be recorded."""
@@ -116,18 +142,11 @@ class StepGraphs:
         wanted = np.array([len(ids) - 1], np.int64) if rows is None else rows
         if self.is_off or len(ids) > MOST_TOKENS or not len(wanted) or not self._follow(cache):
             return None
-        plans, advances = self._pack(cache, len(ids), at)
-        if any(one.src is None or one.n_tokens > 1 for one in advances):
-            return None  # a prompt's modules may ask the device for numbers
-        shape = Shape(
-            len(ids) if advances else rounded_up(len(ids)),
-            rounded_up(len(wanted)),
-            rope_length,
-            has_features,
-            tuple(map(form_of, advances)),
-            tuple(one.form for one in plans),
-        )
-        numbers = StepNumbers(ids, at, wanted, advances, plans).joined(shape)
+        ready = self._made_ready(cache, at, wanted, rope_length, has_features=has_features)
+        if ready is None:
+            return None
+        shape, numbers = ready.shape, ready.numbers
+        put_tokens(numbers, ids)
         self._settle(cache, len(numbers))
         recorded = self._graphs.get(shape)
         if recorded is None and not self._is_wanted(shape):
@@ -142,6 +161,42 @@ class StepGraphs:
         logits, likeliest, features = recorded.results
         n = len(wanted)
         return Played(logits[:n], likeliest[:n], features[: len(ids)])
+
+    def prepare(self, cache: Any, at: IntArray, rows: IntArray | None, rope_length: int) -> None:
+        """Make a begun step ready whose tokens are not known, while the device works.
+
+        Arguments as of ``run``.
+        """
+        wanted = np.array([len(at) - 1], np.int64) if rows is None else rows
+        if not self.is_off and len(at) <= MOST_TOKENS and len(wanted) and self._follow(cache):
+            self._made_ready(cache, at, wanted, rope_length, has_features=False)
+
+    def _made_ready(
+        self, cache: TorchCache, at: IntArray, rows: IntArray, length: int, *, has_features: bool
+    ) -> _Ready | None:
+        """Return all of a step but its tokens, as it was prepared or anew; None: it is no graph's.
+
+        Raises:
+            StepError, PositionError: the tokens are not those that the cache expects.
+        """
+        plans = cache.steps.plan_all(len(at), at)
+        ready = self._ready
+        if ready is not None and ready.is_of(plans, rows, length, has_features=has_features):
+            return ready
+        packed, advances = self._pack(cache, plans, len(at))
+        if any(one.src is None or one.n_tokens > 1 for one in advances):
+            return None  # a prompt's modules may ask the device for numbers
+        shape = Shape(
+            len(at) if advances else rounded_up(len(at)),
+            rounded_up(len(rows)),
+            length,
+            has_features,
+            tuple(map(form_of, advances)),
+            tuple(one.form for one in packed),
+        )
+        numbers = joined(shape, at, rows, advances, packed)
+        self._ready = _Ready(plans, rows, shape, numbers)
+        return self._ready
 
     def clear(self) -> None:
         """Let all graphs go, and their memory; their shapes are recorded when they come again."""
@@ -168,13 +223,13 @@ class StepGraphs:
         return not self.is_off and set(self._slots) <= set(known)
 
     def _pack(
-        self, cache: TorchCache, n_tokens: int, at: IntArray
+        self, cache: TorchCache, plans: Sequence[StepPlan], n_tokens: int
     ) -> tuple[list[PackedPlan], list[Together]]:
         """Return the padded plans of the open step, by slot, and what recurrent layers run.
 
         Pools hold what they write then.
         """
-        plans, n_groups = cache.steps.plan_all(n_tokens, at), len(cache.pools.groups)
+        n_groups = len(cache.pools.groups)
         states, device = cache.steps.begun_states(), self._network.device
         for slot, pool in zip(self._slots, cache.pools.of_layer, strict=True):
             pool.ensure(plans[slot % n_groups].n_cells, device)

@@ -72,37 +72,39 @@ class Shape(NamedTuple):
         return -(-2 * n // 4) * 4
 
 
-class StepNumbers(NamedTuple):
-    """Integers of a step, before its shape is known to the buffer.
+def joined(
+    shape: Shape,
+    at: IntArray,
+    rows: IntArray,
+    advances: Sequence[Together],
+    plans: Sequence[PackedPlan],
+) -> Ints:
+    """Return what a step transfers, with zeros for its tokens and for what pads it.
 
-    Attributes:
-        ids: ``[T]``.
+    Args:
+        shape: of the step.
         at: ``[T]`` positions.
         rows: ``[R]`` tokens whose logits are wanted.
         advances: of the recurrent layers, by what runs together.
         plans: of the layer groups, by slot, padded.
     """
+    first = np.zeros(shape.input_ints, np.int32)
+    inputs, n = first.view(np.int64), shape.n_tokens
+    inputs[n : n + len(at)] = at
+    start = 2 * n
+    inputs[start : start + len(rows)] = rows
+    start += shape.n_rows
+    for one, form in zip(advances, shape.states, strict=True):
+        assert one.src is not None, "those without a past are not recorded"
+        listed = [one.tokens] if form.first is None else []
+        inputs[start : start + form.n_ints] = np.concatenate([*listed, one.src, one.dst])
+        start += form.n_ints
+    return np.concatenate([first, *(plan.numbers for plan in plans)])
 
-    ids: IntArray
-    at: IntArray
-    rows: IntArray
-    advances: Sequence[Together]
-    plans: Sequence[PackedPlan]
 
-    def joined(self, shape: Shape) -> Ints:
-        """Return what a step transfers, with zeros in the place of tokens and rows that pad it."""
-        first = np.zeros(shape.input_ints, np.int32)
-        inputs, n = first.view(np.int64), shape.n_tokens
-        inputs[: len(self.ids)], inputs[n : n + len(self.at)] = self.ids, self.at
-        at = 2 * n
-        inputs[at : at + len(self.rows)] = self.rows
-        at += shape.n_rows
-        for one, form in zip(self.advances, shape.states, strict=True):
-            assert one.src is not None, "those without a past are not recorded"
-            listed = [one.tokens] if form.first is None else []
-            inputs[at : at + form.n_ints] = np.concatenate([*listed, one.src, one.dst])
-            at += form.n_ints
-        return np.concatenate([first, *(plan.numbers for plan in self.plans)])
+def put_tokens(numbers: Ints, ids: IntArray) -> None:
+    """Put a step's tokens ``[T]`` in their place, the first."""
+    numbers[: 2 * len(ids)].view(np.int64)[:] = ids
 
 
 def form_of(one: Together) -> StateForm:
