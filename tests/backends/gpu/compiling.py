@@ -162,6 +162,10 @@ def multiply_all(form: Form, dtype: torch.dtype) -> None:
     weights = matrices_of(form, 4, 256, 512)
     for n_rows in (1, 4, 16, 64, 300):
         multiply.multiply(weights, torch.zeros(n_rows, 512, dtype=dtype), None)
+    norm = multiply.Norm(torch.zeros(512, dtype=dtype), 1e-5)
+    for is_gated in (False, True):
+        x = torch.zeros(2, 512, dtype=dtype)
+        multiply.multiply(weights, x, norm=norm, is_gated=is_gated)
     multiply.take(weights, torch.zeros(3, dtype=torch.int64), dtype)
     bias = torch.zeros(4, 256, dtype=dtype)
     for n_rows in (2, 400):
@@ -172,7 +176,7 @@ def multiply_all(form: Form, dtype: torch.dtype) -> None:
 
 def lay_between(dtype: torch.dtype) -> None:
     """Normalise rows, turn heads with and without norms, gate rows."""
-    norm, heads = layers.CardNorm(torch.zeros(128, dtype=dtype), 1e-5), (8, 2, 128)
+    norm, heads = linears.CardNorm(torch.zeros(128, dtype=dtype), 1e-5), (8, 2, 128)
     norm(torch.zeros(1, 3, 128, dtype=dtype))
     joined, sides = torch.zeros(1, 3, 12 * 128, dtype=dtype), torch.zeros(1, 3, 128, dtype=dtype)
     for rotation in (Rotation(128, False, "doubled", True, False),

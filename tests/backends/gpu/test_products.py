@@ -102,6 +102,18 @@ def test_a_gate_is_joined_with_the_product() -> None:
         near(got, torch.nn.functional.silu(gates) * ups)
 
 
+def test_inputs_are_normed_on_their_way() -> None:
+    (a, gate), (b, up) = on_card("Q4_K", 1), on_card("Q4_K", 2)
+    both, norm = joined([a, b]), multiply.Norm(torch.randn(N_IN), 0.1)
+    assert both is not None
+    for n_rows in (1, 3):
+        x, add = torch.randn(n_rows, N_IN), torch.randn(n_rows, N_OUT)
+        normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.eps) * norm.weight
+        near(multiply.multiply(a, x, None, add, norm=norm), normed @ gate.T + add)
+        got = multiply.multiply(both, x, norm=norm, is_gated=True)
+        near(got, torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T))
+
+
 def test_results_have_the_type_of_the_inputs() -> None:
     matrix, want = on_card("Q6_K")
     for n_rows in (1, 7):

@@ -231,7 +231,8 @@ class FoundExperts(NamedTuple):
         down: of the second.
         up_bias: ``[n_experts, n_out]`` or None.
         down_bias: the same of the second.
-        gate: what the kernel computes between them; None: it has no such gate.
+        gate_numbers: alpha, cubic, shift and limit of the kernel's gate that computes what is
+            between them; None: it has no such gate.
         between: the same by torch, ``[n, up's outputs] -> [n, down's inputs]``.
         after: what becomes of each expert's result before it is weighed, if anything.
     """
@@ -240,7 +241,7 @@ class FoundExperts(NamedTuple):
     down: Weights
     up_bias: Tensor | None
     down_bias: Tensor | None
-    gate: native.Gate | None
+    gate_numbers: Gate | None
     between: Rows
     after: Rows | None
 
@@ -267,7 +268,14 @@ def _between(module: Any) -> Rows:
     return by_module
 
 
-def find_gate(between: Rows, is_interleaved: bool) -> tuple[native.Gate | None, Rows]:
+Gate: TypeAlias = tuple[float, float, float, float]
+"""Alpha, cubic, shift and limit of one of the kernel's gates."""
+
+SILU: Gate = (1.0, 0.0, 0.0, 0.0)
+"""The silu of a gate, times what it is joined with."""
+
+
+def find_gate(between: Rows, is_interleaved: bool) -> tuple[Gate | None, Rows]:
     """Find the kernel's gate that computes what a module does between its products.
 
     Args:
@@ -280,12 +288,15 @@ def find_gate(between: Rows, is_interleaved: bool) -> tuple[native.Gate | None, 
     """
     joined = (lambda x: between(_by_turns(x))) if is_interleaved else between
     numbers = _gate_numbers(joined)
-    if numbers is None:
-        return None, between
-    return native.Gate(*numbers), joined
+    return (None, between) if numbers is None else (_exact(numbers), joined)
 
 
-def _gate_numbers(between: Rows) -> tuple[float, float, float, float] | None:
+def _exact(numbers: Gate) -> Gate:
+    """Return a gate's numbers, those of silu where they are that but for rounding."""
+    return SILU if max(abs(a - b) for a, b in zip(numbers, SILU, strict=True)) < 1e-6 else numbers
+
+
+def _gate_numbers(between: Rows) -> Gate | None:
     """Find alpha, cubic, shift and limit of a gate; None where it is none of the kernel's."""
 
     def at(gate: float, up: float) -> float:
@@ -368,7 +379,8 @@ def kernel_experts(found: FoundExperts, name: str, arena: Arena) -> KernelExpert
         for part, bias, n in zip(parts, biases, bits, strict=True)
         if n is not None
     )
-    return KernelExperts(up, down, found.gate, found.between, found.after)
+    gate = None if found.gate_numbers is None else native.Gate(*found.gate_numbers)
+    return KernelExperts(up, down, gate, found.between, found.after)
 
 
 def _is_understood(

@@ -17,6 +17,7 @@ from kvcellar.backends.torch.fast.hold import Held, beside_experts, find_parts, 
 from kvcellar.backends.torch.fast.holdable import held_embeddings, held_linears, linear_of
 from kvcellar.backends.torch.fast.layers import join_biases
 from kvcellar.backends.torch.fast.mixtures import (
+    SILU,
     ExpertRows,
     FoundExperts,
     Weights,
@@ -26,8 +27,8 @@ from kvcellar.backends.torch.fast.mixtures import (
 from kvcellar.backends.torch.fast.parts import Kinds, Part, build
 from kvcellar.backends.torch.fast.recurrent import MixerPart
 from kvcellar.backends.torch.fast.sorted_experts import replace_sorted
-from kvcellar.backends.torch.gpu.layers import CardAttention, CardLayer, CardMlp, CardNorm
-from kvcellar.backends.torch.gpu.linears import CardEmbedding, CardExperts, CardLinear
+from kvcellar.backends.torch.gpu.layers import CardAttention, CardLayer, CardMlp
+from kvcellar.backends.torch.gpu.linears import CardEmbedding, CardExperts, CardLinear, CardNorm
 from kvcellar.backends.torch.gpu.matrices import (
     CardMatrices,
     experts_on_card,
@@ -219,7 +220,10 @@ def card_experts(found: FoundExperts, weights: str, device: torch.device) -> Car
         None if one is None else one.to(device).contiguous()
         for one in (found.up_bias, found.down_bias)
     )
-    return CardExperts((up, down), (up_bias, down_bias), found.between, found.after)
+    biases = up_bias, down_bias
+    return CardExperts(
+        (up, down), biases, found.between, found.after, is_silu=found.gate_numbers == SILU
+    )
 
 
 def _bits(experts: Weights, weights: str) -> int:

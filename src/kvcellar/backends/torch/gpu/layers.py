@@ -15,33 +15,8 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.fast.layers import KernelAttention, take_attributes
 from kvcellar.backends.torch.fast.rotations import Rotation, Sides
 from kvcellar.backends.torch.gpu import between
-from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
-from kvcellar.backends.torch.gpu.linears import CardLinear
-
-
-class CardNorm(nn.Module):
-    """RMSNorm over the last dimension, one launch."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        """Take a weight, which stays shared, and what is added to the mean of squares."""
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[B, T, dim]`` or ``[B, T, rows, dim]``, in the weight's type."""
-        dim = x.shape[-1]
-        flat = x.reshape(-1, *x.shape[2:]) if x.dim() == 4 else x.reshape(-1, 1, dim)
-        flat = flat if flat.stride(-1) == 1 else flat.contiguous()
-        n_tokens, n_each, _ = flat.shape
-        kind = torch.float32 if is_interpreted() else self.weight.dtype
-        out = torch.empty(x.shape, dtype=kind, device=x.device)
-        with on_device(x.device):
-            between.norm_rows[(n_tokens * n_each,)](
-                flat, out, self.weight, self.eps, dim, n_each, flat.stride(0), flat.stride(1),
-                triton.next_power_of_2(dim), num_warps=8 if dim > 2048 else 4,
-            )  # fmt: skip
-        return out.to(self.weight.dtype)
+from kvcellar.backends.torch.gpu.launch import on_device
+from kvcellar.backends.torch.gpu.linears import CardLinear, CardNorm
 
 
 class CardMlp(nn.Module):
@@ -52,12 +27,12 @@ class CardMlp(nn.Module):
         super().__init__()
         self.gate_up_proj, self.down_proj, self.act = gate_up, down, act
 
-    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """Run ``[..., hidden] -> [..., hidden]``, with something added to the result."""
+    def forward(self, x: Tensor, add: Tensor | None = None, norm: CardNorm | None = None) -> Tensor:
+        """Run ``[..., hidden] -> [..., hidden]``, of normed inputs, adding to the result."""
         if self.act is None:
-            inner = self.gate_up_proj.gated(x)
+            inner = self.gate_up_proj.gated(x, norm)
         else:
-            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            gate, up = self.gate_up_proj(x, norm=norm).chunk(2, -1)
             inner = self.act(gate) * up
         out: Tensor = self.down_proj(inner, add)
         return out
@@ -78,9 +53,15 @@ class CardAttention(KernelAttention):
         assert past_key_values is None, "the cache is behind the op"
         return self.o_proj(self.attended(hidden_states, position_embeddings, kwargs)), None
 
-    def attended(self, x: Tensor, sides: Sides | None, kwargs: dict[str, Any]) -> Tensor:
-        """Attend ``[1, T, hidden] -> [1, T, n_heads * head_dim]``."""
-        joined = self.qkv_proj(x)
+    def attended(
+        self,
+        x: Tensor,
+        sides: Sides | None,
+        kwargs: dict[str, Any],
+        norm: CardNorm | None = None,
+    ) -> Tensor:
+        """Attend ``[1, T, hidden] -> [1, T, n_heads * head_dim]``, of normed inputs."""
+        joined = self.qkv_proj(x, norm=norm)
         norms = self.q_norm, self.k_norm
         own = None
         if isinstance(norms[0], CardNorm) and isinstance(norms[1], CardNorm):
@@ -136,7 +117,7 @@ def _sides(rotation: Rotation, sides: Sides | None, joined: Tensor) -> Sides:
 
 
 class CardLayer(nn.Module):
-    """A decoder layer in some ten launches."""
+    """A decoder layer in some ten launches; of few tokens in eight, with norms in products."""
 
     def __init__(
         self,
@@ -167,11 +148,11 @@ class CardLayer(nn.Module):
         """Run ``[1, T, hidden] -> [1, T, hidden]``."""
         assert past_key_values is None, "the cache is behind the op"
         x = hidden_states
-        attended = self.self_attn.attended(self.input_layernorm(x), position_embeddings, kwargs)
+        before = self.input_layernorm
+        attended = self.self_attn.attended(x, position_embeddings, kwargs, before)
         x = self.self_attn.o_proj(attended, x)
-        inner = self.post_attention_layernorm(x)
         if isinstance(self.mlp, CardMlp):
-            return self.mlp(inner, x)  # type: ignore[no-any-return]
-        found = self.mlp(inner)
+            return self.mlp(x, x, self.post_attention_layernorm)  # type: ignore[no-any-return]
+        found = self.mlp(self.post_attention_layernorm(x))
         out: Tensor = x + (found[0] if isinstance(found, tuple) else found)
         return out

@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and experts whose weights lie on a card, in the forms of matrices."""
+"""Linear layers, norms, embeddings and experts on a card, of weights in the forms of matrices."""
 
 from __future__ import annotations
 
@@ -18,6 +18,36 @@ PAIRS = 16_384
 """Tokens times experts of each that are computed together: their rows lie in memory meanwhile."""
 
 
+class CardNorm(nn.Module):
+    """RMSNorm over the last dimension, one launch."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Take a weight, which stays shared, and what is added to the mean of squares."""
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.eps = eps
+
+    @property
+    def of_inputs(self) -> multiply.Norm:
+        """Norm of the inputs of a product, as that is told it."""
+        return multiply.Norm(self.weight, self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[B, T, dim]`` or ``[B, T, rows, dim]``, in the weight's type."""
+        dim = x.shape[-1]
+        flat = x.reshape(-1, *x.shape[2:]) if x.dim() == 4 else x.reshape(-1, 1, dim)
+        flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+        n_tokens, n_each, _ = flat.shape
+        kind = torch.float32 if is_interpreted() else self.weight.dtype
+        out = torch.empty(x.shape, dtype=kind, device=x.device)
+        with on_device(x.device):
+            between.norm_rows[(n_tokens * n_each,)](
+                flat, out, self.weight, self.eps, dim, n_each, flat.stride(0), flat.stride(1),
+                triton.next_power_of_2(dim), num_warps=8 if dim > 2048 else 4,
+            )  # fmt: skip
+        return out.to(self.weight.dtype)
+
+
 class CardLinear(nn.Module):
     """``nn.Linear`` for evaluation on a card, of matrices one behind the other."""
 
@@ -31,24 +61,28 @@ class CardLinear(nn.Module):
         for i, one in enumerate(self._matrices):
             _register(self, f"matrix_{i}", one)
 
-    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, add: Tensor | None = None, norm: CardNorm | None = None) -> Tensor:
         """Multiply ``[..., in_features] -> [..., out_features]``, in the type of x.
 
         Args:
             x: inputs.
             add: ``[..., out_features]``, of the type of x, that is added to the result.
+            norm: of the inputs, or None.
         """
         flat = x.reshape(-1, self.in_features)
         also = None if add is None else add.reshape(-1, self.out_features)
-        return self._rows(flat, also).view(*x.shape[:-1], self.out_features)
+        return self._rows(flat, also, norm).view(*x.shape[:-1], self.out_features)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor, norm: CardNorm | None = None) -> Tensor:
         """Return the silu of the first half of the outputs times the second half."""
         flat, n = x.reshape(-1, self.in_features), self.out_features // 2
         if len(self._matrices) == 1 and len(flat) <= multiply.FEW:
-            out = multiply.multiply(self._matrices[0], flat, self.bias, is_gated=True)
+            of_inputs = None if norm is None else norm.of_inputs
+            out = multiply.multiply(
+                self._matrices[0], flat, self.bias, norm=of_inputs, is_gated=True
+            )
         else:
-            out = gate(self._rows(flat, None))
+            out = gate(self._rows(flat, None, norm))
         return out.view(*x.shape[:-1], n)
 
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,19 +90,24 @@ class CardLinear(nn.Module):
         found = multiply.take(self._matrices[0], outputs.reshape(-1), dtype)
         return found.view(*outputs.shape, self.in_features)
 
-    def _rows(self, x: Tensor, add: Tensor | None) -> Tensor:
+    def _rows(self, x: Tensor, add: Tensor | None, norm: CardNorm | None) -> Tensor:
+        of_inputs = None
+        if norm is not None and len(x) <= multiply.FEW:
+            of_inputs = norm.of_inputs
+        elif norm is not None:
+            x = norm(x[None])[0]
         first = self._matrices[0]
         if len(self._matrices) == 1:
             numbers = first.parts.numbers[0]
             if first.form.bits == 16 and numbers.dtype == x.dtype and len(x) > multiply.FEW:
                 return _by_torch(x, numbers, self.bias, add)
-            return multiply.multiply(first, x, self.bias, add)
+            return multiply.multiply(first, x, self.bias, add, norm=of_inputs)
         out, at = x.new_empty((len(x), self.out_features)), 0
         for one in self._matrices:
             part = slice(at, at + one.n_out)
             bias = None if self.bias is None else self.bias[part]
             also = None if add is None else add[:, part]
-            multiply.multiply(one, x, bias, also, out[:, part])
+            multiply.multiply(one, x, bias, also, out[:, part], norm=of_inputs)
             at += one.n_out
         return out
 
@@ -116,6 +155,8 @@ class CardExperts(HeldExperts):
         biases: tuple[Tensor | None, Tensor | None],
         between: Rows,
         after: Rows | None,
+        *,
+        is_silu: bool = False,
     ) -> None:
         """Put the parts together.
 
@@ -124,6 +165,7 @@ class CardExperts(HeldExperts):
             biases: of both, ``[n_experts, n_out]``, or None.
             between: ``[n, first's outputs] -> [n, second's inputs]``.
             after: what becomes of each expert's result before it is weighed, if anything.
+            is_silu: true if what is between is the silu of one half times the other.
         """
         super().__init__()
         self.n_experts = matrices[0].n_experts
@@ -132,7 +174,7 @@ class CardExperts(HeldExperts):
         for name, one, bias in zip(("up", "down"), matrices, biases, strict=True):
             _register(self, name, one)
             self.register_buffer(f"{name}_bias", bias, persistent=False)
-        self._between, self._after = between, after
+        self._between, self._after, self._is_silu = between, after, is_silu
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Run at most ``PAIRS`` at a time; see :class:`HeldExperts`."""
@@ -147,7 +189,10 @@ class CardExperts(HeldExperts):
         rows = None
         if len(flat) > multiply.FEW_PAIRS:
             rows = multiply.sorted_rows(flat, self.n_experts, x)
-        inner = self._between(multiply.multiply_chosen(self._up, x, flat, self.up_bias, rows))
+        is_gated = rows is None and self._is_silu
+        inner = multiply.multiply_chosen(self._up, x, flat, self.up_bias, rows, is_gated=is_gated)
+        if not is_gated:
+            inner = gate(inner) if self._is_silu else self._between(inner)
         found = multiply.multiply_chosen(self._down, inner, flat, self.down_bias, rows)
         found = found if self._after is None else self._after(found)
         return weighed(found.view(*chosen.shape, -1), self._shares(chosen, shares), x.dtype)

@@ -41,6 +41,13 @@ class Sorted(NamedTuple):
     size: int
 
 
+class Norm(NamedTuple):
+    """RMSNorm of inputs: its weights ``[n_in]``, and what is added to the mean of squares."""
+
+    weight: Tensor
+    eps: float
+
+
 class Result(NamedTuple):
     """Result of a product, and what is added to it.
 
@@ -66,6 +73,7 @@ def multiply(
     add: Tensor | None = None,
     out: Tensor | None = None,
     *,
+    norm: Norm | None = None,
     is_gated: bool = False,
 ) -> Tensor:
     """Multiply rows by one matrix.
@@ -76,6 +84,7 @@ def multiply(
         bias: ``[n_out]`` or None.
         add: ``[n_rows, n_out]`` that is added to the result; or None.
         out: ``[n_rows, n_out]`` where the result goes; None: anywhere.
+        norm: of the inputs, for at most ``FEW`` rows; or None.
         is_gated: true for the silu of the first half of the outputs times the second half; for at
             most ``FEW`` rows.
 
@@ -85,13 +94,19 @@ def multiply(
     n_rows = len(x)
     to = Result(n_rows, weights.n_out // (1 + is_gated), out, add, bias)
     if n_rows <= FEW:
-        return _few(weights, x, to, 1, None, is_gated=is_gated)
-    assert not is_gated, "those are for few rows"
+        return _few(weights, x, to, 1, None, norm, is_gated=is_gated)
+    assert not is_gated and norm is None, "those are for few rows"
     return _tiles(weights, x, to, 1, None, min(max(LEAST_TILE, rounded_up(n_rows)), _most_tile(x)))
 
 
 def multiply_chosen(
-    weights: CardMatrices, x: Tensor, chosen: Tensor, bias: Tensor | None, rows: Sorted | None
+    weights: CardMatrices,
+    x: Tensor,
+    chosen: Tensor,
+    bias: Tensor | None,
+    rows: Sorted | None,
+    *,
+    is_gated: bool = False,
 ) -> Tensor:
     """Multiply rows by the expert that each has chosen.
 
@@ -101,13 +116,16 @@ def multiply_chosen(
         chosen: int64 ``[n_rows]``; of an expert that is not there the result is zeros.
         bias: ``[n_experts, n_out]`` or None.
         rows: the same sorted, for many rows; None for few.
+        is_gated: as in ``multiply``; for few rows.
 
     Returns:
-        ``[n_rows, n_out]``, in the type of x.
+        ``[n_rows, n_out]``, or half of the outputs where it is gated, in the type of x.
     """
-    to, per = Result(len(chosen), weights.n_out, None, None, bias), len(chosen) // len(x)
+    n_out, per = weights.n_out // (1 + is_gated), len(chosen) // len(x)
+    to = Result(len(chosen), n_out, None, None, bias)
     if rows is None:
-        return _few(weights, x, to, per, chosen)
+        return _few(weights, x, to, per, chosen, None, is_gated=is_gated)
+    assert not is_gated, "those are for few rows"
     return _tiles(weights, x, to, per, rows, rows.size)
 
 
@@ -155,20 +173,23 @@ def _few(
     to: Result,
     per: int,
     chosen: Tensor | None,
+    norm: Norm | None,
     *,
-    is_gated: bool = False,
+    is_gated: bool,
 ) -> Tensor:
     out, x = _room(to, x), _by_rows(x)
+    norm_weight, eps = (x, 0.0) if norm is None else norm
     bias, add = (x if one is None else _by_rows(one) for one in (to.bias, to.add))
     rows = 1 if chosen is not None else rounded_up(to.n_rows)
     numbers = NUMBERS_AT_ONCE // weights.form.bits // (1 + is_gated)
     n, k = OUTPUTS_AT_ONCE, min(numbers, triton.next_power_of_2(weights.n_in))
     with on_device(x.device):
         products.multiply_few[(triton.cdiv(to.n_out, n), triton.cdiv(to.n_rows, rows))](
-            x, out, bias, add, *_places(weights), x if chosen is None else chosen,
+            x, out, bias, add, norm_weight, *_places(weights), x if chosen is None else chosen,
             to.n_rows, weights.n_experts, to.n_out, weights.n_in, _row(weights),
-            x.stride(0), out.stride(0), add.stride(0), per, *_fixed(weights, k),
-            to.bias is not None, to.add is not None, chosen is not None, is_gated, rows, n, k,
+            x.stride(0), out.stride(0), add.stride(0), per, eps, *_fixed(weights, k),
+            to.bias is not None, to.add is not None, norm is not None, chosen is not None,
+            is_gated, rows, n, k,
         )  # fmt: skip
     return _rounded(out, to, x)
 

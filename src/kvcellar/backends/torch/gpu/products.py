@@ -93,18 +93,21 @@ def _weights(
 
 @triton.jit
 def multiply_few(
-    x, out, bias, add, numbers, steps, tops, table, chosen,
-    n_rows, n_experts, n_out, n_in, row, x_row, out_row, add_row, per,
+    x, out, bias, add, norm, numbers, steps, tops, table, chosen,
+    n_rows, n_experts, n_out, n_in, row, x_row, out_row, add_row, per, eps,
     BITS: tl.constexpr, ZERO: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
     TOP: tl.constexpr, MINIMA: tl.constexpr, EXPONENTS: tl.constexpr, SPREAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_EXPERTS: tl.constexpr,
-    IS_GATED: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr, IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a few rows by N outputs; the grid is (outputs / N, rows / ROWS).
 
     Row i is of input row ``i // per``. With experts it has one row and the expert that it chose; of
     one that is not there the result is zeros. Gated, an output is the silu of the matrix's own,
-    times the one that is as far behind it as the result has outputs.
+    times the one that is as far behind it as the result has outputs. With a norm inputs are
+    divided by the root of their mean square and multiplied by its weights before: every program
+    reads all of them anyway.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     ok = n < n_out
@@ -114,9 +117,20 @@ def multiply_few(
     if HAS_EXPERTS:
         expert = tl.load(chosen + tl.program_id(1))
         is_there = (expert >= 0) & (expert < n_experts)
-        first = tl.where(is_there, expert, 0) * n_out
+        first = tl.where(is_there, expert, 0) * (2 * n_out if IS_GATED else n_out)
         ok = ok & is_there
     outputs = first + n.to(tl.int64)
+    squares = tl.zeros((ROWS,), tl.float32)
+    if HAS_NORM:
+        for k0 in range(0, n_in, K):
+            k = k0 + tl.arange(0, K)
+            for r in tl.static_range(ROWS):
+                i = tl.program_id(1) * ROWS + r
+                inputs = x + (i // per).to(tl.int64) * x_row
+                there = (i < n_rows) & (k < n_in)
+                some = tl.load(inputs + k, mask=there, other=0.0).to(tl.float32)
+                squares += tl.where(tl.arange(0, ROWS) == r, tl.sum(some * some, 0), 0.0)
+    scales = tl.rsqrt(squares / n_in + eps)
     acc = tl.zeros((ROWS, N), tl.float32)
     ups = tl.zeros((ROWS, N), tl.float32)
     for k0 in range(0, n_in, K):
@@ -134,6 +148,10 @@ def multiply_few(
             i = tl.program_id(1) * ROWS + r
             inputs = x + (i // per).to(tl.int64) * x_row
             some = tl.load(inputs + k, mask=(i < n_rows) & (k < n_in), other=0.0).to(tl.float32)
+            if HAS_NORM:
+                scale = tl.sum(tl.where(tl.arange(0, ROWS) == r, scales, 0.0), 0)
+                some *= scale * tl.load(norm + k, mask=k < n_in, other=0.0).to(tl.float32)
+                some = some.to(x.dtype.element_ty).to(tl.float32)
             is_row = tl.arange(0, ROWS)[:, None] == r
             acc += tl.where(is_row, tl.sum(w * some[None, :], 1)[None, :], 0.0)
             if IS_GATED:
