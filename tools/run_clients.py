@@ -16,6 +16,7 @@ thoughts are kept, of all that the session's last turn had computed.
 
     python tools/run_clients.py
     python tools/run_clients.py --folder build/clients --only codex --thoughts kept
+    python tools/run_clients.py --only pi --dialect qwen3-coder
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from clients.scripted import ASSISTANT, Asked, Scripted, make_model, serving
 from clients.session import ASIDE, FILE, N_STEPS, PROJECT, REQUESTS, Hands, finished
 
 from kvcellar.agents import DEFAULT_RULES
+from kvcellar.server.dialects import DIALECTS
 
 LEAST_REUSE = 0.95
 RULES = {"dropped": DEFAULT_RULES, "kept": (*DEFAULT_RULES, "reasoning")}
@@ -52,6 +54,10 @@ def main() -> int:
     parser.add_argument(
         "--thoughts", choices=sorted(RULES), help="what the template does with old ones"
     )
+    dialects = sorted(name for name, one in DIALECTS.items() if not one.has_channels)
+    parser.add_argument(
+        "--dialect", choices=dialects, help="of a model whose template knows no tools"
+    )
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,7 @@ def main() -> int:
     for name in names:
         installed = install(name, folder / "installed")
         for thoughts in [args.thoughts] if args.thoughts else RULES:
-            sessions.append(play(name, thoughts, installed, folder))
+            sessions.append(play(name, thoughts, args.dialect, installed, folder))
             print(sessions[-1].row(), flush=True)
             for problem in sessions[-1].problems:
                 print(f"FAILED: {name}, thoughts {thoughts}: {problem}", flush=True)
@@ -104,10 +110,12 @@ def _run(command: list[str], folder: Path) -> None:
         raise SystemExit(f"{' '.join(command)} failed: {done.stdout[-500:]}{done.stderr[-1500:]}")
 
 
-def play(name: str, thoughts: str, installed: Path, folder: Path) -> Session:
+def play(name: str, thoughts: str, dialect: str | None, installed: Path, folder: Path) -> Session:
     """Play the session with one client."""
     client = CLIENTS[name]
-    model = make_model(folder / f"model-{thoughts}", keeps_thoughts=thoughts == "kept")
+    keeps, knows = thoughts == "kept", dialect is None
+    kind = f"{thoughts}-{'tools' if knows else 'plain'}"
+    model = make_model(folder / f"model-{kind}", keeps_thoughts=keeps, knows_tools=knows)
     place_folder = folder / f"{name}-{thoughts}"
     shutil.rmtree(place_folder, ignore_errors=True)
     project = place_folder / "project"
@@ -118,7 +126,8 @@ def play(name: str, thoughts: str, installed: Path, folder: Path) -> Session:
         model,
         place_folder / "store",
         lambda text: client.hands.answer(text, ASSISTANT, project),
-        RULES[thoughts],
+        rules=RULES[thoughts],
+        dialect=dialect,
     ) as server:
         place = Place(place_folder, installed, server.url)
         for path, text in files_of(name, server.url).items():

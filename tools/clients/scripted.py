@@ -26,6 +26,8 @@ from kvcellar.engine import EngineService, EventStream, FinishEvent, Request
 from kvcellar.engine.guide import Guide
 from kvcellar.history import History
 from kvcellar.server.config import ServerConfig
+from kvcellar.server.dialects import Dialect, dialect_of
+from kvcellar.server.dialects.messages import write_calls
 from kvcellar.server.models import ServedModels
 from kvcellar.server.run import Server, listen
 from kvcellar.server.service import Service
@@ -35,8 +37,9 @@ CONTEXT = 131072
 ASSISTANT = "<|assistant|>"
 PATIENCE_S = 120.0
 
-TEMPLATE = Path(__file__).with_name("template.jinja")
-"""Writes tools, calls and thoughts as models of 2026 do; old thoughts where ``KEEPS`` is true."""
+FOLDER = Path(__file__).parent
+TEMPLATES = {True: "template.jinja", False: "plain.jinja"}
+"""Templates that know tools, or do not. They write old thoughts where ``KEEPS`` is true."""
 
 ScriptFn = Callable[[str], Said]
 """From a prompt's text to what is answered."""
@@ -116,9 +119,10 @@ class Asked:
 class ScriptedService(EngineService):
     """An engine's thread that tells the engine what to sample."""
 
-    def __init__(self, host: ModelHost, script: ScriptFn) -> None:
+    def __init__(self, host: ModelHost, script: ScriptFn, dialect: str | None) -> None:
         """Take the place of a host's own."""
         super().__init__(host.engine)
+        self._dialect = dialect_of(host, dialect)
         self.asked: list[Asked] = []
         self.troubles: list[str] = []
         self._script = script
@@ -137,7 +141,10 @@ class ScriptedService(EngineService):
         asked = Asked(prompt, text, said)
         self._compare(asked)
         self.asked.append(asked)
-        tokens = [*self._tokenizer.encode(written(said), add_special_tokens=False), self._end_id]
+        tokens = [
+            *self._tokenizer.encode(written(said, self._dialect), add_special_tokens=False),
+            self._end_id,
+        ]
         inner, size = request.params.guide, len(self._tokenizer)
 
         def guide() -> Guide:
@@ -166,15 +173,17 @@ class ScriptedService(EngineService):
         asked.could = min(asked.could, len(asked.prompt) - 1)
 
 
-def written(said: Said) -> str:
-    """Write an answer as the model's template does."""
+def written(said: Said, dialect: Dialect) -> str:
+    """Write an answer as a model of a dialect does."""
     if said is ASIDE:
         return said.text
-    parts = [f"<think>\n{said.thought}\n</think>\n\n{said.text}"]
+    parts = [said.text] if said.text else []
     if said.call is not None:
-        call = {"name": said.call[0], "arguments": said.call[1]}
-        parts.append(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>")
-    return "\n".join(parts) if said.text else "".join(parts)
+        parts.append(write_calls(dialect, [said.call]))
+    text = "\n".join(parts)
+    marks = dialect.reasoning
+    assert marks is not None, "the template has marks of thoughts"
+    return f"{marks.begin}\n{said.thought}\n{marks.end}\n\n{text}"
 
 
 @dataclass
@@ -252,7 +261,12 @@ class Scripted:
 
 @contextmanager
 def serving(
-    model: Path, store: Path, script: ScriptFn, rules: tuple[str, ...] = DEFAULT_RULES
+    model: Path,
+    store: Path,
+    script: ScriptFn,
+    *,
+    rules: tuple[str, ...] = DEFAULT_RULES,
+    dialect: str | None = None,
 ) -> Iterator[Scripted]:
     """Serve a model that follows a script, for as long as the block lasts."""
     services: list[ScriptedService] = []
@@ -260,11 +274,11 @@ def serving(
     def load(path: str, progress: Any) -> ModelHost:
         host = open_host(path, capacity=CONTEXT, dtype="float32", progress=progress)
         host.service.close()
-        host.service = ScriptedService(host, script)
+        host.service = ScriptedService(host, script, dialect)
         services.append(host.service)
         return host
 
-    config = ServerConfig(port=0, takes_any_model=True, rules=rules)
+    config = ServerConfig(port=0, takes_any_model=True, rules=rules, dialect=dialect)
     listener = listen(config.host, 0)
     with contextlib.closing(listener), Store(store, StoreConfig(warm_bytes=1 << 28)) as opened:
         served = ServedModels({"local": str(model)}, load, takes_any=True)
@@ -312,12 +326,13 @@ CONFIG = {
 }
 
 
-def make_model(folder: Path, *, keeps_thoughts: bool) -> Path:
+def make_model(folder: Path, *, keeps_thoughts: bool, knows_tools: bool = True) -> Path:
     """Make a small Llama with random weights and a long context, unless it is there.
 
     Args:
         folder: where to.
         keeps_thoughts: the template writes the thoughts of all turns, not only of the last.
+        knows_tools: the template writes tools and calls; else the server does, in a dialect.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -350,7 +365,9 @@ def make_model(folder: Path, *, keeps_thoughts: bool) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("tokenizer.json", "generation_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder)
-    template = TEMPLATE.read_text().replace("KEEPS", str(keeps_thoughts).lower())
+    template = (
+        (FOLDER / TEMPLATES[knows_tools]).read_text().replace("KEEPS", str(keeps_thoughts).lower())
+    )
     (folder / "chat_template.jinja").write_text(template)
     settings = json.loads((DEMO_FOLDER / "tokenizer_config.json").read_text())
     settings["model_max_length"] = CONTEXT
