@@ -11,7 +11,6 @@ import transformers
 
 from kvcellar.backends.torch.embedding import load_embedding_model
 from kvcellar.backends.torch.tiny import make_tokenizer
-from kvcellar.errors import CacheFullError
 from kvcellar.models.hub import DEMO_FOLDER
 from tests.server.live import serving
 
@@ -127,15 +126,3 @@ def test_a_model_beside_the_others_makes_the_vectors_where_none_is_named(tmp_pat
         assert [one.model for one in made.list().models] == ["demo", "small"]
         assert made.embed("small", "x" * 500).prompt_eval_count == 64
         made._client.close()
-
-
-def test_where_the_cache_has_taken_the_memory_it_says_so(live, monkeypatch):
-    live.post("/v1/embeddings", {"input": "a"})
-    (host,) = live.service.models.hosts()
-
-    def full(*_):
-        raise CacheFullError("no room for 3 cells")
-
-    monkeypatch.setattr(host.embedder, "embed", full)
-    response = live.http.post("/v1/embeddings", json={"input": "a"})
-    assert response.status_code == 503 and "--embeddings" in response.json()["error"]["message"]

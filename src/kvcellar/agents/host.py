@@ -170,10 +170,11 @@ def open_host(
     with ExitStack() as stack:
         engine = _start_engine(options, loaded, cache_config, budgets[1], config, stack)
         has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
+        service = EngineService(engine)
         return ModelHost(
             name=options.name,
             engine=engine,
-            service=EngineService(engine),
+            service=service,
             tokenizer=loaded.tokenizer,
             key=ModelKey(fingerprint.of_kv, layout),
             eos_token_ids=loaded.eos_token_ids,
@@ -183,7 +184,7 @@ def open_host(
             weights=loaded.held_as,
             capacity=_granted(chosen, engine.cache.capacity, options.memory_bytes),
             template=check_template(loaded.tokenizer) if has_template else None,
-            embedder=Embedder(loaded, options, budgets[0]),
+            embedder=Embedder(service, int(loaded.config.hidden_size)),
             pooling=pooling_of(loaded.path),
             _on_close=stack.pop_all(),
         )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvcellar.budget import MemoryBudget
-from kvcellar.errors import ConfigError
-from kvcellar.models import LoadedModel, LoadOptions
+from kvcellar.engine.engine import Engine
+from kvcellar.engine.service import EngineService
+from kvcellar.errors import CacheFullError, ConfigError, EngineClosedError
 from kvcellar.models.pooling import Pooling
 from kvcellar.models.runner import FloatArray, HiddenRunner, step_limit
-from kvcellar.registry import make_seq_session
+from kvcellar.types import IntArray
 
 STEP_TOKENS = 512
 """Tokens of one forward."""
@@ -53,30 +55,21 @@ class TextEmbedder(Protocol):
 
 
 class Embedder:
-    """Makes vectors of token lists with a model that is in memory, beside its engine.
+    """Makes vectors of token lists with an engine's model, between the engine's steps.
 
-    Each call has a cache of its own for as long as it lasts, of as many cells as its longest text
-    needs; several may run at a time.
+    Texts are sequences of its cache for as long as they are read: what was kept for later gives way
+    to them as to any prompt, and nothing of them stays. For several threads.
     """
 
-    def __init__(
-        self, model: LoadedModel, options: LoadOptions, budget: MemoryBudget | None = None
-    ) -> None:
+    def __init__(self, service: EngineService, size: int) -> None:
         """Create an embedder.
 
         Args:
-            model: in memory.
-            options: by which it was loaded.
-            budget: whom its caches ask before they grow.
+            service: the engine's.
+            size: numbers of a vector.
         """
-        self._model = model
-        self._options = options
-        self._budget = budget
-
-    @property
-    def size(self) -> int:
-        """Numbers of a vector."""
-        return int(self._model.config.hidden_size)
+        self._service = service
+        self.size = size
 
     def embed(
         self,
@@ -93,26 +86,99 @@ class Embedder:
 
         Raises:
             ConfigError: the backend tells no hidden states.
-            CacheFullError: the budget has no room.
+            CacheFullError: running answers hold the cells that a text needs.
+            EngineClosedError: the engine has stopped.
         """
-        model, longest = self._model, max(map(len, texts), default=1)
-        config = self._options.config_for(
-            model.params, model.kv_dtype, max(longest, STEP_TOKENS), self._budget
-        )
+        most, n_together = self._service.run(_most_tokens).result()
         found = np.zeros((len(texts), self.size), np.float32)
-        with make_seq_session(model.backend, config) as session:
-            runner = model.bind(session)
-            if not isinstance(runner, HiddenRunner):
-                raise ConfigError(
-                    f"backend {model.backend!r} tells no hidden states, so {model.name!r} makes no "
-                    f"embeddings with it; load it with torch or mlx"
-                )
-            most = step_limit(runner, STEP_TOKENS)
-            has_states = model.params.state is not None
-            for numbers in _packed([len(text) for text in texts], 1 if has_states else most):
-                pack = [texts[i] for i in numbers]
-                found[numbers] = _pooled(session.cache, runner, pack, pooling, most, on_step)
+        for numbers in _packed([len(text) for text in texts], n_together):
+            found[numbers] = self._pooled([texts[i] for i in numbers], pooling, most, on_step)
         return found
+
+    def _pooled(
+        self,
+        texts: Sequence[Tokens],
+        pooling: Pooling,
+        most: int,
+        on_step: Callable[[], None],
+    ) -> FloatArray:
+        """Read some texts, each a sequence of its own, and let go of them; return their vectors."""
+        ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
+        owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+        sums = np.zeros((len(texts), self.size))
+        seq_ids = self._service.run(lambda engine: _begin(engine, len(texts))).result()
+        try:
+            for at in range(0, len(ids), most):
+                on_step()
+                mine = slice(at, at + most)
+                step = partial(_read, token_ids=ids[mine], seq_ids=seq_ids[owners[mine]])
+                states, positions = self._service.run(step).result()
+                _add(sums, owners[mine], states, positions, pooling)
+        finally:
+            with contextlib.suppress(EngineClosedError):
+                self._service.run(lambda engine: _end(engine, seq_ids)).result()
+        lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+        vectors: FloatArray = (sums / np.maximum(lengths, 1e-12)).astype(np.float32)
+        return vectors
+
+
+def _most_tokens(engine: Engine) -> tuple[int, int]:
+    """Return the most tokens of a forward, and of texts in one together; 1: they go one by one.
+
+    Raises:
+        ConfigError: the engine's model tells no hidden states.
+    """
+    if not isinstance(engine.runner, HiddenRunner):
+        raise ConfigError(
+            f"{type(engine.runner).__name__} tells no hidden states, so this model makes no "
+            f"embeddings; load it with torch or mlx, or an embedding model beside it"
+        )
+    most = step_limit(engine.runner, STEP_TOKENS)
+    return most, most if engine.cache.config.params.state is None else 1
+
+
+def _begin(engine: Engine, n: int) -> IntArray:
+    """Take ids for sequences that hold nothing yet."""
+    return np.array([engine.scheduler.residency.take_seq_id() for _ in range(n)], dtype=np.int64)
+
+
+def _end(engine: Engine, seq_ids: IntArray) -> None:
+    """Let go of sequences and their ids."""
+    for seq_id in seq_ids.tolist():
+        if engine.cache.has_seq(seq_id):
+            engine.cache.seq_rm(seq_id)
+        engine.scheduler.residency.give_seq_id(seq_id)
+
+
+def _read(engine: Engine, token_ids: IntArray, seq_ids: IntArray) -> tuple[FloatArray, IntArray]:
+    """Run some tokens, as one step; return their hidden states and positions.
+
+    Raises:
+        CacheFullError: running answers hold the cells; nothing was changed.
+    """
+    runner, owners = engine.runner, seq_ids.tolist()
+    assert isinstance(runner, HiddenRunner), "looked at before"
+    if not engine.scheduler.residency.make_room_for(owners):
+        raise CacheFullError(
+            f"{len(owners)} tokens of a text need cells, and answers that run hold all but "
+            f"{engine.n_available} of {engine.cache.capacity}; wait for one of them"
+        )
+    positions = engine.cache.begin_step(owners)
+    states = runner.forward_hidden(token_ids, positions)
+    engine.cache.end_step()
+    return states, np.asarray(positions)
+
+
+def _add(
+    sums: Any, owners: IntArray, states: FloatArray, positions: IntArray, pooling: Pooling
+) -> None:
+    """Take some tokens' hidden states into the sums ``[n_texts, size]`` of their texts."""
+    if pooling == "mean":
+        np.add.at(sums, owners, states.astype(np.float64))
+    elif pooling == "last":
+        sums[owners] = states  # of several of one text the last one stays
+    else:
+        sums[owners[positions == 0]] = states[positions == 0]
 
 
 def _packed(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -127,37 +193,3 @@ def _packed(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
         n += length
     if pack:
         yield pack
-
-
-def _pooled(
-    cache: Any,
-    runner: HiddenRunner,
-    texts: Sequence[Tokens],
-    pooling: Pooling,
-    most: int,
-    on_step: Callable[[], None],
-) -> FloatArray:
-    """Run some texts, each a sequence of its own, and let go of them; return their vectors."""
-    ids = [token for text in texts for token in text]
-    owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
-    sums: Any = None
-    for at in range(0, len(ids), most):
-        on_step()
-        mine = owners[at : at + most]
-        positions = cache.begin_step(mine.tolist())
-        states = runner.forward_hidden(ids[at : at + most], positions).astype(np.float64)
-        cache.end_step()
-        if sums is None:
-            sums = np.zeros((len(texts), states.shape[1]))
-        if pooling == "mean":
-            np.add.at(sums, mine, states)
-        elif pooling == "last":
-            sums[mine] = states  # of several of one text the last one stays
-        else:
-            is_first = np.asarray(positions) == 0
-            sums[mine[is_first]] = states[is_first]
-    for seq_id in range(len(texts)):
-        cache.seq_rm(seq_id)
-    lengths = np.linalg.norm(sums, axis=1, keepdims=True)
-    vectors: FloatArray = (sums / np.maximum(lengths, 1e-12)).astype(np.float32)
-    return vectors

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine.embedding import Embedder, TextEmbedder
-from kvcellar.errors import CacheFullError
 from kvcellar.models.pooling import Pooling
 from kvcellar.server.errors import ApiError, ContextExceeded
 from kvcellar.server.service import Service
@@ -111,14 +110,6 @@ async def embed(
             try:
                 work, kind = source.embedder.embed, pooling or source.pooling
                 vectors = await asyncio.to_thread(work, texts, kind, on_step)
-            except CacheFullError as error:
-                raise ApiError(
-                    503,
-                    f"{error}; the engine's cache has taken the memory beside it; give a smaller "
-                    f"--capacity, or an embedding model of its own with --embeddings",
-                    "cache_full",
-                    retry_after_s=5,
-                ) from error
             finally:
                 gone.set()
     if dimensions is not None:
