@@ -113,6 +113,8 @@ def test_what_cannot_be_read_is_said_whatever_the_length(live, inside, said, n_m
     ("path", "choice"),
     [
         ("/v1/chat/completions", "required"),
+        ("/v1/chat/completions", "any"),
+        ("/v1/responses", {"type": "any"}),
         ("/v1/chat/completions", {"type": "function", "function": {"name": "f"}}),
         ("/v1/responses", "required"),
         ("/v1/responses", {"type": "function", "name": "f"}),
@@ -266,12 +268,16 @@ def test_every_field_is_in_the_docs():
         ("/v1/completions", {"stop": "", "logit_bias": [], "seed": "", "grammar": ""}, {}),
         ("/v1/chat/completions", {"stop": [""], "tool_choice": "", "tools": []}, {}),
         ("/v1/chat/completions", {"response_format": {}, "model": "", "agent_id": ""}, {}),
+        ("/v1/chat/completions", {"tool_choice": {"type": "auto"}}, {"tool_choice": "auto"}),
+        ("/v1/responses", {"stream_options": {"include_obfuscation": False}}, {}),
+        ("/v1/responses", {"top_logprobs": 0, "tool_choice": {"type": "none"}}, {}),
     ],
 )
 def test_names_and_values_of_other_servers_mean_what_they_mean_there(live, path, given, own):
     plain = {"/v1/messages": {"messages": [SAID], "max_tokens": 6}, "/v1/responses": {"input": "x"}}
     plain |= {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [SAID]}}
-    limit = {} if path == "/v1/responses" or "_tokens" in str(own) else {"max_tokens": 6}
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    limit = {} if "_tokens" in str(own) else {name: 6}
     body = {**plain[path], "temperature": 0, **limit}
     answers = [live.post(path, {**body, **fields}) for fields in (given, own)]
     same = ("choices", "content", "usage") if path != "/v1/responses" else ("usage",)

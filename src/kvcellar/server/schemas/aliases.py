@@ -79,12 +79,29 @@ def by_own_names(body: Mapping[str, Any], declared: Collection[str]) -> dict[str
         found[name] = value
         if alias == "repeat_penalty":
             found.setdefault(_WINDOW, 64)
+    _take_values(found)
+    if "parallel_tool_calls" in declared:
+        found = _with_openais_choice(found)
+    return found
+
+
+def _take_values(found: dict[str, Any]) -> None:
+    """Put values in the places of those that mean the same elsewhere."""
     if found.get("seed") == -1 and not isinstance(found["seed"], bool):
         del found["seed"]  # any
     if isinstance(found.get("stop"), list):
         found["stop"] = [one for one in found["stop"] if one != ""]
     if isinstance(found.get("logit_bias"), list):
         found["logit_bias"] = dict(_biases(found["logit_bias"]))
+
+
+def _with_openais_choice(found: dict[str, Any]) -> dict[str, Any]:
+    """Return fields in which a choice of no tool by name is one of OpenAI's words."""
+    choice = found.get("tool_choice")
+    if isinstance(choice, dict) and choice.keys() == {"type"}:
+        choice = choice["type"]
+    if choice in ("auto", "none", "required", "any"):
+        return {**found, "tool_choice": "required" if choice == "any" else choice}
     return found
 
 

@@ -33,7 +33,8 @@ HARMLESS: Mapping[str, str] = {
     **_each(
         "service_tier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
         "inference_geo speed cache_prompt id_slot slot_id guided_decoding_backend "
-        "timings_per_token return_progress keep_alive ttl draft_model",
+        "timings_per_token return_progress keep_alive ttl draft_model "
+        "stream_options",
         "where or how fast the answer is computed, which is the same",
     ),
     "verbosity": "how much a model says; models here do as they were trained to",
@@ -127,6 +128,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "parallel_tool_calls": (True,),
     "logprobs": (),
+    "top_logprobs": (0,),
     "include_reasoning": (True,),
     "reasoning_effort": ("medium",),
 }
