@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.hf import from_tokenizer
 
 from kvcellar.agents import ModelHost
 from kvcellar.server.dialects import dialect_of
 from kvcellar.server.dialects.lark import call_grammars, schema_grammar
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
+from kvcellar.server.guidance import guidance_tokenizer
 from kvcellar.server.guide import GuideFn, TokenGuide, one_line
 from kvcellar.server.holding import (
     HeldArguments,
@@ -245,10 +245,11 @@ class Grammars:
             found = self._tokenizers.get(host.engine)
             if found is None:
                 try:
-                    found = from_tokenizer(
-                        host.tokenizer,  # type: ignore[arg-type]
-                        n_vocab=host.engine.runner.vocab_size,
-                        eos_token=sorted(host.eos_token_ids) or None,
+                    found = guidance_tokenizer(
+                        host.tokenizer,
+                        host.engine.runner.vocab_size,
+                        sorted(host.eos_token_ids) or None,
+                        [one.content for one in dialect_of(host, self._dialect).tokens],
                     )
                 except ValueError as error:
                     raise ApiError(
