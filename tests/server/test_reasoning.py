@@ -6,6 +6,8 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from kvcellar.server.dialects import ReasoningMarks
@@ -230,6 +232,12 @@ def test_an_agent_keeps_what_its_template_was_given(thinker):
     assert text.count("<think>\n\n</think>") >= 1, first
     thinker.post("/v1/agents/keeper/generate", {"text": "So?", "max_tokens": 4})
     assert agent.template_kwargs == {"enable_thinking": False}
+    now = {"chat_template_kwargs": {"enable_thinking": True}}
+    thinker.post("/v1/agents/keeper/generate", {"text": "So?", "max_tokens": 4, **now})
+    assert agent.template_kwargs == {"enable_thinking": True}
+    for wrong in ({"text": "So?", "chat_template_kwargs": {"x": 1}}, {"tokens": [1], **now}):
+        response = thinker.http.post("/v1/agents/keeper/generate", json=wrong)
+        assert response.status_code == 400
 
 
 # Anthropic's -------------------------------------------------------------------------------------
@@ -327,6 +335,19 @@ def test_signatures_are_known_again_after_a_restart_and_by_no_other_store(tmp_pa
     assert (tmp_path / "a" / "signing.key").stat().st_mode & 0o777 == 0o600
 
 
+def test_anthropics_client_sends_a_thought_back_as_it_read_it_from_a_stream(thinker):
+    ask: Any = {"model": "demo", "max_tokens": 100}
+    with anthropic.Anthropic(base_url=thinker.url, api_key="none") as client:
+        with client.messages.stream(messages=[USER], **ask) as stream:
+            first = stream.get_final_message()
+        thought, text = first.content
+        assert thinker.service.signer.has_signed(thought.thinking, thought.signature)
+        assert text.text == "Good day 0."
+        history: Any = [USER, {"role": "assistant", "content": first.content}, USER]
+        second = client.messages.create(messages=history, **ask)
+        assert not [note for note in second.kvcellar["notes"] if "not signed" in note]
+
+
 # Responses ---------------------------------------------------------------------------------------
 
 
@@ -383,6 +404,23 @@ def test_a_summary_that_is_wanted_is_noted_as_missing_and_effort_is_told(thinker
     answer = respond(thinker, "Hello?", reasoning={"effort": "low", "summary": "auto"})
     assert any("not summed up" in note for note in answer["kvcellar"]["notes"])
     assert answer["reasoning"]["effort"] == "low"
+
+
+def test_openais_client_sends_reasoning_back_as_it_read_it_from_a_stream(thinker):
+    include: Any = ["reasoning.encrypted_content"]
+    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none") as client:
+        with client.responses.stream(model="demo", input="Hello?", include=include) as stream:
+            first = stream.get_final_response()
+        reasoning, message = first.output
+        assert reasoning.content[0].text == "The user wants a greeting."
+        items: Any = [USER, reasoning.to_dict(), message.to_dict(), USER]
+        keeps: Any = {"chat_template_kwargs": {"preserve_thinking": True}}
+        second = client.responses.create(model="demo", input=items, extra_body=keeps)
+        third = client.responses.create(
+            model="demo", input=[USER], previous_response_id=first.id, extra_body=keeps
+        )
+        assert second.usage.input_tokens == third.usage.input_tokens
+        assert not [note for note in second.kvcellar["notes"] if "not signed" in note]
 
 
 # The cache ---------------------------------------------------------------------------------------

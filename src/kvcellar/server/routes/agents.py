@@ -320,6 +320,7 @@ async def _events(
                 body.text,
                 tokens=body.tokens,
                 role=body.role,
+                template_kwargs=body.chat_template_kwargs,
                 params=params,
                 priority=body.priority,
                 deadline_s=service.config.wait_s,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import Body
+from kvcellar.server.schemas.base import Body, TemplateKwargs
 from kvcellar.server.schemas.openai import SamplingFields
 
 
@@ -54,6 +54,7 @@ class GenerateRequest(SamplingFields):
     text: str | None = Field(None, description="What somebody says.")
     tokens: list[int] | None = Field(None, description="Or tokens behind the history.")
     role: Literal["user", "tool"] = "user"
+    chat_template_kwargs: TemplateKwargs | None = None
     max_tokens: int | None = Field(None, ge=1)
     priority: int = Field(0, ge=-1000, le=1000, description="Higher goes first.")
     stream: bool | None = None
@@ -63,4 +64,6 @@ class GenerateRequest(SamplingFields):
         """Refuse a turn with both text and tokens, or neither."""
         if (self.text is None) == (self.tokens is None):
             raise ValueError("give either text or tokens")
+        if self.tokens is not None and self.chat_template_kwargs:
+            raise ValueError("no template writes tokens; leave chat_template_kwargs out")
         return self
