@@ -45,10 +45,12 @@ class Backend:
         caches: kind of cache (``contiguous``, ``seq``, ``paged`` or ``tree``) -> how it is built.
         loader: imports and returns what loads models, a :class:`kvcellar.models.ModelLoader`; None:
             it has caches alone.
+        has_adapters: its models can have adapters loaded beside them.
     """
 
     caches: Mapping[str, CacheBuilder]
     loader: Callable[[], Any] | None = None
+    has_adapters: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.caches, Mapping) or not all(

@@ -25,6 +25,7 @@ class AdaptingHashRunner(HashRunner):
     """A model whose adapters store other K and V, of which the logits are hashes."""
 
     adapters = ("first", "second")
+    own_adapter = ""
     runs: Sequence[tuple[str, int]] = ()
 
     @contextmanager

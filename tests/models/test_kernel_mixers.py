@@ -93,7 +93,7 @@ def test_factors_on_inputs_and_on_what_linear_layers_say_are_taken_along() -> No
 
 def test_steps_that_are_clamped_in_chunks_alone_are_transformers_own() -> None:
     network, _ = bound("nemotron_h")
-    assert hold_mixers(network) == []
+    assert hold_mixers(network) == {}
 
 
 def test_a_module_that_computes_something_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_module_that_computes_something_else_stays(monkeypatch: pytest.MonkeyP
         return out, state * 1.01  # a norm behind it takes factors away
 
     monkeypatch.setattr(modeling_qwen3_5, "torch_recurrent_gated_delta_rule", other)
-    assert hold_mixers(network) == []
+    assert hold_mixers(network) == {}
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def check_weights(folder: Path) -> Counter[str]:
         kinds = [one.type_name for one in read_gguf(folder).tensors.values() if len(one.shape) > 1]
         return Counter(kind if kind in _STORED else "BF16" for kind in kinds)
     if (folder / _SINGLE).is_file():
-        return Counter(tensor["dtype"] for tensor in _tensors(folder / _SINGLE).values())
+        return Counter(tensor["dtype"] for tensor in read_header(folder / _SINGLE).values())
     if not (folder / _INDEX).is_file():
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         raise ModelError(
@@ -133,7 +133,7 @@ def check_weights(folder: Path) -> Counter[str]:
         )
     dtypes: Counter[str] = Counter()
     for name in shards:
-        tensors = _tensors(folder / name)
+        tensors = read_header(folder / name)
         lost = [key for key, shard in weight_map.items() if shard == name and key not in tensors]
         if lost:
             raise ModelError(
@@ -239,7 +239,7 @@ def tensor_places(folder: Path) -> dict[str, TensorPlace]:
     return {
         key: TensorPlace(name, tensor["dtype"], tuple(tensor["shape"]))
         for name in _files(folder)
-        for key, tensor in _tensors(folder / name).items()
+        for key, tensor in read_header(folder / name).items()
     }
 
 
@@ -255,13 +255,20 @@ def _all_tensors(folder: Path, skip: tuple[str, ...]) -> dict[str, dict[str, Any
     return {
         key: tensor
         for name in _files(folder)
-        for key, tensor in _tensors(folder / name).items()
+        for key, tensor in read_header(folder / name).items()
         if not key.startswith(skip)
     }
 
 
-def _tensors(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the header of a safetensors file whose size is what the header says."""
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the header of a safetensors file whose size is what the header says.
+
+    Returns:
+        By the name of each tensor its ``dtype``, ``shape`` and ``data_offsets``.
+
+    Raises:
+        ModelError: it is no such file, or is damaged or truncated.
+    """
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)

@@ -65,10 +65,14 @@ class Fingerprint:
         parts = {name: digest for name, digest in self.parts.items() if name != "chat_template"}
         return Fingerprint(parts).value
 
+    def adapted(self, digest: str) -> Fingerprint:
+        """Return that of the same model with an adapter, whose digest is this."""
+        return Fingerprint({**self.parts, "adapter": digest})
+
 
 def fingerprint_of(**parts: str | bytes) -> Fingerprint:
     """Make a fingerprint of parts that the caller knows: for models that are in no folder."""
-    return Fingerprint({name: _digest(value) for name, value in parts.items()})
+    return Fingerprint({name: digest_of(value) for name, value in parts.items()})
 
 
 def fingerprint_checkpoint(
@@ -113,21 +117,26 @@ def fingerprint_checkpoint(
         rope = {k: v for k, v in config.items() if k.startswith(_ROPE)}
         rest = {k: v for k, v in config.items() if k not in rope and k not in VOLATILE}
         parts = {
-            "weights": _digest(json.dumps(digests)),
+            "weights": digest_of(json.dumps(digests)),
             "tokenizer": _files_digest(root, TOKENIZER_FILES, without="chat_template"),
             "chat_template": _template_digest(root),
-            "rope": _digest(json.dumps(rope, sort_keys=True)),
-            "config": _digest(json.dumps(rest, sort_keys=True)),
+            "rope": digest_of(json.dumps(rope, sort_keys=True)),
+            "config": digest_of(json.dumps(rest, sort_keys=True)),
         }
     except (OSError, ValueError) as error:
         raise StoreError(
             f"{root} cannot be read as a checkpoint ({error}); give the folder that the model was "
             f"loaded from"
         ) from error
-    parts |= {name: _digest(value) for name, value in extra.items()}
+    parts |= {name: digest_of(value) for name, value in extra.items()}
     if on_progress is not None:
         on_progress(1.0, "hashed")
     return Fingerprint(parts)
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the digest of all bytes of a file."""
+    return _Known(None).digest(path)
 
 
 class _Known:
@@ -170,7 +179,8 @@ class _Known:
             staged.replace(self._path)
 
 
-def _digest(value: str | bytes) -> str:
+def digest_of(value: str | bytes) -> str:
+    """Return the digest of a text or of bytes."""
     return xxhash.xxh3_128_hexdigest(value.encode() if isinstance(value, str) else value)
 
 
@@ -185,15 +195,17 @@ def _files_digest(root: Path, names: tuple[str, ...], without: str) -> str:
                 value = json.loads(text)
                 value.pop(without, None)
                 text = json.dumps(value, sort_keys=True)
-            found.append([name, _digest(text)])
-    return _digest(json.dumps(found))
+            found.append([name, digest_of(text)])
+    return digest_of(json.dumps(found))
 
 
 def _template_digest(root: Path) -> str:
-    found = [[n, _digest((root / n).read_bytes())] for n in TEMPLATE_FILES if (root / n).is_file()]
+    found = [
+        [n, digest_of((root / n).read_bytes())] for n in TEMPLATE_FILES if (root / n).is_file()
+    ]
     for path in (root / "tokenizer_config.json", root / "processor_config.json"):
         if path.is_file():
             inline = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
             if inline is not None:
-                found.append([path.name, _digest(json.dumps(inline, sort_keys=True))])
-    return _digest(json.dumps(found))
+                found.append([path.name, digest_of(json.dumps(inline, sort_keys=True))])
+    return digest_of(json.dumps(found))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvcellar.errors import BackendError
+from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models import ollama
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.model import LoadedModel
@@ -113,6 +113,7 @@ def load_model(
         ForeignSettingsWarning: Ollama has settings beside the model that are not taken over.
     """
     options = LoadOptions.of(model, **settings)
+    _check_backend(options)
     loaded = _as_ollama_says(loader_of(options.backend).load_model(options, _rising(progress)))
     template = options.chat_template
     if template is None or template == loaded.tokenizer.chat_template:
@@ -164,7 +165,23 @@ def check_model(options: LoadOptions) -> None:
     Raises:
         ModelError, BackendError, ConfigError: as ``load_model``.
     """
+    _check_backend(options)
     loader_of(options.backend).check_model(options)
+
+
+def _check_backend(options: LoadOptions) -> None:
+    """Refuse adapters for a backend that loads none.
+
+    Raises:
+        ConfigError: so it is.
+        BackendError: there is no such backend.
+    """
+    if options.adapters and not load_backend(options.backend).has_adapters:
+        raise ConfigError(
+            f"adapters ({', '.join(options.adapters)}) are loaded beside models of the backend "
+            f"torch, and {options.backend!r} was asked for; choose torch, or merge the adapter "
+            f"into the model with PEFT's merge_and_unload and load what that saves"
+        )
 
 
 def accelerator_memory(options: LoadOptions) -> DeviceMemory | None:

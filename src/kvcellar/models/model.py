@@ -11,11 +11,12 @@ from typing import Any
 
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError
+from kvcellar.models.adapters import Adapter
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.places import is_gguf
-from kvcellar.models.runner import Runner
+from kvcellar.models.runner import AdaptingRunner, Runner
 from kvcellar.models.weights import FILE, PACKINGS, own_kv_dtype
 from kvcellar.registry import CacheSession
 from kvcellar.types import ModelCacheParams
@@ -43,6 +44,7 @@ class LoadedModel(ABC):
         sampling: settings of sampling that the checkpoint names (``generation_config.json``), for
             ``SamplingParams.for_model``.
         chat_template: what was given in place of the checkpoint's own; None: nothing.
+        adapters: those that are loaded beside it, by name.
     """
 
     name: str
@@ -58,19 +60,27 @@ class LoadedModel(ABC):
     weights: str | None
     sampling: Mapping[str, float]
     chat_template: str | None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict, kw_only=True)
 
-    def bind(self, session: CacheSession[Any], *, feature_layers: Sequence[int] = ()) -> Runner:
+    def bind(
+        self,
+        session: CacheSession[Any],
+        *,
+        feature_layers: Sequence[int] = (),
+        adapter: str = "",
+    ) -> Runner:
         """Join the model with a session that is open; any number may be joined at a time.
 
         Args:
             session: of a cache that was made with the model's ``params``.
             feature_layers: layers whose inputs are wanted beside the logits, ascending; the number
                 of layers is the output of the last one. The runner is then a ``FeatureRunner``.
+            adapter: what computes tokens of which no adapter is said; empty: the model alone.
 
         Raises:
             SessionClosedError: the session is not open.
             BackendError: it is a session of another backend.
-            ConfigError: its cache was made for another model, or it has no such layers.
+            ConfigError: its cache was made for another model, or it has no such layers or adapter.
 
         Warns:
             KvQualityWarning: the cache's storage type was measured with this model and is bad.
@@ -87,7 +97,24 @@ class LoadedModel(ABC):
                 KvQualityWarning,
                 stacklevel=2,
             )
-        return self._make_runner(session, feature_layers)
+        runner = self._make_runner(session, feature_layers)
+        if adapter:
+            assert isinstance(runner, AdaptingRunner), "it has adapters"
+            runner.own_adapter = self.adapter(adapter).name
+        return runner
+
+    def adapter(self, name: str) -> Adapter:
+        """Return an adapter that is loaded beside it.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if name not in self.adapters:
+            raise ConfigError(
+                f"{self.name!r} has no adapter {name!r} beside it; there are: "
+                f"{', '.join(self.adapters) or 'none'}"
+            )
+        return self.adapters[name]
 
     @property
     def n_layers(self) -> int:

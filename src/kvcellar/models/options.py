@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.models.adapter_names import check_names
 from kvcellar.models.snapshots import check_snapshot_bytes, slots_for
 from kvcellar.registry import (
     CacheSession,
@@ -81,6 +82,8 @@ class LoadOptions:
             the memory for K, V and states.
         is_unchecked: a model is loaded, with a warning, that was found not to be exact behind our
             caches; otherwise it is refused.
+        adapters: LoRA adapters that are loaded beside it, each a folder as PEFT saves it, by the
+            name that a request asks for it by.
     """
 
     model: str | Path = DEMO
@@ -98,8 +101,10 @@ class LoadOptions:
     speculate: str | None = None
     snapshot_bytes: int | None = None
     is_unchecked: bool = False
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_names(self.adapters)
         if self.cache not in CACHES:
             raise ConfigError(f"cache {self.cache!r} is unknown; choose one of {', '.join(CACHES)}")
         object.__setattr__(self, "snapshot_bytes", check_snapshot_bytes(self.snapshot_bytes))

@@ -105,9 +105,11 @@ class AdaptingRunner(Runner, Protocol):
 
     Attributes:
         adapters: names of the adapters that are loaded.
+        own_adapter: what computes tokens of which nothing is said; empty: the model alone.
     """
 
     adapters: Collection[str]
+    own_adapter: str
 
     def adapting(self, runs: Sequence[tuple[str, int]]) -> AbstractContextManager[None]:
         """Have the forwards of a block compute their tokens with adapters.

@@ -33,6 +33,7 @@ BACKEND = Backend(
         "tree": TorchTreeCache,
     },
     _loader,
+    has_adapters=True,
 )
 
 levels.warn_if_missing()

@@ -15,6 +15,13 @@ import torch
 import transformers
 
 from kvcellar import __version__
+from kvcellar.backends.torch.adapters.loading import (
+    check_adapters,
+    load_adapters,
+    read_adapters,
+)
+from kvcellar.backends.torch.adapters.placing import linear_sizes
+from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
 from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.card import CardMemory, card_memory
 from kvcellar.backends.torch.counting import NOTHING, Counted, count, may_keep
@@ -22,6 +29,7 @@ from kvcellar.backends.torch.fast.blocks import Kept
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
+from kvcellar.backends.torch.fast.parts import Parts
 from kvcellar.backends.torch.gguf import makers_of, other_types
 from kvcellar.backends.torch.gpu.choice import is_gpu
 from kvcellar.backends.torch.gpu.logits import samples_on
@@ -32,6 +40,7 @@ from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.budget import format_size
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError, ModelError
+from kvcellar.models.adapters import Adapter
 from kvcellar.models.check import VERSION, Verdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
@@ -89,11 +98,13 @@ class TorchModel(LoadedModel):
         decoder: runs a few tokens of it as one call of the CPU kernel; None: not all of its parts
             are the kernel's.
         facts: what was learnt of it.
+        beside: its adapters.
     """
 
     network: Any = field(repr=False)
     decoder: KernelDecoder | None = field(repr=False)
     facts: ModelFacts = field(repr=False)
+    beside: Adapters = field(repr=False)
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """Make a runner of torch; session and model were found to fit."""
@@ -106,6 +117,7 @@ class TorchModel(LoadedModel):
             session,
             feature_layers,
             self.rope_length_for(session.cache.config),
+            self.beside,
         )
 
     @property
@@ -127,7 +139,8 @@ class TorchModel(LoadedModel):
     def size_bytes(self) -> int:
         """Bytes of the weights as they are held, those of what is not loaded left out."""
         tensors = [*self.network.parameters(), *self.network.buffers()]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        held = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return int(held) + self.beside.size_bytes
 
     def touch_weights(self) -> int:
         """Read a byte of every page of the weights; see :meth:`LoadedModel.touch_weights`."""
@@ -147,6 +160,7 @@ class _Found:
         facts: of the model.
         blocks: matrices that the kernel holds as the file has them, by name.
         kept: shapes of these, by their names in the file.
+        adapters: to be loaded beside it.
     """
 
     folder: Path
@@ -157,6 +171,7 @@ class _Found:
     facts: ModelFacts
     blocks: Mapping[str, Kept]
     kept: Mapping[str, tuple[int, ...]]
+    adapters: Sequence[Adapter]
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
@@ -180,7 +195,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         reading(0.05, "loading weights")
-        network, held = _read_network(found, reading)
+        network, held, beside = _read_network(found, reading)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     said = [] if held is None else [_said(found, held)]
@@ -201,9 +216,11 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         weights=found.weights,
         sampling=sampling_defaults(folder),
         chat_template=None,
+        adapters={one.name: one for one in found.adapters},
         network=network,
         decoder=None if held is None else held.decoder,
         facts=found.facts,
+        beside=beside,
     )
 
 
@@ -270,11 +287,11 @@ def versions() -> dict[str, str]:
     }
 
 
-def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None]:
-    """Read the weights; return the module on its device, and what a kernel has of it.
+def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, Adapters]:
+    """Read the weights; return the module on its device, what a kernel has of it, and its adapters.
 
     Raises:
-        ModelError: weights that are missing, or not this architecture's.
+        ModelError: weights or adapters that are not whole, or not this architecture's.
     """
     on_card = found.weights is not None and is_gpu(found.device)
     network = load_network(
@@ -288,22 +305,32 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None]:
     bind_network(network, found.facts, found.device)
     if found.device.type == "cuda":
         use_pinned_memory()
+    layers = linear_sizes(network) if found.adapters else {}
+    held, parts = _hold(network, found, report)
+    if not found.adapters:
+        return network, held, NO_ADAPTERS
+    report(0.98, f"loading {len(found.adapters)} adapters")
+    return network, held, load_adapters(network, parts, layers, found.adapters, found.facts)
+
+
+def _hold(network: Any, found: _Found, report: ProgressFn) -> tuple[Held | None, Parts]:
+    """Have the kernel hold what it can of a network; return that, and the parts that it has."""
     known = known_path(found.raw, _BY).with_suffix(f".{found.weights or found.dtype}.parts.json")
     if found.weights is None:
-        hold_mixers(network, known)
-        return network, None
+        return None, hold_mixers(network, known)
     report(0.95, "packing the weights")
-    if on_card:
+    if is_gpu(found.device):
         from kvcellar.backends.torch.gpu.hold import hold_on_card  # it imports Triton
 
         to = found.weights, found.device
-        return network, hold_on_card(network, *to, known=known, blocks=found.blocks)
+        held = hold_on_card(network, *to, known=known, blocks=found.blocks)
+        return held, held.parts
     is_first = not known.is_file()
     held = hold_weights(network, found.weights, known=known, blocks=found.blocks)
     if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):
         known.unlink(missing_ok=True)  # the next load looks again
         held = replace(held, decoder=None)
-    return network, held
+    return held, held.parts
 
 
 def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
@@ -378,7 +405,10 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     has_kernel = reads_weights() and _has_kernel(device)
     weights = choose_weights(asked, str(dtype).removeprefix("torch."), has_kernel=has_kernel)
     kept = {counted.keys[name]: one.shape for name, one in counted.blocks.items()}
-    return _Found(folder, raw, dtype, device, weights, facts, counted.blocks, kept)
+    adapters = read_adapters(options)
+    with quiet(lambda part: None):
+        check_adapters(adapters, raw)
+    return _Found(folder, raw, dtype, device, weights, facts, counted.blocks, kept, adapters)
 
 
 def _blocks(

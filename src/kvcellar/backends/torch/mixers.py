@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kvcellar.backends.torch.adapters.active import rows_of
 from kvcellar.backends.torch.positions import current_positions
 from kvcellar.backends.torch.state_pools import StateKeeper, Stretches
 from kvcellar.errors import ModelError
@@ -139,7 +140,8 @@ class Mixer:
         past = SlotStates(self.places, states, stretches, self._dtypes)
         n_tokens = hidden.shape[1]
         own = {name: _part(value, stretches, n_tokens) for name, value in named.items()}
-        result = self._run((), {**own, self._argument: past})
+        with rows_of(stretches.tokens):
+            result = self._run((), {**own, self._argument: past})
         past.store()
         self._dtypes.update(past.dtypes)
         return result
@@ -157,7 +159,8 @@ class Mixer:
         one = Stretches(1, 1, slice(0, 1), None, torch.zeros(0))
         own = {name: _part(value, one, hidden.shape[1]) for name, value in named.items()}
         past = SlotStates(self.places, [], one, {})
-        self._run((), {**own, self._argument: past})
+        with rows_of(one.tokens):
+            self._run((), {**own, self._argument: past})
         self._dtypes.update(past.dtypes)
 
     def _run(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
 from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.gpu import choice
@@ -16,6 +17,7 @@ from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.backends.torch.inputs import inputs_of, modules_given
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.backends.torch.shortage import within_memory
+from kvcellar.errors import StepError
 from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
@@ -50,6 +52,7 @@ class TorchRunner(BoundRunner):
         session: CacheSession[Any],
         feature_layers: Sequence[int] = (),
         rope_length: int = 0,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         """Bind a model, and what runs a few tokens of it at once where there is such a thing.
 
@@ -61,6 +64,7 @@ class TorchRunner(BoundRunner):
             session: open.
             feature_layers: whose inputs are wanted.
             rope_length: the length of text whose RoPE factors the session has.
+            adapters: that are loaded beside the network.
         """
         n_features = len(feature_layers) * int(model.config.hidden_size)
         super().__init__(session, params, vocab_size, n_features)
@@ -70,6 +74,9 @@ class TorchRunner(BoundRunner):
         self._decoder = decoder
         self._rope_length = rope_length
         self._device: torch.device = model.device
+        self._adapters = adapters
+        self._runs: Sequence[tuple[str, int]] = ()
+        self.adapters, self.own_adapter = adapters.names, ""
         if isinstance(session.cache, TorchCache):
             session.cache.pools.place(self._device)
         self.graphs = _graphs_of(model, self._feature_modules)
@@ -85,18 +92,43 @@ class TorchRunner(BoundRunner):
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[FloatArray, FloatArray]:
         """Run the modules below the head; there are neither rows nor features."""
-        places = self._tensor(at[None])
-        with use_cache(cache), torch.inference_mode(), Positions(places, self._rope_length):
+        places, numbers = self._tensor(at[None]), self._numbers(len(ids))
+        active = nullcontext() if numbers is None else self._adapters.active(numbers, ids[:0])
+        positions = Positions(places, self._rope_length)
+        with use_cache(cache), torch.inference_mode(), positions, active:
             found = self._network.base_model(
                 input_ids=self._tensor(ids[None]), position_ids=places, use_cache=False
             )
         states = found.last_hidden_state[0].float().cpu().numpy()
         return states, np.empty((len(ids), 0), np.float32)
 
+    @contextmanager
+    def adapting(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
+        """Compute tokens with adapters; see :class:`kvcellar.models.runner.AdaptingRunner`."""
+        before, self._runs = self._runs, runs
+        try:
+            yield
+        finally:
+            self._runs = before
+
+    def _numbers(self, n_tokens: int) -> IntArray | None:
+        """Return the number of each token's adapter; None: none has one.
+
+        Raises:
+            StepError: it was said of other tokens.
+        """
+        runs = self._runs or [(self.own_adapter, n_tokens)]
+        numbers = self._adapters.numbers_of(runs)
+        if numbers is not None and len(numbers) != n_tokens:
+            raise StepError(
+                f"adapters were said of {len(numbers)} tokens, and the forward has {n_tokens}"
+            )
+        return numbers
+
     def _run(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[FloatArray, FloatArray]:
-        if self._decoder is not None:
+        if self._decoder is not None and self._numbers(len(ids)) is None:
             last = np.array([len(ids) - 1], np.int64) if rows is None else rows
             layers = self._feature_layers if has_features else ()
             whole = self._decoder.forward(cache, ids, at, last, layers, self._rope_length)
@@ -125,7 +157,7 @@ class TorchRunner(BoundRunner):
     ) -> Computed:
         modules = self._feature_modules if has_features else []
         with use_cache(cache), torch.inference_mode():
-            if self.graphs is not None:
+            if self.graphs is not None and self._numbers(len(ids)) is None:
                 length, wanted = self._rope_length, bool(modules)
                 played = self.graphs.run(cache, ids, at, rows, length, has_features=wanted)
                 if played is not None:
@@ -142,14 +174,16 @@ class TorchRunner(BoundRunner):
     ) -> Computed:
         """Run the tokens as transformers does; features are what these modules are given."""
         # By index: told how many, Gemma 4 leaves tokens out of the layers that share K and V.
-        keep = self._tensor(np.array([len(ids) - 1], np.int64) if rows is None else rows)
+        kept = np.array([len(ids) - 1], np.int64) if rows is None else rows
+        numbers = self._numbers(len(ids))
+        active = nullcontext() if numbers is None else self._adapters.active(numbers, kept)
         at = self._tensor(positions[None])
-        with inputs_of(modules) as seen, Positions(at, self._rope_length):
+        with inputs_of(modules) as seen, Positions(at, self._rope_length), active:
             logits = self._network(
                 input_ids=self._tensor(ids[None]),
                 position_ids=at,
                 use_cache=False,
-                logits_to_keep=keep,
+                logits_to_keep=self._tensor(kept),
             ).logits[0]
             features = [hidden[0].float().cpu() for hidden in seen]
         joined = torch.cat(features, dim=-1) if features else torch.empty(len(ids), 0)

@@ -129,7 +129,7 @@ def hold_weights(
     return Held(decoder, n_weights, holder.n_held, n_compiled, parts, why_none)
 
 
-def hold_mixers(model: Any, known: Path | None = None) -> list[str]:
+def hold_mixers(model: Any, known: Path | None = None) -> Mapping[str, Part]:
     """Put the kernel's recurrent modules in the place of a network's own; all else stays torch's.
 
     Args:
@@ -137,11 +137,11 @@ def hold_mixers(model: Any, known: Path | None = None) -> list[str]:
         known: where its parts are kept once they are found; None: they are found again.
 
     Returns:
-        Names of the modules; empty where the kernel is not built here, or the model is elsewhere.
+        The modules, by name; none where the kernel is not built here, or the model is elsewhere.
     """
     has_states = any(isinstance(vars(one).get("forward"), Mixer) for one in model.modules())
     if not has_states or not levels.is_available() or model.device.type != "cpu":
-        return []
+        return {}
     linears = {
         name: (one.in_features, one.out_features, one.bias is not None)
         for name, one in held_linears(model).items()
@@ -154,7 +154,7 @@ def hold_mixers(model: Any, known: Path | None = None) -> list[str]:
     for name in parts:
         held = build(name, model.get_submodule(name), parts, _joined)
         model.set_submodule(name, held)
-    return list(parts)
+    return parts
 
 
 def _find_mixers(model: Any, linears: Mapping[str, tuple[int, int, bool]]) -> dict[str, Part]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.adapters.active import is_active
 from kvcellar.backends.torch.fast.blocks import BlockLinear
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.fast.rotations import Rotation
@@ -298,7 +299,12 @@ class KernelLayer(nn.Module):
         return out
 
     def _fits(self, x: Tensor, sides: tuple[Tensor, Tensor]) -> bool:
-        """Return true if this is for the kernel: few tokens, in its type, as it reads them."""
+        """Return true if this is for the kernel: few tokens, in its type, as it reads them.
+
+        Not tokens of adapters, which are computed beside each linear layer.
+        """
+        if is_active():
+            return False
         n_tokens, given = x.shape[1], sides[0].shape[1]
         is_few = n_tokens <= self.few and (self._unturned is not None or given == n_tokens)
         return is_few and all(
