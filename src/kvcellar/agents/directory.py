@@ -140,9 +140,13 @@ class Directory:
             return "nothing was lost: it was the first turn, and there was no history to reuse"
         return "nothing was lost: the last turn reused all of the history"
 
-    def histories(self, model: str) -> Sequence[tuple[str, History, int | None, Space]]:
-        """Return (id, tokens, request that runs for it, space) of a model's agents in memory."""
-        found = ((agent, self.host_of(agent)) for agent in self.agents(model))
+    def histories(self, host: ModelHost) -> Sequence[tuple[str, History, int | None, Space]]:
+        """Return (id, tokens, request that runs for it, space) of a model's agents in memory.
+
+        Those of its adapters are among them.
+        """
+        models = [one.name for one in (host, *host.adapters.values())]
+        found = ((a, self.host_of(a)) for model in models for a in self.agents(model))
         return [
             (agent.agent_id, agent.expected or agent.tokens, agent.request_id, host.space)
             for agent, host in found

@@ -28,6 +28,7 @@ from kvcellar.engine.speculate import (
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
+from kvcellar.models.adapter_names import adapted
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.pooling import Pooling, pooling_of
@@ -64,6 +65,8 @@ class ModelHost:
         space: of all its histories in the engine's cache.
         embedder: makes vectors of texts with the same weights; None: nobody does.
         pooling: how these vectors are pooled where a request does not say.
+        adapters: the same model with each of its adapters, by the adapter's name: hosts with a name
+            and key of their own and this one's engine.
     """
 
     name: str
@@ -83,6 +86,7 @@ class ModelHost:
     space: Space = SHARED
     embedder: Embedder | None = None
     pooling: Pooling = "mean"
+    adapters: Mapping[str, ModelHost] = field(default_factory=dict)
     _on_close: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -114,6 +118,12 @@ class ModelHost:
             EngineClosedError: the engine has stopped.
         """
         return await asyncio.wrap_future(self.service.run(function))
+
+    def called(self, name: str) -> None:
+        """Take another name, and have it with each adapter take one that follows from it."""
+        self.name = name
+        for adapter, host in self.adapters.items():
+            host.name = adapted(name, adapter)
 
     def close(self) -> None:
         """End its engine and let go of its cache and weights. May be called twice."""
@@ -171,7 +181,7 @@ def open_host(
         engine = _start_engine(options, loaded, cache_config, budgets[1], config, stack)
         has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
         service = EngineService(engine)
-        return ModelHost(
+        host = ModelHost(
             name=options.name,
             engine=engine,
             service=service,
@@ -188,6 +198,17 @@ def open_host(
             pooling=pooling_of(loaded.path),
             _on_close=stack.pop_all(),
         )
+    host.adapters = {
+        name: replace(
+            host,
+            name=adapted(host.name, name),
+            key=ModelKey(fingerprint.adapted(one.digest).of_kv, layout),
+            space=Space(name),
+            _on_close=ExitStack(),
+        )
+        for name, one in loaded.adapters.items()
+    }
+    return host
 
 
 def _start_engine(
@@ -295,7 +316,7 @@ def _make_drafter(
         own = make_config(head.params, config.capacity, head.kv_dtype, budget=budget)
         session = stack.enter_context(make_tree_session("torch", own))
         return Eagle3Drafter(head.bind(session), session.cache)
-    asked = replace(options, model=name, kv_dtype=None, chat_template=None)
+    asked = replace(options, model=name, kv_dtype=None, chat_template=None, adapters={})
     model = load_model(asked)
     if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ConfigError(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from kvcellar.agents.host import ModelHost, check_host, open_host
 from kvcellar.agents.memory import MemoryPlan, planned_context
 from kvcellar.budget import parse_size, resident_bytes
 from kvcellar.engine import EngineConfig
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models import LoadOptions
+from kvcellar.models.adapter_names import MARK, NAME
 from kvcellar.models.loading import accelerator_memory
 from kvcellar.models.options import ProgressFn
 from kvcellar.registry import load_backend
@@ -51,6 +53,7 @@ class Hosting:
         config: policy of their engines.
         plan: how models and store share the process's memory; None where nothing bounds it.
         capacities: tokens of the cache, per model that has to share memory with others.
+        adapters: folders by name, per model; None: those of ``loading``, beside every model.
         kv_dtype_of: how K and V of a model are stored where nobody said it.
     """
 
@@ -58,6 +61,7 @@ class Hosting:
     config: EngineConfig | None = None
     plan: MemoryPlan | None = None
     capacities: Mapping[str, int | None] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[str, str | Path]] | None = None
     kv_dtype_of: Callable[[str], str | None] = lambda _: None
 
     @classmethod
@@ -90,12 +94,21 @@ class Hosting:
         options = replace(
             self.loading,
             model=name,
+            adapters=self._adapters_of(name),
             capacity=self.capacities.get(name, self.loading.capacity),
             kv_dtype=self.loading.kv_dtype or self.kv_dtype_of(name),
         )
         if self.plan is None:
             return options
         return replace(options, memory_bytes=self.plan.size_of(options, self.config))
+
+    def _adapters_of(self, model: str) -> Mapping[str, str | Path]:
+        return self.loading.adapters if self.adapters is None else self.adapters.get(model, {})
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the model that a name stands for, and the adapter; empty: none."""
+        model, _, adapter = name.rpartition(MARK)
+        return (model, adapter) if model and adapter in self._adapters_of(model) else (name, "")
 
     def size_of(self, name: str) -> int:
         """Return the bytes that one model may hold, for a process that is bounded."""
@@ -105,10 +118,11 @@ class Hosting:
 
     @property
     def registry(self) -> dict[str, Any]:
-        """The bounds of a ``ModelRegistry``, as it takes them."""
+        """The bounds of a ``ModelRegistry`` and its names, as it takes them."""
         if self.plan is None:
-            return {}
-        return {"budget_bytes": self.plan.models_bytes, "size_of": self.size_of}
+            return {"split": self.split}
+        bounds = {"budget_bytes": self.plan.models_bytes, "size_of": self.size_of}
+        return {"split": self.split, **bounds}
 
     @property
     def store(self) -> StoreConfig:
@@ -135,4 +149,13 @@ class Hosting:
         Raises:
             ModelError, BackendError, ConfigError, StoreError: as ``open_host``.
         """
-        return open_host(self.options_of(name), config=self.config, progress=progress)
+        try:
+            return open_host(self.options_of(name), config=self.config, progress=progress)
+        except ModelError as error:
+            model, _, adapter = name.rpartition(MARK)
+            if not model or not NAME.fullmatch(adapter) or Path(name).expanduser().exists():
+                raise
+            raise ModelError(
+                f"{error}; or, for the model {model} with an adapter, load it beside it: "
+                f"--adapter {adapter}=FOLDER"
+            ) from error

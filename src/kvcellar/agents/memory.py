@@ -12,6 +12,7 @@ from kvcellar.cache_config import MIN_CHUNK
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
+from kvcellar.models.adapters import adapters_bytes
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import DeviceMemory, accelerator_memory
 from kvcellar.models.options import LoadOptions
@@ -321,14 +322,14 @@ def _sizer(
     speculate = options.speculate
     spec = size_model(options)
     n_rows = config.max_num_seqs
-    guessing = replace(options, kv_dtype=None, snapshot_bytes=None)
+    guessing = replace(options, kv_dtype=None, snapshot_bytes=None, adapters={})
     draft, n_draft_rows = None, 0
     if speculate is not None:
         n_rows = min(config.max_num_batched_tokens, n_rows * (1 + config.max_drafted))
     if speculate is not None and (head := head_of(speculate)) is not None:
         draft, n_draft_rows = size_eagle3(head or None, options.model, dtype=spec.dtype), n_rows
     elif speculate is not None and speculate != NGRAM:
-        draft = size_model(replace(options, model=speculate))
+        draft = size_model(replace(options, model=speculate, adapters={}))
         n_draft_rows = config.max_num_batched_tokens
 
     def sizes(capacity: int, *, keeps_windows: bool = False) -> list[_Size]:
@@ -380,7 +381,8 @@ def _size_of(
     n_slots = slots_for(spec.params, capacity, kv, options.snapshot_bytes, config.max_num_seqs)
     kv_bytes += slots_bytes(spec.params, n_slots)
     in_flight = IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv) + spec.slot_bytes
-    return _Size(spec.weight_bytes, forward + in_flight, kv_bytes)
+    weight_bytes = spec.weight_bytes + adapters_bytes(options.adapters)
+    return _Size(weight_bytes, forward + in_flight, kv_bytes)
 
 
 def _kv_of(spec: ModelCacheSpec, kv_dtype: str | None) -> KvDtype:

@@ -41,6 +41,7 @@ class ModelRegistry:
         budget_bytes: int | None = None,
         idle_ttl_s: float | None = None,
         size_of: Callable[[str], int] | None = None,
+        split: Callable[[str], tuple[str, str]] = lambda name: (name, ""),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a registry that has nothing loaded.
@@ -51,6 +52,8 @@ class ModelRegistry:
             idle_ttl_s: seconds without use after which a model goes; None: never.
             size_of: bytes of a model before it is loaded; None: what it had when it was loaded
                 last, or nothing.
+            split: from a name to that of a model and of an adapter beside it; empty: of none. One
+                host is loaded for a model and all of its adapters.
             clock: seconds.
         """
         if idle_ttl_s is not None and not idle_ttl_s > 0:
@@ -58,6 +61,7 @@ class ModelRegistry:
         self._load = load
         self._budget_bytes = budget_bytes
         self._size_of = size_of
+        self._split = split
         self._clock = clock
         self._loaded: dict[str, _HostEntry] = {}
         self._sizes: dict[str, int] = {}
@@ -83,15 +87,18 @@ class ModelRegistry:
 
     @property
     def names(self) -> list[str]:
-        """The models that are in memory."""
+        """The models that are in memory, without their adapters."""
         with self._lock:
             return list(self._loaded)
 
     def host(self, name: str) -> ModelHost | None:
         """Return the host of a model that is in memory; None where it is not. Load nothing."""
+        model, adapter = self._split(name)
         with self._lock:
-            entry = self._loaded.get(name)
-            return entry.host if entry else None
+            entry = self._loaded.get(model)
+        if entry is None or not adapter:
+            return None if entry is None else entry.host
+        return entry.host.adapters.get(adapter)
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ModelHost]:
@@ -101,9 +108,10 @@ class ModelRegistry:
             ModelError, BackendError, ConfigError: from loading; nothing was loaded.
             ConfigError: the budget cannot hold it even alone; nothing was unloaded.
         """
-        entry = await self._enter(name)
+        model, adapter = self._split(name)
+        entry = await self._enter(model)
         try:
-            yield entry.host
+            yield entry.host.adapters[adapter] if adapter else entry.host
         finally:
             with self._lock:
                 entry.n_users -= 1
@@ -112,7 +120,7 @@ class ModelRegistry:
     async def release(self, name: str) -> bool:
         """Let go of a model that nobody uses; false where it is in use, or not in memory."""
         async with self._gate:
-            return await asyncio.to_thread(self._unload, name)
+            return await asyncio.to_thread(self._unload, self._split(name)[0])
 
     def close(self) -> None:
         """Let go of all models, used or not, and of the thread that looks for idle ones."""
@@ -173,8 +181,9 @@ class ModelRegistry:
                 return False
             del self._loaded[name]
         for call in self._before_unload:
-            with contextlib.suppress(Exception):  # a store that is full must not keep it here
-                call(entry.host)
+            for host in (entry.host, *entry.host.adapters.values()):
+                with contextlib.suppress(Exception):  # a store that is full must not keep it here
+                    call(host)
         entry.host.close()
         del entry
         for told in self._after_unload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -37,6 +38,7 @@ class Settings(TypedDict, total=False):
     speculate: str | None
     chat_template: str | None
     is_unchecked: bool
+    adapters: Mapping[str, str | Path]
 
 
 def cellar_of(model: str | Path, settings: Settings) -> AsyncCellar:

@@ -15,10 +15,11 @@ import typer
 from kvcellar.cli import options
 from kvcellar.cli.hosting import hosting_of, open_shown
 from kvcellar.cli.terminal import print_warning, progress_bar, write
-from kvcellar.models.options import LoadOptions
+from kvcellar.models.options import DEMO, LoadOptions
 
 if TYPE_CHECKING:
     from kvcellar.agents import AgentInfo, AgentManager, Miss
+    from kvcellar.cli.groups import ModelOptions
 
 AgentId = Annotated[str, typer.Argument(metavar="ID", help="The agent's name.")]
 ModelName = Annotated[
@@ -53,8 +54,9 @@ def opened_agents(
     from kvcellar.store import Store, default_store
 
     def kv_dtype_of(name: str) -> str | None:
-        mine = [i for i in agents.directory.infos() if (i.agent_id, i.model) == (agent_id, name)]
-        return mine[-1].kv_dtype if mine else None
+        mine = [i for i in agents.directory.infos() if i.agent_id == agent_id]
+        of_model = [i for i in mine if hosting.split(i.model)[0] == name]
+        return of_model[-1].kv_dtype if of_model else None
 
     hosting = hosting_of(loading or LoadOptions(), memory)
     hosting.kv_dtype_of = kv_dtype_of
@@ -72,6 +74,26 @@ def opened_agents(
             models.close()
             for event in store.take_events():
                 print_warning(f"{event.subject}: {event.detail}")
+
+
+def model_for(
+    agents: AgentManager, agent_id: str | None, model: str | None, loading: ModelOptions
+) -> str | None:
+    """Return what an agent's model is called, with the adapter that is asked for.
+
+    None: nothing was said of either, so it is the agent's own.
+
+    Raises:
+        ConfigError: several adapters were asked for.
+    """
+    from kvcellar.models.adapter_names import MARK, adapted
+    from kvcellar.models.places import full_path
+
+    adapter = options.one_adapter(options.read_adapters(loading.adapter))
+    if model is None and adapter:
+        own = [info.model for info in agents.directory.infos() if info.agent_id == agent_id]
+        return adapted(own[-1].removesuffix(f"{MARK}{adapter}") if own else DEMO, adapter)
+    return model and adapted(full_path(model), adapter)
 
 
 def agent_object(info: AgentInfo) -> dict[str, Any]:

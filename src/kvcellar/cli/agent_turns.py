@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.cli import options
-from kvcellar.cli.agent_store import AgentId, ModelName, miss_object, opened_agents
+from kvcellar.cli.agent_store import AgentId, ModelName, miss_object, model_for, opened_agents
 from kvcellar.cli.groups import CacheOptions, ChatSampling, SamplingOptions
 from kvcellar.cli.store import AsJson, Folder
 from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
@@ -46,15 +46,13 @@ def generate_command(
     With --json one object is printed instead: the text, its tokens, and in `usage` what was reused,
     restored and lost.
     """
-    from kvcellar.models.places import full_path
-
-    path = model and full_path(model)
     params = sampling.params()
     said = sys.stdin.read().removesuffix("\n") if text == "-" else text
     settings = replace(loading.options_for(), speculate=speculate)
     with opened_agents(
         store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:
+        path = model_for(agents, agent_id, model, loading)
         if is_new and agent_id not in {info.agent_id for info in agents.directory.infos()}:
             asyncio.run(agents.lifecycle.create(agent_id, model=path))
         turn = _turn(agents, agent_id, said, params, path, is_quiet=as_json)
@@ -81,14 +79,12 @@ def chat_command(
     Ctrl-D leaves, and the agent stays. /undo takes back the last turn. In a pipe every line is one
     message.
     """
-    from kvcellar.models.places import full_path
-
-    path = model and full_path(model)
     params = sampling.params()
     settings = replace(loading.options_for(), speculate=speculate)
     with opened_agents(
         store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:
+        path = model_for(agents, agent_id, model, loading)
         if agent_id not in {info.agent_id for info in agents.directory.infos()}:
             asyncio.run(agents.lifecycle.create(agent_id, model=path, system=system))
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()

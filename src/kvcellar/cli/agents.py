@@ -17,6 +17,7 @@ from kvcellar.cli.agent_store import (
     ModelName,
     agent_object,
     miss_object,
+    model_for,
     opened_agents,
     parent_of,
     show_agent,
@@ -114,12 +115,9 @@ def create_command(
     loading: ModelOptions,
 ) -> None:
     """Make an agent without a history."""
-    from kvcellar.models.places import full_path
-
     with opened_agents(store, loading.options_for()) as agents:
-        info = asyncio.run(
-            agents.lifecycle.create(agent_id, model=model and full_path(model), system=system)
-        )
+        path = model_for(agents, agent_id, model, loading)
+        info = asyncio.run(agents.lifecycle.create(agent_id, model=path, system=system))
     show_agent(info, as_json)
 
 

@@ -22,14 +22,17 @@ class ModelOptions:
     device: options.Device = None
     chat_template: options.ChatTemplate = None
     is_unchecked: options.Unchecked = False
+    adapter: options.Adapter = None
 
     def options_for(self, model: str = DEMO) -> LoadOptions:
         """Return the options as functions that load a model take them; the template is read.
 
         Raises:
-            ConfigError: the chat template cannot be read, or is none; or snapshots of no size.
+            ConfigError: the chat template cannot be read, or is none; snapshots of no size; or
+                adapters without names.
         """
         given = {key: value for key, value in asdict(self).items() if key != "memory"}
+        given["adapters"] = options.read_adapters(given.pop("adapter"))
         given["chat_template"] = options.read_template(self.chat_template)
         given["snapshot_bytes"] = options.snapshot_bytes(given.pop("snapshots", None))
         return LoadOptions(model, **given)

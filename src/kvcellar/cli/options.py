@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -123,6 +124,15 @@ Unchecked = Annotated[
         "--unchecked",
     ),
 ]
+Adapter = Annotated[
+    list[str] | None,
+    in_loading(
+        "NAME=FOLDER",
+        "A LoRA adapter, as PEFT saves it, beside the model; with torch. Without a name it has "
+        "that of its folder. generate, chat and agents use it, and so take one; serve offers "
+        "several as models of their own, MODEL:NAME=FOLDER where it offers several models.",
+    ),
+]
 Device = Annotated[
     str | None,
     in_loading(
@@ -208,6 +218,39 @@ def snapshot_bytes(size: str | None) -> int | None:
         return check_snapshot_bytes(n_bytes)
     except ConfigError as error:
         raise ConfigError(f"--snapshots: {error}") from None
+
+
+def read_adapters(given: list[str] | None) -> dict[str, str]:
+    """Return the folders of ``--adapter`` by name.
+
+    Raises:
+        ConfigError: one has no name, or two have the same.
+    """
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, is_named, rest = text.partition("=")
+        folder = Path(rest if is_named else text).expanduser().resolve()
+        name = name if is_named else folder.name
+        if not name or (is_named and not rest):
+            raise ConfigError(f"--adapter {text!r} is no adapter; give NAME=FOLDER")
+        if name in found:
+            raise ConfigError(f"two adapters are called {name!r}; name one as NAME=FOLDER")
+        found[name] = str(folder)
+    return found
+
+
+def one_adapter(adapters: Mapping[str, object]) -> str:
+    """Return the name of the adapter that a command uses; empty: none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if len(adapters) > 1:
+        raise ConfigError(
+            f"this command uses one adapter, and {', '.join(adapters)} were given; leave the "
+            f"others out, or serve them"
+        )
+    return next(iter(adapters), "")
 
 
 def read_template(file: Path | None) -> str | None:

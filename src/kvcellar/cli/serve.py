@@ -33,6 +33,7 @@ from kvcellar.cli.terminal import (
     write,
 )
 from kvcellar.errors import BackendError, ConfigError
+from kvcellar.models.adapter_names import adapted
 from kvcellar.models.options import DEMO
 from kvcellar.models.packaged import NAMES, PACKAGED, fetch_packaged
 
@@ -122,8 +123,8 @@ def serve_command(
     _check_installed()
     offered = _offered(models or ["demo"])
     beside, beside_bytes = _embedding_models(embeddings, offered)
-    paths = list(offered.values())
-    hosting = _hosting(loading, engine.config(), speculate, paths, beside_bytes)
+    adapters = _adapters(loading.adapter, offered)
+    hosting = _hosting(loading, engine.config(), speculate, adapters, beside_bytes)
     config = server_config(
         context,
         place,
@@ -145,7 +146,9 @@ def serve_command(
         store,
         hosting,
         offered.values(),
-        lambda: _served(config, hosting, offered, beside, idle_unload),
+        lambda: _served(
+            config, hosting, _with_adapters(offered, adapters), beside, idle_unload
+        ),
     )
 
 
@@ -206,26 +209,56 @@ def _embedding_models(
     return {name: model}, model.size_bytes + WORKING_BYTES
 
 
+def _adapters(given: list[str] | None, offered: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Return the folders of adapters by name, for each of the models that are offered.
+
+    Raises:
+        ConfigError: it is not said which model one is for, or its name is taken.
+    """
+    found: dict[str, dict[str, str]] = {path: {} for path in offered.values()}
+    for name, folder in options.read_adapters(given).items():
+        model, _, own = name.rpartition(":")
+        if model not in offered and (model or len(found) > 1):
+            raise ConfigError(
+                f"adapter {name!r} is for one of the models {', '.join(offered)}; say which, as "
+                f"MODEL:{own}=FOLDER"
+            )
+        path = offered[model] if model else next(iter(found))
+        taken = {*offered, *(name for names in found.values() for name in names)}
+        if own in taken:
+            raise ConfigError(f"adapter {own!r} has the name of another model; choose another name")
+        found[path][own] = folder
+    return found
+
+
+def _with_adapters(offered: dict[str, str], adapters: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Return name -> what the registry calls it, of the models and of each with an adapter."""
+    own = {name: adapted(path, name) for path, names in adapters.items() for name in names}
+    return {**offered, **own}
+
+
 def _hosting(
     loading: CacheOptions,
     engine: EngineConfig,
     speculate: str | None,
-    paths: list[str],
+    adapters: dict[str, dict[str, str]],
     beside_bytes: int,
 ) -> Hosting:
-    """Plan how the offered models are loaded, and how they share memory.
+    """Plan how the models of ``_adapters`` are loaded, and how they share memory.
 
     Raises:
         ConfigError: one template is for several models, or memory holds none.
     """
+    paths = list(adapters)
     if loading.chat_template is not None and len(paths) > 1:
         raise ConfigError(
             f"one --chat-template is for one model, and {len(paths)} are offered; start a server "
             f"for each"
         )
-    hosting = hosting_of(
-        replace(loading.options_for(), speculate=speculate), loading.memory, engine, beside_bytes
-    )
+    options = replace(loading, adapter=None).options_for()
+    options = replace(options, speculate=speculate)
+    hosting = hosting_of(options, loading.memory, engine, beside_bytes)
+    hosting.adapters = adapters
     hosting.share_among(paths)
     return hosting
 

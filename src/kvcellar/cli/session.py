@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.budget import MemoryBudget, format_size, resident_bytes
 from kvcellar.cache import Cache
+from kvcellar.cli.options import one_adapter
 from kvcellar.cli.terminal import progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
 from kvcellar.models.options import CACHES
@@ -47,13 +48,14 @@ def bound_model(
         n_sequences: conversations of the model's context, for the default capacity.
 
     Raises:
-        ConfigError: an unknown type of K and V, a capacity that cannot work, or memory that does
-            not hold the model.
+        ConfigError: an unknown type of K and V, a capacity that cannot work, several adapters, or
+            memory that does not hold the model.
         BackendError, ModelError: from loading.
     """
     from kvcellar.agents.hosting import limit_of
 
     limit_bytes = limit_of(memory, options)
+    adapter = one_adapter(options.adapters)
     capacity = 1 if options.capacity is None else options.capacity
     options.config_for(ModelCacheParams(1, 1, 128), "float32", capacity)
     model, chosen, reserve_bytes = _load(options, limit_bytes, n_sequences)
@@ -67,7 +69,7 @@ def bound_model(
     with CACHES[options.cache](options.backend, config) as session:
         cache: Cache = session.cache
         with shown_warnings():
-            runner = model.bind(session)
+            runner = model.bind(session, adapter=adapter)
         yield Bound(model, cache, runner, chosen)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from kvcellar.errors import ConfigError
 
+MARK = "+"
+"""What stands between the name of a model and that of an adapter."""
+
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
@@ -23,3 +26,8 @@ def check_names(adapters: Mapping[str, Any]) -> None:
                 f"{str(name)[:80]!r} cannot be the name of an adapter; take up to 64 letters, "
                 f"digits, dots, - and _, beginning with a letter or digit"
             )
+
+
+def adapted(model: str, adapter: str) -> str:
+    """Return what a model with an adapter is called; without one, the model."""
+    return f"{model}{MARK}{adapter}" if adapter else model

@@ -104,14 +104,22 @@ class Adapter:
         folder: where PEFT saved it.
         updates: by the name of the layer, in the model that it was trained on.
         targets: the layers that its settings name.
-        digest: differs wherever it may compute something else.
     """
 
     name: str
     folder: Path
     updates: Mapping[str, Update] = field(repr=False)
     targets: Targets
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        """A text that differs wherever it may compute something else; its file is read for it.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        scales = {layer: one.scale for layer, one in sorted(self.updates.items())}
+        return digest_of(digest_of_file(self.folder / WEIGHTS) + json.dumps(scales))
 
     @property
     def size_bytes(self) -> int:
@@ -142,9 +150,16 @@ def read_adapter(name: str, path: str | Path) -> Adapter:
         _check_targets(updates, targets)
     except (ModelError, re.error, TypeError, ValueError) as error:
         raise ModelError(f"adapter {name!r} in {folder}: {error}") from error
-    scales = json.dumps({layer: one.scale for layer, one in sorted(updates.items())})
-    numbers = digest_of_file(folder / WEIGHTS)
-    return Adapter(name, folder.resolve(), updates, targets, digest_of(numbers + scales))
+    return Adapter(name, folder.resolve(), updates, targets)
+
+
+def adapters_bytes(adapters: Mapping[str, str | Path]) -> int:
+    """Return what adapters take in memory beside a model.
+
+    Raises:
+        ModelError: as ``read_adapter``.
+    """
+    return sum(read_adapter(name, path).size_bytes for name, path in adapters.items())
 
 
 def _checked(said: Mapping[str, Any]) -> Targets:

@@ -57,6 +57,7 @@ class ServedModels:
         budget_bytes: int | None = None,
         idle_ttl_s: float | None = None,
         size_of: Callable[[str], int] | None = None,
+        split: Callable[[str], tuple[str, str]] = lambda name: (name, ""),
         context_of: Callable[[str], tuple[int, int]] | None = None,
         embedding_models: Mapping[str, TextEmbedder] | None = None,
     ) -> None:
@@ -69,11 +70,13 @@ class ServedModels:
             budget_bytes: as ``ModelRegistry``.
             idle_ttl_s: as ``ModelRegistry``.
             size_of: as ``ModelRegistry``.
+            split: as ``ModelRegistry``.
             context_of: what ``context`` says of a model that was never loaded.
             embedding_models: by name, those that make vectors alone; in memory.
         """
         self.embedding_models = dict(embedding_models or {})
         self._context_of = context_of
+        self._split = split
         self.offered = dict(offered)
         self.default = next(iter(self.offered.values()))
         self._names = {path: name for name, path in reversed(self.offered.items())}
@@ -87,7 +90,11 @@ class ServedModels:
         self.created_s = int(now)
         self.n_loads = 0
         self.registry = ModelRegistry(
-            self._open, budget_bytes=budget_bytes, idle_ttl_s=idle_ttl_s, size_of=size_of
+            self._open,
+            budget_bytes=budget_bytes,
+            idle_ttl_s=idle_ttl_s,
+            size_of=size_of,
+            split=split,
         )
         self.registry.before_unload(self._leave)
         self.registry.after_unload(self._left)
@@ -111,6 +118,15 @@ class ServedModels:
             param="model",
         )
 
+    def parent(self, path: str) -> str | None:
+        """Return what clients call the model that an adapter is beside; None for no adapter."""
+        model, adapter = self._split(path)
+        return self.public(model) if adapter else None
+
+    def files_of(self, path: str) -> str:
+        """Return the model whose files are loaded for a name, without its adapter."""
+        return self._split(path)[0]
+
     def public(self, path: str) -> str:
         """Return what clients call a model."""
         return self._names.get(path, path)
@@ -120,6 +136,7 @@ class ServedModels:
 
         None: it was never loaded, and its files do not say. May read these: not for an event loop.
         """
+        path = self._split(path)[0]
         if path not in self._contexts and self._context_of is not None:
             with contextlib.suppress(KVCellarError):
                 self._contexts.setdefault(path, self._context_of(path))
@@ -130,7 +147,7 @@ class ServedModels:
 
         None: one of them was never loaded, so nobody knows.
         """
-        if self._longest_tokens.keys() != self._states.keys():
+        if self._longest_tokens.keys() != {self._split(path)[0] for path in self._states}:
             return None
         found = {path: self._contexts[path][0] for path in self._longest_tokens}
         return max((n * self._longest_tokens[path], n) for path, n in found.items())
@@ -140,7 +157,7 @@ class ServedModels:
         loaded = {host.name: host for host in self.hosts()}
         with self._lock:
             for path, state in self._states.items():
-                host = loaded.get(path)
+                host = loaded.get(self._split(path)[0])
                 if state.state == "leaving" and host is None:
                     self._states[path] = ModelState(state.name, "absent", time.time())
                 elif state.state == "ready" and host is not None and host.service.failure:
@@ -174,7 +191,7 @@ class ServedModels:
         except Exception as error:
             self._set(path, "failed", str(error))
             raise
-        host.name = path
+        host.called(path)
         self._contexts[path] = host.context, host.max_positions
         if host.tokenizer is not None:
             self._longest_tokens[path] = longest_token(host.tokenizer)
@@ -197,13 +214,13 @@ class ServedModels:
             gc.freeze()
 
     def _set(self, path: str, state: str, detail: str = "", fraction: float = 0.0) -> None:
-        name = self._names.get(path)
-        if name is None:
-            return
-        with self._lock:
-            before = self._states[path]
-            since = before.since_s if before.state == state else time.time()
-            self._states[path] = ModelState(name, state, since, detail, fraction)
+        for offered, name in self._names.items():
+            if offered != path and self._split(offered)[0] != path:
+                continue
+            with self._lock:
+                before = self._states[offered]
+                since = before.since_s if before.state == state else time.time()
+                self._states[offered] = ModelState(name, state, since, detail, fraction)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return each model's state as ``/health`` tells it."""

@@ -68,7 +68,7 @@ async def take_snapshot(service: Service) -> dict[str, Any]:
     infos = await service.agents.directory.listed()
     seen = []
     for host in service.models.hosts():
-        owned = service.agents.directory.histories(host.name)
+        owned = service.agents.directory.histories(host)
         try:
             call = host.service.run(partial(_look, owned))
             seen.append((host, *await asyncio.wrap_future(call)))
@@ -83,7 +83,8 @@ def _described(
     """Describe what was seen. In a thread: there may be hundreds of agents, and the store."""
     models = []
     for host, cells, stats in seen:
-        mine = [info.agent_id for info in infos if info.model == host.name]
+        names = {one.name for one in (host, *host.adapters.values())}
+        mine = [info.agent_id for info in infos if info.model in names]
         models.append(_model(service.models.public(host.name), host, cells, stats, mine))
     return {
         "models": models,

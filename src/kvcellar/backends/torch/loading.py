@@ -302,10 +302,10 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         keeps_mxfp4=found.weights is not None,
         kept=found.kept,
     )
+    layers = linear_sizes(network) if found.adapters else {}
     bind_network(network, found.facts, found.device)
     if found.device.type == "cuda":
         use_pinned_memory()
-    layers = linear_sizes(network) if found.adapters else {}
     held, parts = _hold(network, found, report)
     if not found.adapters:
         return network, held, NO_ADAPTERS

@@ -66,7 +66,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "cache_salt": ("give it as the header X-Cache-Salt", ()),
     **_each(
         "lora lora_path lora_name lora_request lora_adapters",
-        ("adapters are not loaded per request; serve the merged model under its own name", ()),
+        ("an adapter is a model of its own: name it as the model; /v1/models lists them", ()),
     ),
     **_each(
         "typical_p typ_p typical tfs_z num_beams beam_width length_penalty", (_NO_SAMPLER, (1,))

@@ -1,4 +1,4 @@
-"""Where a network's linear layers are once others have taken their place.
+"""Finds a network's linear layers where they are once others have taken their place.
 
 The CPU kernel's modules hold several linear layers as one, whose outputs stand one behind the
 other: an update of one of them is an update of some outputs.

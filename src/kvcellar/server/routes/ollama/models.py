@@ -80,7 +80,7 @@ async def show(request: Request, body: OllamaName) -> dict[str, Any]:
         return _shown(service, name, said, model.context, ["embedding"])
     path = path_of(service, body.model)
     async with service.models.registry.use(path) as host:
-        said = await asyncio.to_thread(describe, path)
+        said = await asyncio.to_thread(describe, service.models.files_of(path))
         found = _shown(service, name, said, host.context, capabilities_of(host))
         template = getattr(host.tokenizer, "chat_template", None)
         parameters = [f"{name:<30} {value}" for name, value in host.sampling.items()]
@@ -96,7 +96,7 @@ def _shown(
         "modelfile": f"FROM {name}\n",
         "parameters": "",
         "template": "",
-        "details": _details(said),
+        "details": _details(said, _parent_of(service, name)),
         "model_info": {
             "general.architecture": said.family,
             "general.parameter_count": said.n_parameters,
@@ -136,7 +136,8 @@ async def refuse(request: Request) -> None:
 
 async def _listed(service: Service, name: str) -> dict[str, Any]:
     path = service.models.offered[name]
-    return _entry(service, name, await asyncio.to_thread(describe, path))
+    said = await asyncio.to_thread(describe, service.models.files_of(path))
+    return _entry(service, name, said)
 
 
 def _entry(service: Service, name: str, said: Description) -> dict[str, Any]:
@@ -146,13 +147,19 @@ def _entry(service: Service, name: str, said: Description) -> dict[str, Any]:
         "modified_at": _stamp(service.models.created_s),
         "size": said.size_bytes,
         "digest": said.digest,
-        "details": _details(said),
+        "details": _details(said, parent),
     }
 
 
-def _details(said: Description) -> dict[str, Any]:
+def _parent_of(service: Service, name: str) -> str | None:
+    """Return the model that an adapter of a name is beside; None for what is no adapter."""
+    path = service.models.offered.get(name)
+    return None if path is None else service.models.parent(path)
+
+
+def _details(said: Description, parent: str | None) -> dict[str, Any]:
     return {
-        "parent_model": "",
+        "parent_model": parent or "",
         "format": said.format,
         "family": said.family,
         "families": [said.family],
