@@ -31,6 +31,7 @@ from kvcellar.server.app import create_api
 from kvcellar.server.schemas.agents import GenerateRequest
 from kvcellar.server.schemas.base import Body
 from kvcellar.server.schemas.openai import ChatRequest, CompletionRequest
+from tests.models.adapters import write_adapter
 from tests.server.live import serving
 
 SETTINGS = (EngineConfig, CacheConfig, LoadOptions, SamplingParams, Request, Turn)
@@ -152,9 +153,19 @@ def run_commands(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(server_run, "log_to_stderr", lambda: None)
     patch.setattr(server_run, "serve", lambda *made, **_: load_first(made[2]))
     store = ("--store", str(folder / "store"), "--chat-template", str(template))
-    unloadable = ("backend", "chat_template")  # which backends load what has its own tests
+    unloadable = ("backend", "chat_template", "adapter")  # what backends load has its own tests
+    adapter = write_adapter(folder / "tone", DEMO_FOLDER)
     serve = arguments(("serve",), CacheOptions, EngineOptions, without=unloadable)
-    invoked("serve", f"demo={DEMO_FOLDER}", *store, "--speculate", "ngram", *serve)
+    invoked(
+        "serve",
+        f"demo={DEMO_FOLDER}",
+        *store,
+        "--speculate",
+        "ngram",
+        *serve,
+        "--adapter",
+        str(adapter),
+    )
     CliRunner().invoke(app, ["serve", "/nowhere", "--backend", "mlx"])  # refused, with its options
     path = ("agents", "generate")
     said = arguments(path, CacheOptions, SamplingOptions, without=(*unloadable, "device"))

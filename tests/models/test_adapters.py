@@ -87,7 +87,7 @@ def test_a_mixed_batch_gives_each_text_the_logits_of_its_own_merged_weights(
         want = logits_of(oracles[name], ids)
         assert apart(found, want) < 1e-3
         if name:
-            assert apart(want, logits_of(oracles[""], ids)) > 0.2
+            assert apart(want, logits_of(oracles[""], ids)) > 0.1
 
 
 @pytest.mark.skipif(not levels.is_available(), reason="the kernel is not built")

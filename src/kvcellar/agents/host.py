@@ -204,6 +204,7 @@ def open_host(
             name=adapted(host.name, name),
             key=ModelKey(fingerprint.adapted(one.digest).of_kv, layout),
             space=Space(name),
+            embedder=Embedder(service, int(loaded.config.hidden_size), name),
             _on_close=ExitStack(),
         )
         for name, one in loaded.adapters.items()

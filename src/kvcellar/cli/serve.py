@@ -146,9 +146,7 @@ def serve_command(
         store,
         hosting,
         offered.values(),
-        lambda: _served(
-            config, hosting, _with_adapters(offered, adapters), beside, idle_unload
-        ),
+        lambda: _served(config, hosting, _with_adapters(offered, adapters), beside, idle_unload),
     )
 
 

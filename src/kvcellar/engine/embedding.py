@@ -13,7 +13,7 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.service import EngineService
 from kvcellar.errors import CacheFullError, ConfigError, EngineClosedError
 from kvcellar.models.pooling import Pooling
-from kvcellar.models.runner import FloatArray, HiddenRunner, step_limit
+from kvcellar.models.runner import FloatArray, HiddenRunner, adapting, step_limit
 from kvcellar.types import IntArray
 
 STEP_TOKENS = 512
@@ -61,15 +61,16 @@ class Embedder:
     to them as to any prompt, and nothing of them stays. For several threads.
     """
 
-    def __init__(self, service: EngineService, size: int) -> None:
+    def __init__(self, service: EngineService, size: int, adapter: str = "") -> None:
         """Create an embedder.
 
         Args:
             service: the engine's.
             size: numbers of a vector.
+            adapter: of the model, that computes hidden states; empty: none.
         """
         self._service = service
-        self.size = size
+        self.size, self._adapter = size, adapter
 
     def embed(
         self,
@@ -111,7 +112,8 @@ class Embedder:
             for at in range(0, len(ids), most):
                 on_step()
                 mine = slice(at, at + most)
-                step = partial(_read, token_ids=ids[mine], seq_ids=seq_ids[owners[mine]])
+                tokens = ids[mine], seq_ids[owners[mine]]
+                step = partial(_read, self._adapter, *tokens)
                 states, positions = self._service.run(step).result()
                 _add(sums, owners[mine], states, positions, pooling)
         finally:
@@ -150,7 +152,9 @@ def _end(engine: Engine, seq_ids: IntArray) -> None:
         engine.scheduler.residency.give_seq_id(seq_id)
 
 
-def _read(engine: Engine, token_ids: IntArray, seq_ids: IntArray) -> tuple[FloatArray, IntArray]:
+def _read(
+    adapter: str, token_ids: IntArray, seq_ids: IntArray, engine: Engine
+) -> tuple[FloatArray, IntArray]:
     """Run some tokens, as one step; return their hidden states and positions.
 
     Raises:
@@ -164,7 +168,8 @@ def _read(engine: Engine, token_ids: IntArray, seq_ids: IntArray) -> tuple[Float
             f"{engine.n_available} of {engine.cache.capacity}; wait for one of them"
         )
     positions = engine.cache.begin_step(owners)
-    states = runner.forward_hidden(token_ids, positions)
+    with adapting(runner, [(adapter, len(owners))]):
+        states = runner.forward_hidden(token_ids, positions)
     engine.cache.end_step()
     return states, np.asarray(positions)
 

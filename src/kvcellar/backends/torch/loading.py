@@ -6,20 +6,15 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
 from kvcellar import __version__
-from kvcellar.backends.torch.adapters.loading import (
-    check_adapters,
-    load_adapters,
-    read_adapters,
-)
+from kvcellar.backends.torch.adapters.loading import check_adapters, load_adapters, read_adapters
 from kvcellar.backends.torch.adapters.placing import linear_sizes
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
 from kvcellar.backends.torch.binding import bind_network
@@ -27,18 +22,18 @@ from kvcellar.backends.torch.card import CardMemory, card_memory
 from kvcellar.backends.torch.counting import NOTHING, Counted, count, may_keep
 from kvcellar.backends.torch.fast.blocks import Kept
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
-from kvcellar.backends.torch.fast.hold import Held, hold_mixers, hold_weights
+from kvcellar.backends.torch.fast.hold import Held
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
-from kvcellar.backends.torch.fast.parts import Parts
 from kvcellar.backends.torch.gguf import makers_of, other_types
 from kvcellar.backends.torch.gpu.choice import is_gpu
 from kvcellar.backends.torch.gpu.logits import samples_on
 from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
+from kvcellar.backends.torch.holding import hold_parts
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.budget import format_size
-from kvcellar.cache_config import CacheConfig, make_config
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
 from kvcellar.models.check import VERSION, Verdict, demand_exact, keep_verdict, verdict_of
@@ -75,15 +70,11 @@ from kvcellar.models.weights import (
     parse_weights,
     wants_blocks,
 )
-from kvcellar.registry import CacheSession, make_decode_session
+from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 
 _BY = f"transformers {transformers.__version__}"
 """Whose rules a model's facts and parts are learnt by."""
-
-_FEW, _APART = 4, 0.05
-"""Tokens by which a whole decoder is compared with the modules that it stands for; and most that
-their logits may differ by rounding in another order, as a share of the logits' norm."""
 
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
@@ -306,50 +297,15 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     bind_network(network, found.facts, found.device)
     if found.device.type == "cuda":
         use_pinned_memory()
-    held, parts = _hold(network, found, report)
+    known = known_path(found.raw, _BY).with_suffix(f".{found.weights or found.dtype}.parts.json")
+    if found.weights is not None:
+        report(0.95, "packing the weights")
+    where = found.device, known
+    held, parts = hold_parts(network, found.weights, *where, found.blocks, found.facts)
     if not found.adapters:
         return network, held, NO_ADAPTERS
     report(0.98, f"loading {len(found.adapters)} adapters")
     return network, held, load_adapters(network, parts, layers, found.adapters, found.facts)
-
-
-def _hold(network: Any, found: _Found, report: ProgressFn) -> tuple[Held | None, Parts]:
-    """Have the kernel hold what it can of a network; return that, and the parts that it has."""
-    known = known_path(found.raw, _BY).with_suffix(f".{found.weights or found.dtype}.parts.json")
-    if found.weights is None:
-        return None, hold_mixers(network, known)
-    report(0.95, "packing the weights")
-    if is_gpu(found.device):
-        from kvcellar.backends.torch.gpu.hold import hold_on_card  # it imports Triton
-
-        to = found.weights, found.device
-        held = hold_on_card(network, *to, known=known, blocks=found.blocks)
-        return held, held.parts
-    is_first = not known.is_file()
-    held = hold_weights(network, found.weights, known=known, blocks=found.blocks)
-    if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):
-        known.unlink(missing_ok=True)  # the next load looks again
-        held = replace(held, decoder=None)
-    return held, held.parts
-
-
-def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
-    """Return true if a model's decoder gives the logits of its modules, for a few tokens.
-
-    Its parts were tried one by one without weights; this is all of it, with them and over a cache.
-    """
-    config = make_config(facts.params, 2 * _FEW, "float32")
-    length = facts.rope.length_for(2 * _FEW)
-    found = []
-    for decoder in (held.decoder, None):
-        with make_decode_session("torch", config) as session:
-            runner = TorchRunner(
-                network, decoder, facts.params, facts.vocab_size, session, rope_length=length
-            )
-            logits = [runner.forward([at + 1], [at], [0]) for at in range(_FEW)]
-        found.append(np.concatenate(logits))
-    ours, theirs = found
-    return bool(np.linalg.norm(ours - theirs) <= _APART * np.linalg.norm(theirs))
 
 
 def _said(found: _Found, held: Held) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from kvcellar.backends.torch.fast.holdable import linear_of
 from kvcellar.backends.torch.fast.parts import AttentionPart, LayerPart, MlpPart, Part, Parts
 from kvcellar.backends.torch.fast.recurrent import MixerPart
+from kvcellar.backends.torch.latent import LatentLinear
 
 Sizes = Mapping[str, tuple[int, int]]
 """Inputs and outputs of linear layers, by name."""
@@ -51,7 +52,7 @@ def place_of(network: nn.Module, parts: Parts, sizes: Sizes, name: str) -> Place
         name: of the layer.
     """
     now = _moved(parts, name)
-    if _has(network, now):
+    if _multiplies(network, now):
         return Place(now, 0)
     for end in reversed([i for i, letter in enumerate(name) if letter == "."]):
         owner, child = name[:end], name[end + 1 :]
@@ -61,16 +62,17 @@ def place_of(network: nn.Module, parts: Parts, sizes: Sizes, name: str) -> Place
                     before = joined[: joined.index(child)]
                     first = sum(sizes[f"{owner}.{one}"][1] for one in before)
                     found = Place(f"{_moved(parts, owner)}.{place}", first)
-                    return found if _has(network, found.module) else None
+                    return found if _multiplies(network, found.module) else None
     return None
 
 
-def _has(network: nn.Module, name: str) -> bool:
+def _multiplies(network: nn.Module, name: str) -> bool:
+    """Return true if a network has a module of a name that multiplies by weights."""
     try:
-        network.get_submodule(name)
+        module = network.get_submodule(name)
     except AttributeError:
         return False
-    return True
+    return not isinstance(module, LatentLinear)  # which hands on what it is given
 
 
 def _moved(parts: Parts, name: str) -> str:

@@ -45,12 +45,19 @@ class Updated:
         """Have an adapter update some of the outputs."""
         self._pairs.setdefault(number, []).append(pair)
 
-    def __call__(self, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-        """Add to the outputs ``[..., n_out]``, in place, for the rows of adapters."""
+    def __call__(
+        self, module: nn.Module, given: tuple[Tensor, ...], named: Mapping[str, Any], out: Tensor
+    ) -> None:
+        """Add to the outputs ``[..., n_out]``, in place, for the rows of adapters.
+
+        A layer on a card may be given a norm of its inputs, and something that is added already.
+        """
         if not is_active():
             return
         self.n_calls += 1
-        x, said = given[0].reshape(-1, self._n_in), out.view(-1, out.shape[-1])
+        norm = named.get("norm")
+        x = given[0] if norm is None else norm(given[0])
+        x, said = x.reshape(-1, self._n_in), out.view(-1, out.shape[-1])
         for number, rows in groups_for(len(x), is_head=self._is_head):
             for first, a, b in self._pairs.get(number, ()):
                 more = x[rows].to(a.dtype) @ a @ b
@@ -172,7 +179,7 @@ def hang_updates(
                 pair = _Pair(place.first, a.T.contiguous(), (b * update.scale).T.contiguous())
                 hooks[place.module].add(number, pair)
     for name, hook in hooks.items():
-        network.get_submodule(name).register_forward_hook(hook)
+        network.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
     n_bytes = sum(one.size_bytes for one in adapters)
     return Adapters(tuple(one.name for one in adapters), hooks, n_bytes, network.device)
 

@@ -12,11 +12,12 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.adapters.active import is_active
 from kvcellar.backends.torch.fast.layers import KernelAttention, take_attributes
 from kvcellar.backends.torch.fast.rotations import Rotation, Sides
 from kvcellar.backends.torch.gpu import between
 from kvcellar.backends.torch.gpu.launch import on_device
-from kvcellar.backends.torch.gpu.linears import CardLinear, CardNorm
+from kvcellar.backends.torch.gpu.linears import CardLinear, CardNorm, gate
 
 
 class CardMlp(nn.Module):
@@ -29,11 +30,14 @@ class CardMlp(nn.Module):
 
     def forward(self, x: Tensor, add: Tensor | None = None, norm: CardNorm | None = None) -> Tensor:
         """Run ``[..., hidden] -> [..., hidden]``, of normed inputs, adding to the result."""
-        if self.act is None:
+        if self.act is None and is_active():  # adapters add to what gates
+            both = self.gate_up_proj(x, norm=norm)
+            inner = gate(both.view(-1, both.shape[-1])).view(*both.shape[:-1], -1)
+        elif self.act is None:
             inner = self.gate_up_proj.gated(x, norm)
         else:
-            gate, up = self.gate_up_proj(x, norm=norm).chunk(2, -1)
-            inner = self.act(gate) * up
+            first, up = self.gate_up_proj(x, norm=norm).chunk(2, -1)
+            inner = self.act(first) * up
         out: Tensor = self.down_proj(inner, add)
         return out
 
