@@ -123,7 +123,7 @@ def serve_command(
     _check_installed()
     offered = _offered(models or ["demo"])
     beside, beside_bytes = _embedding_models(embeddings, offered)
-    adapters = _adapters(loading.adapter, offered)
+    adapters = _adapters(loading.adapter, offered, beside)
     hosting = _hosting(loading, engine.config(), speculate, adapters, beside_bytes)
     config = server_config(
         context,
@@ -207,8 +207,15 @@ def _embedding_models(
     return {name: model}, model.size_bytes + WORKING_BYTES
 
 
-def _adapters(given: list[str] | None, offered: dict[str, str]) -> dict[str, dict[str, str]]:
+def _adapters(
+    given: list[str] | None, offered: dict[str, str], beside: Iterable[str] = ()
+) -> dict[str, dict[str, str]]:
     """Return the folders of adapters by name, for each of the models that are offered.
+
+    Args:
+        given: ``--adapter``.
+        offered: the models, by name.
+        beside: names of what else is offered.
 
     Raises:
         ConfigError: it is not said which model one is for, or its name is taken.
@@ -222,7 +229,7 @@ def _adapters(given: list[str] | None, offered: dict[str, str]) -> dict[str, dic
                 f"MODEL:{own}=FOLDER"
             )
         path = offered[model] if model else next(iter(found))
-        taken = {*offered, *(name for names in found.values() for name in names)}
+        taken = {*offered, *beside, *(name for names in found.values() for name in names)}
         if own in taken:
             raise ConfigError(f"adapter {own!r} has the name of another model; choose another name")
         found[path][own] = folder

@@ -118,9 +118,13 @@ class ServedModels:
             param="model",
         )
 
-    def parent(self, path: str) -> str | None:
-        """Return what clients call the model that an adapter is beside; None for no adapter."""
-        model, adapter = self._split(path)
+    def parent(self, name: str) -> str | None:
+        """Return what clients call the model that an adapter of a name is beside; None: no adapter.
+
+        Args:
+            name: what clients call it.
+        """
+        model, adapter = self._split(self.offered.get(name, name))
         return self.public(model) if adapter else None
 
     def files_of(self, path: str) -> str:

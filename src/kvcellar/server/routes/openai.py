@@ -110,7 +110,7 @@ def _described(
         "max_model_len": context,
         "max_input_tokens": context,
         "meta": {"n_ctx": context, "n_ctx_train": trained},
-        "parent": service.models.parent(path),  # of an adapter, as vLLM says it
+        "parent": service.models.parent(name),  # of an adapter, as vLLM says it
     }
 
 

@@ -96,7 +96,7 @@ def _shown(
         "modelfile": f"FROM {name}\n",
         "parameters": "",
         "template": "",
-        "details": _details(said, _parent_of(service, name)),
+        "details": _details(said, service.models.parent(name)),
         "model_info": {
             "general.architecture": said.family,
             "general.parameter_count": said.n_parameters,
@@ -147,14 +147,8 @@ def _entry(service: Service, name: str, said: Description) -> dict[str, Any]:
         "modified_at": _stamp(service.models.created_s),
         "size": said.size_bytes,
         "digest": said.digest,
-        "details": _details(said, parent),
+        "details": _details(said, service.models.parent(name)),
     }
-
-
-def _parent_of(service: Service, name: str) -> str | None:
-    """Return the model that an adapter of a name is beside; None for what is no adapter."""
-    path = service.models.offered.get(name)
-    return None if path is None else service.models.parent(path)
 
 
 def _details(said: Description, parent: str | None) -> dict[str, Any]:
