@@ -22,10 +22,13 @@ if not levels.is_available():
     pytest.skip(levels.why_not(), allow_module_level=True)
 
 from torch import Tensor, nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts  # noqa: E402
 
 from kvcellar.backends.torch.fast.blocks import fitted  # noqa: E402
 from kvcellar.backends.torch.fast.experts import ShippedWeights  # noqa: E402
 from kvcellar.backends.torch.fast.mixtures import mixtures, replace_experts  # noqa: E402
+from kvcellar.backends.torch.fast.sorted_experts import replace_sorted  # noqa: E402
 from kvcellar.backends.torch.gpu import choice, multiply  # noqa: E402
 from kvcellar.backends.torch.gpu.hold import card_experts  # noqa: E402
 from kvcellar.backends.torch.gpu.linears import CardExperts  # noqa: E402
@@ -35,6 +38,7 @@ from kvcellar.errors import BackendError  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402
 from kvcellar.models.sizing import size_model  # noqa: E402
 from kvcellar.models.weights import is_fitted  # noqa: E402
+from tests.backends import test_sorted_experts  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.backends.test_experts import CLASSES, far, make, some_tokens  # noqa: E402
 from tests.models.gguf.families import CASES  # noqa: E402
@@ -123,6 +127,37 @@ def test_experts_give_what_their_module_gave(kind: Any, weights: str) -> None:
         tokens = some_tokens(n_tokens, dtype)
         most = 0.01 if weights == "bf16" else 1e-4
         assert far(model[0](*tokens), own[0](*tokens)) < most
+
+
+class Waits(TorchDispatchMode):
+    """Fails where an operation would wait for what a device has computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not {"_local_scalar_dense", "nonzero"} & set(str(func).split(".")), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 40])
+def test_a_mixture_waits_for_nothing_so_that_a_graph_can_record_it(n_tokens: int) -> None:
+    model, (x, chosen, shares) = make(CLASSES[0]), some_tokens(n_tokens, torch.float32)
+    found = partial(card_experts, weights="int8", device=torch.device("cpu"))
+    replace_experts(model, found, {})
+    want = model[0](x, chosen, shares)
+    with Waits():
+        assert torch.equal(model[0](x, chosen, shares), want)
+    with pytest.raises(AssertionError, match="nonzero"), Waits():
+        chosen.nonzero()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 9])
+def test_experts_that_are_given_rows_skip_those_of_no_token(n_tokens: int) -> None:
+    model, own = (test_sorted_experts.make(Llama4TextExperts) for _ in range(2))
+    found = partial(card_experts, weights="bf16", device=torch.device("cpu"))
+    assert replace_sorted(model, found) == sum(one.numel() for one in own.parameters())
+    rows = test_sorted_experts.some_rows(n_tokens, torch.float32)
+    with Waits():
+        got = model(rows)
+    assert far(got, own(rows)) < 1e-5
 
 
 def ship(module: Any, own: Any) -> None:

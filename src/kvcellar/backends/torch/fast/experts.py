@@ -197,6 +197,8 @@ class HeldExperts(nn.Module):
     n_experts: int
     n_weights: int
     """Numbers of all experts' weights."""
+    skips_rows = False
+    """True if a row whose expert is not there costs next to nothing."""
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Sum what the experts that each token chose make of it, times their shares.

@@ -146,6 +146,7 @@ class CardEmbedding(nn.Module):
 class CardExperts(HeldExperts):
     """All experts of a mixture on a card: two launches for a step's products, however many."""
 
+    skips_rows = True
     up_bias: Tensor | None
     down_bias: Tensor | None
 
