@@ -55,6 +55,11 @@ class RowMoves:
     steps: Steps
     pools: RowPools
 
+    @property
+    def rows_are_apart(self) -> bool:
+        """True if rows lie in a memory of their own; main memory, as long as nobody says so."""
+        return False
+
     def freeze_rows(self, cells: Sequence[IntArray]) -> list[Any]:
         """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
         found = {

@@ -23,6 +23,7 @@ from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
 from kvcellar.engine.choosing_kept import choose_kept
+from kvcellar.engine.moved import moved_out
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
@@ -168,6 +169,7 @@ class Engine:
         self.index = self.config.make_index(cache.config.params.sights, cache.block_size)
         self._ahead = _ahead_of(cache, runner, drafter)
         residency = Residency(cache, self.index, ahead=self._ahead)
+        residency.moved = moved_out(residency)
         speculator = None
         if drafter is not None:
             speculator = Speculator(

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 from kvcellar.bookkeeping.compaction import Relocation
@@ -23,6 +23,9 @@ from kvcellar.prefix import PrefixIndex, key_of
 from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
+
+if TYPE_CHECKING:
+    from kvcellar.engine.moved import MovedOut
 
 AHEAD_SHARE, MAX_AHEAD = 32, 2048
 """Eviction frees one in so many cells of the cache at a time, and at most so many: what is freed
@@ -69,6 +72,8 @@ class Residency:
     counts: ResidencyCounts = field(default_factory=ResidencyCounts)
     holders: WeakSet[Holder] = field(default_factory=WeakSet)
     """Who else has to be told where cells have moved, and which snapshots have gone."""
+    moved: MovedOut | None = None
+    """KV of sequences that gave way; None: none is kept."""
     ahead: Ahead | None = None
     """The step that is begun while a device works; None: none ever is."""
     waiting: Seq[Sequence] = ()
@@ -187,6 +192,8 @@ class Residency:
 
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
+        if self.moved is not None:
+            self.moved.bring(sequence)
         sequence.seq_id = self.take_seq_id()
         self._expect(sequence)
         match = self.index.match_prefix(self._reusable(sequence))
@@ -243,6 +250,13 @@ class Residency:
         sequence.handle = None
         return True
 
+    def give_way(self, sequence: Sequence) -> None:
+        """Leave, to come back: where it is cheaper, with a copy of the KV in main memory."""
+        moved = None if self.moved is None else self.moved.copy(sequence)
+        self.leave(sequence)
+        if self.moved is not None and moved is not None:
+            self.moved.keep(sequence.request_id, moved)
+
     def leave(self, sequence: Sequence) -> None:
         """Publish what the sequence has computed, then let go of its cells and its lock."""
         self.publish(sequence)
@@ -256,6 +270,8 @@ class Residency:
         self._let_go(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
+        if self.moved is not None:
+            self.moved.forget(sequence.request_id)
         if sequence.n_computed:
             self.cache.seq_rm(sequence.seq_id)
         self.unlock(sequence)

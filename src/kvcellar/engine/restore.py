@@ -41,6 +41,16 @@ class RowCache(SeqCache, Protocol):
         ...
 
 
+@runtime_checkable
+class ApartCache(RowCache, Protocol):
+    """A cache that may lie in a memory of its own."""
+
+    @property
+    def rows_are_apart(self) -> bool:
+        """True if it does, so that main memory has room for more."""
+        ...
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class HeldPrefix:
     """Cells of a history that the cache holds, protected until ``release``.

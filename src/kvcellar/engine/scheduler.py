@@ -296,7 +296,7 @@ class Scheduler:
     def _give_way(self) -> None:
         """Take the last in order out of the running; it waits until it fits again."""
         victim = max(self.running, key=lambda s: s.order)
-        self.residency.leave(victim)
+        self.residency.give_way(victim)
         self.running.remove(victim)
         victim.draft = NO_DRAFT
         victim.n_preemptions += 1
@@ -345,6 +345,8 @@ class Scheduler:
         """
         n_prefill = self.outcomes.take(batch, verdicts, features, now)
         self.policy.ran(n_prefill, started, now - started)
+        if self.residency.moved is not None:
+            self.residency.moved.ran(n_prefill, now - started)
         if self.residency.snapshots.spacing is not None:
             self.residency.snapshots.spacing.ran(batch.n_tokens, n_prefill, now - started)
         if self.outcomes.speculator is not None:

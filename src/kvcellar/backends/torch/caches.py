@@ -108,6 +108,11 @@ class TorchCache(RowMoves, StateKeeper):
         self._stretches: tuple[StatePlan, tuple[Stretches, ...]] | None = None
         self._batch: tuple[StatePlan, torch.dtype, recurrent.StateBatch] | None = None
 
+    @property
+    def rows_are_apart(self) -> bool:
+        """True if rows lie on a card."""
+        return self.pools.home.type != "cpu"
+
     # The op's face -----------------------------------------------------------------------------
 
     def update_and_attend(

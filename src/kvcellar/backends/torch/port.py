@@ -11,6 +11,7 @@ from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.exact import ExactPool, LayerPool, beside_frozen, frozen_rows
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, Pool
+from kvcellar.backends.torch.shortage import within_memory
 from kvcellar.backends.torch.state_pools import StatePools
 from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.cache_config import CacheConfig
@@ -18,6 +19,8 @@ from kvcellar.types import IntArray, LayerGroup
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.gpu.transfers import RowTransfers
+
+_COPY = "a copy of rows"
 
 
 class TorchPools:
@@ -84,7 +87,8 @@ class TorchPools:
         pools = [self.of_layer[layer] for layer in group.layers]
         transfers = self._transfers()
         if transfers is not None:
-            return transfers.read(pools, cells, group, self.config.kv)
+            read, kv = transfers.read, self.config.kv
+            return within_memory(lambda: read(pools, cells, group, kv), self.home, what=_COPY)
         return host_rows.read(pools, cells, group, self.config.kv)
 
     def write_rows(self, group: LayerGroup, cells: IntArray, given: GroupParts) -> None:
@@ -92,7 +96,8 @@ class TorchPools:
         pools = [self.of_layer[layer] for layer in group.layers]
         transfers = self._transfers()
         if transfers is not None:
-            transfers.write(pools, cells, given, group, self.home)
+            write, home = transfers.write, self.home
+            within_memory(lambda: write(pools, cells, given, group, home), home, what=_COPY)
         else:
             host_rows.write(pools, cells, given, self.home)
 

@@ -1,4 +1,4 @@
-"""Forwards for which a device has no memory: they end, and what they held is free again."""
+"""Work for which a device has no memory: it ends, and what it held is free again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from kvcellar.errors import DeviceMemoryError
 R = TypeVar("R")
 
 
-def within_memory(call: Callable[[], R], device: torch.device, let_go: Callable[[], None]) -> R:
+def within_memory(
+    call: Callable[[], R],
+    device: torch.device,
+    let_go: Callable[[], None] = lambda: None,
+    what: str = "a forward",
+) -> R:
     """Return what a call returns; where a device's memory runs out, free what can be freed.
 
     Args:
         call: works on the device.
         device: whose memory torch keeps for reuse; it is given back then.
         let_go: frees what is kept for speed alone.
+        what: the call, for messages.
 
     Raises:
         DeviceMemoryError: there was no memory for it.
@@ -32,6 +38,6 @@ def within_memory(call: Callable[[], R], device: torch.device, let_go: Callable[
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
     raise DeviceMemoryError(
-        f"a forward found no memory on {device} ({said}); bring fewer tokens in a step, or have "
+        f"{what} found no memory on {device} ({said}); bring fewer tokens in a step, or have "
         f"the cache leave more room: a lower --memory, or a smaller capacity"
     )

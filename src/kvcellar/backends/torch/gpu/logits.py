@@ -60,7 +60,7 @@ class DeviceLogits:
         n_vocab = self._logits.shape[1]
         n_top = min(n_vocab, max(ask.logprobs or 0 for ask in asked))
         parts = [asked[first : first + MOST_ROWS] for first in range(0, len(asked), MOST_ROWS)]
-        told = within_memory(lambda: self._told(parts, n_top), self._logits.device, lambda: None)
+        told = within_memory(lambda: self._told(parts, n_top), self._logits.device)
         return [
             RowChoice(int(row[0]), float(row[1]))
             if ask.logprobs is None
