@@ -12,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
+from kvcellar.engine.speculate.drafter import DraftRequest
+from kvcellar.engine.speculate.ngram import NgramDrafter
 from kvcellar.errors import ConfigError
+from kvcellar.history import History
+from kvcellar.prefix import key_of
 from kvcellar.space import SHARED, Space
 from tests.engine.fakes import FULL_PARAMS, PARAMS, HashRunner, logits_of, make_cache
 from tests.engine.test_engine import VOCAB, make_engine, nothing_is_left
@@ -126,3 +130,26 @@ def test_an_adapter_that_is_not_loaded_is_refused_by_name():
         adapting_engine().submit(Request((1, 2), space=Space("third")))
     with pytest.raises(ConfigError, match="'first' is not loaded; there are: none"):
         make_engine().submit(Request((1, 2), space=Space("first")))
+
+
+# Guesses ------------------------------------------------------------------------------------------
+
+
+def test_guesses_come_from_histories_of_the_same_space():
+    drafter = NgramDrafter((2,))
+    spaces = (SHARED, Space(salt="a"), Space(salt="b"))
+    said = {SHARED: 5, spaces[1]: 6}
+    for i, space in enumerate(said):
+        drafter.propose([DraftRequest(i, History([1, 2, said[space], 7]), 2, space=space)])
+        drafter.ended(i)
+    for i, space in enumerate(spaces, 10):
+        (draft,) = drafter.propose([DraftRequest(i, History([9, 1, 2]), 2, space=space)])
+        assert list(draft.tokens) == ([said[space], 7] if space in said else [])
+
+
+def test_keys_of_spaces_differ_at_every_token_and_are_the_same_for_one():
+    tokens = np.arange(9)
+    keys = [key_of(tokens, Space(salt=salt)) for salt in ("a", "b", "a")]
+    assert (keys[0] != keys[1]).all() and (keys[0] == keys[2]).all()
+    assert key_of(tokens, SHARED) is tokens and (keys[0] & 0xFFFFFFFF == tokens).all()
+    assert (keys[0][:4] == key_of(tokens[:4], Space(salt="a"))).all() and keys[0].min() > 0
