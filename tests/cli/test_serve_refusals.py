@@ -125,7 +125,7 @@ def test_serve_refuses_a_checkpoint_that_is_not_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "the API key is empty"), ("\n", "is empty"), ("ü", "printable ASCII")]
+    ("text", "said"), [("", "API key is empty"), ("\n", "is empty"), ("ü", "printable ASCII")]
 )
 def test_a_file_without_a_key_is_no_key(tmp_path, text, said):
     (tmp_path / "key").write_text(text)

@@ -12,6 +12,7 @@ import kvcellar
 from kvcellar.server.dialogue import Question
 from kvcellar.server.routes.ollama import parsing
 from kvcellar.server.tools import ToolChoice
+from tests.server.live import serving
 
 OPTIONS = {"temperature": 0, "num_predict": 8, "num_ctx": 2048}
 HELLO = [{"role": "user", "content": "def add(a, b):"}]
@@ -28,6 +29,7 @@ def client(live):
 
 
 def test_models_are_listed_and_described(client, live):
+    client.generate("demo")  # it is in memory
     (listed,) = client.list().models
     assert listed.model == "demo" and listed.size > 0 and len(listed.digest) == 64
     shown = client.show("demo:latest")
@@ -39,6 +41,16 @@ def test_models_are_listed_and_described(client, live):
     (running,) = client.ps().models
     assert running.model == "demo" and running.context_length == context
     assert live.get("/api/version")["kvcellar"] == kvcellar.__version__
+
+
+def test_a_model_is_described_the_same_before_it_is_loaded(tmp_path):
+    context_of = {"context_of": lambda path: (4096, 4096)}
+    with serving(tmp_path, models=context_of) as live:
+        before = live.post("/api/show", {"model": "demo"})
+        assert live.service.models.hosts() == []
+        live.post("/api/generate", {"model": "demo", "stream": False})
+        after = live.post("/api/show", {"model": "demo"})
+    assert {**before, "parameters": after["parameters"]} == after
 
 
 def test_a_chat_is_the_same_streamed_and_not(client, live):

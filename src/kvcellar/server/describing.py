@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kvcellar.agents import ModelHost
 from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import KVCellarError
+from kvcellar.models.hub import find_checkpoint
 from kvcellar.models.infill import fill_tokens
+from kvcellar.models.options import no_progress
+from kvcellar.models.runner import HiddenRunner
 from kvcellar.models.sizing import size_model
-from kvcellar.server.dialects import dialect_of
+from kvcellar.models.tokenizer import load_tokenizer
+from kvcellar.server.dialects import dialect_for
+from kvcellar.server.models import ServedModels
 
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
@@ -73,21 +80,62 @@ def describe(path: str) -> Description:
     )
 
 
-def capabilities_of(host: ModelHost) -> list[str]:
-    """Return what a model in memory can, in Ollama's words.
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """Abilities of a model, as its files or its host tell them.
+
+    Attributes:
+        template: its chat template; empty: it has none.
+        context: the longest conversation that it takes, in tokens; None: not known.
+        parameters: its own settings of sampling.
+        capabilities: in Ollama's words.
+    """
+
+    template: str
+    context: int | None
+    parameters: Mapping[str, float]
+    capabilities: tuple[str, ...]
+
+
+def abilities_of(models: ServedModels, path: str) -> Abilities:
+    """Return what a model can do; one that is not in memory is not loaded for it.
+
+    May read files: not for an event loop.
+    """
+    host = models.registry.host(path)
+    if host is None:
+        context = (models.context(path) or (None, None))[0]
+        return replace(_abilities_of_files(models.files_of(path)), context=context)
+    can_embed = host.embedder is not None and isinstance(host.engine.runner, HiddenRunner)
+    words = _capabilities(host.tokenizer, can_embed=can_embed)
+    return Abilities(_template_of(host.tokenizer), host.context, host.sampling, words)
+
+
+@functools.cache
+def _abilities_of_files(path: str) -> Abilities:
+    tokenizer = None
+    with contextlib.suppress(KVCellarError):
+        tokenizer = load_tokenizer(find_checkpoint(path, no_progress))
+    return Abilities(_template_of(tokenizer), None, {}, _capabilities(tokenizer, can_embed=True))
+
+
+def _template_of(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else ""
+
+
+def _capabilities(tokenizer: Any, *, can_embed: bool) -> tuple[str, ...]:
+    """Return what a model can in Ollama's words.
 
     A template that knows no tools is told of them in a system message, so any will do.
     """
-    found = ["completion"]
-    if host.tokenizer is not None and fill_tokens(host.tokenizer) is not None:
-        found.append("insert")
-    if getattr(host.tokenizer, "chat_template", None):
-        found.append("tools")
-    if host.embedder is not None:
-        found.append("embedding")
-    if dialect_of(host).thinks:
-        found.append("thinking")
-    return found
+    found = {
+        "insert": tokenizer is not None and fill_tokens(tokenizer) is not None,
+        "tools": bool(_template_of(tokenizer)),
+        "embedding": can_embed,
+        "thinking": dialect_for(tokenizer).thinks,
+    }
+    return ("completion", *(word for word, is_so in found.items() if is_so))
 
 
 def described_beside(name: str, model: TextEmbedder) -> Description:

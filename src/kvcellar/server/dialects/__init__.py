@@ -6,7 +6,7 @@ Start in ``dialect.py``, which says what a dialect is, then ``formats.py``, whic
 """
 
 from kvcellar.server.dialects.dialect import Dialect, ReasoningMarks
-from kvcellar.server.dialects.known import DIALECTS, choose_dialect, dialect_of
+from kvcellar.server.dialects.known import DIALECTS, choose_dialect, dialect_for, dialect_of
 from kvcellar.server.dialects.parser import AnswerParser
 from kvcellar.server.dialects.parts import Call, CallPart, Part, ReasoningPart, TextPart, is_whole
 
@@ -21,6 +21,7 @@ __all__ = [
     "ReasoningPart",
     "TextPart",
     "choose_dialect",
+    "dialect_for",
     "dialect_of",
     "is_whole",
 ]

@@ -72,7 +72,11 @@ def dialect_of(host: ModelHost, name: str | None = None) -> Dialect:
         host: the model.
         name: of a dialect, where somebody has chosen one.
     """
-    tokenizer: Any = host.tokenizer
+    return dialect_for(host.tokenizer, name)
+
+
+def dialect_for(tokenizer: Any, name: str | None = None) -> Dialect:
+    """Return the dialect of whoever has a tokenizer; None: of a model without one."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if tokenizer is None:
         return choose_dialect(template, name=name)

@@ -13,7 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 import kvcellar
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.describing import Description, capabilities_of, describe, described_beside
+from kvcellar.server.describing import (
+    Description,
+    abilities_of,
+    describe,
+    described_beside,
+)
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.ollama import OllamaName
 from kvcellar.server.service import Service, service_of
@@ -79,18 +84,16 @@ async def show(request: Request, body: OllamaName) -> dict[str, Any]:
         said = described_beside(name, model)
         return _shown(service, name, said, model.context, ["embedding"])
     path = path_of(service, body.model)
-    async with service.models.registry.use(path) as host:
-        said = await asyncio.to_thread(describe, service.models.files_of(path))
-        found = _shown(service, name, said, host.context, capabilities_of(host))
-        template = getattr(host.tokenizer, "chat_template", None)
-        parameters = [f"{name:<30} {value}" for name, value in host.sampling.items()]
-    found["template"] = template if isinstance(template, str) else ""
-    found["parameters"] = "\n".join(parameters)
+    said = await asyncio.to_thread(describe, service.models.files_of(path))
+    can = await asyncio.to_thread(abilities_of, service.models, path)
+    found = _shown(service, name, said, can.context, list(can.capabilities))
+    found["template"] = can.template
+    found["parameters"] = "\n".join(f"{key:<30} {n}" for key, n in can.parameters.items())
     return found
 
 
 def _shown(
-    service: Service, name: str, said: Description, context: int, capabilities: list[str]
+    service: Service, name: str, said: Description, context: int | None, capabilities: list[str]
 ) -> dict[str, Any]:
     return {
         "modelfile": f"FROM {name}\n",
