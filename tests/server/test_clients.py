@@ -460,8 +460,17 @@ def test_notes_are_in_the_log_and_in_streams(live, caplog):
 
 def test_head_is_answered_wherever_get_is_with_the_same_head_and_no_body(live):
     live.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
-    paths = ["/", "/viewer.js", "/health", "/ready", "/v1/models", "/v1/models/demo", "/v1/agents"]
-    for path in (*paths, "/metrics", "/v1/cache", "/openapi.json", "/v1/models/none", "/nowhere"):
+    paths = [
+        "/",
+        "/viewer/main.js",
+        "/health",
+        "/ready",
+        "/v1/models",
+        "/v1/models/demo",
+        "/v1/agents",
+    ]
+    paths += ["/v1/agents", "/metrics", "/v1/cache", "/openapi.json", "/v1/models/none", "/nowhere"]
+    for path in paths:
         got, head = live.http.get(path), live.http.head(path)
         assert head.status_code == got.status_code and head.content == b"", path
         assert head.headers["content-type"] == got.headers["content-type"]

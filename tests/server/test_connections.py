@@ -183,7 +183,7 @@ def test_a_slow_body_is_refused_in_the_end(bounded, monkeypatch):
 
 def test_an_answer_that_is_not_read_does_not_stay(bounded):
     """Nor does its connection, though the server has closed its own end."""
-    big = b"GET /viewer.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    big = b"GET /viewer/vendor/highlight.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(bounded.address)

@@ -175,9 +175,9 @@ def asks(live: Live, ready: dict[str, Any], known: list[Any]) -> dict[str, Calla
     imported = {"content": ready["file"], "params": {"id": "imported"}}
     return {
         "GET /": lambda: http.get("/"),
-        "GET /viewer.css": lambda: http.get("/viewer.css"),
-        "GET /viewer.js": lambda: http.get("/viewer.js"),
-        "GET /favicon.svg": lambda: http.get("/favicon.svg"),
+        "GET /viewer/viewer.css": lambda: http.get("/viewer/viewer.css"),
+        "GET /viewer/main.js": lambda: http.get("/viewer/main.js"),
+        "GET /viewer/favicon.svg": lambda: http.get("/viewer/favicon.svg"),
         "GET /events": lambda: first_line(live, "/events"),
         "GET /health": lambda: get("/health"),
         "GET /ready": lambda: http.get("/ready"),

@@ -48,7 +48,7 @@ def test_a_key_is_wanted_where_one_is_set(strict):
     assert strict.http.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
     assert strict.http.get("/events").status_code == 401
     assert strict.http.get("/metrics").status_code == 401
-    for path in ("/", "/health", "/viewer.js"):
+    for path in ("/", "/health", "/viewer/main.js"):
         assert strict.http.get(path).status_code == 200, "the page asks for the key itself"
     with openai.OpenAI(base_url=f"{strict.url}/v1", api_key="secret", max_retries=0) as client:
         assert client.models.list().data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -96,8 +97,23 @@ def open_page(browser, shown, tmp_path, request):
 
 
 def chosen(page, agent_id):
+    if page.locator("#open-side").is_visible():
+        page.locator("#open-side").click()
     page.locator(f'#tree [data-id="{agent_id}"]').click()
     expect(page.locator("#agent-title")).to_have_text(agent_id)
+
+
+def verb(page, name):
+    """One of the verbs that are in the menu."""
+    page.locator("#verbs summary").click()
+    page.locator(f'[data-verb="{name}"]').click()
+
+
+def sampled(page, **settings):
+    page.locator("#settings-open").click()
+    for name, value in settings.items():
+        page.locator(f"#set-{name}").fill(str(value))
+    page.locator("#settings .primary").click()
 
 
 def shared_cells(page):
@@ -129,10 +145,9 @@ def test_a_fork_stays_chosen_when_an_older_snapshot_comes_late(open_page, shown)
     page.evaluate(
         """() => {
             const real = window.fetch;
-            [window.older, window.hear] = [state.snapshot, takeFromStream];
-            window.takeFromStream = () => {};
+            window.older = page.state.snapshot;
             window.fetch = (path, ...more) => {
-                if (path === "/v1/cache") hear(older);
+                if (path === "/v1/cache") page.takeFromStream(older);
                 return real(path, ...more);
             };
         }"""
@@ -141,11 +156,11 @@ def test_a_fork_stays_chosen_when_an_older_snapshot_comes_late(open_page, shown)
     page.keyboard.press("f")
     expect(title).to_contain_text("late-")
     fork = title.inner_text()
-    page.evaluate("hear(older)")
+    page.evaluate("page.takeFromStream(older)")
     assert title.inner_text() == fork
-    page.evaluate("hear(state.snapshot)")
+    page.evaluate("page.takeFromStream(page.state.snapshot)")
     assert title.inner_text() == fork
-    assert page.evaluate("state.made") is None
+    assert page.evaluate("page.state.made") is None
 
 
 def test_a_prompt_is_answered_and_taken_back(open_page, shown):
@@ -154,8 +169,7 @@ def test_a_prompt_is_answered_and_taken_back(open_page, shown):
     chosen(page, "talker")
     n = shown.get("/v1/agents/talker")["n_turns"]
     expect(page.locator("#talk .user")).to_have_count(n)
-    page.locator("#max").fill("6")
-    page.locator("#temperature").fill("0")
+    sampled(page, max_tokens=6, temperature=0)
     page.locator("#prompt").fill("Say it.")
     page.locator("#prompt").press("Enter")
     expect(page.locator("#took")).to_contain_text("reused")
@@ -287,13 +301,15 @@ def test_what_was_typed_stays_on_an_error_and_when_the_page_is_loaded_again(open
     page.reload()
     expect(page.locator("#agent-title")).to_have_text("typist")
     expect(prompt).to_have_value("Do not lose this.")
-    page.locator("#max").fill("6")
+    sampled(page, max_tokens=6)
     prompt.press("Enter")
     expect(page.locator("#took")).to_contain_text("reused")
     expect(prompt).to_have_value("")
     page.reload()
     expect(page.locator("#agent-title")).to_have_text("typist")
-    assert prompt.input_value() == "" and page.locator("#max").input_value() == "6"
+    page.locator("#settings-open").click()
+    assert prompt.input_value() == "" and page.locator("#set-max_tokens").input_value() == "6"
+    page.keyboard.press("Escape")
     (said,) = (m for m in shown.get("/v1/agents/typist")["messages"] if m["role"] == "user")
     assert said["content"] == "Do not lose this."
 
@@ -314,7 +330,7 @@ def test_each_agent_has_a_draft_and_a_line_of_its_own(open_page, shown):
         shown.post("/v1/agents", {"id": name})
     page = open_page()
     chosen(page, "left")
-    page.locator("#max").fill("4")
+    sampled(page, max_tokens=4)
     page.locator("#prompt").fill("To the left.")
     page.locator("#prompt").press("Enter")
     expect(page.locator("#took")).to_contain_text("reused")
@@ -330,42 +346,70 @@ def test_each_agent_has_a_draft_and_a_line_of_its_own(open_page, shown):
     expect(page.locator("#prompt")).to_have_value("For the right.")
 
 
-def test_enter_during_an_answer_ends_nothing_and_keeps_what_was_typed(
-    open_page, shown, monkeypatch
-):
-    engine = shown.service.models.hosts()[0].engine
+def slowed(monkeypatch, live):
+    """Have the answers of a server come slowly, and not end by themselves."""
+    engine = live.service.models.hosts()[0].engine
     step = engine.step
 
     def slowly():
         time.sleep(0.03)
         return step()
 
-    # The answer is still under way when the page has been elsewhere and is back.
     monkeypatch.setattr(engine, "step", slowly)
     monkeypatch.setattr(engine.outcomes, "eos_token_ids", frozenset())
+
+
+def test_what_is_sent_during_an_answer_waits_for_its_end(open_page, shown, monkeypatch):
+    slowed(monkeypatch, shown)
     shown.post("/v1/agents", {"id": "talking"})
     page = open_page()
     chosen(page, "talking")
-    page.locator("#max").fill("400")
-    page.locator("#prompt").fill("Go on. " * 9)
-    page.locator("#prompt").press("Enter")
+    sampled(page, max_tokens=60)
+    prompt = page.locator("#prompt")
+    prompt.fill("Go on. " * 9)
+    prompt.press("Enter")
     expect(page.locator("#stop")).to_be_visible()
-    expect(page.locator("#prompt")).to_have_value("")
-    page.locator("#prompt").fill("Next.")
-    page.locator("#prompt").press("Enter")
-    page.locator("#max").press("Enter")
-    expect(page.locator("#toast")).to_contain_text("What you typed is kept")
-    assert page.locator("#prompt").input_value() == "Next."
+    expect(prompt).to_have_value("")
+    for text in ("Next.", "And then."):
+        prompt.fill(text)
+        prompt.press("Enter")
+    expect(page.locator("#queue li")).to_have_count(2)
     assert page.locator("#stop").is_visible(), "the answer goes on"
+    page.locator("#queue li").nth(1).locator("button", has_text="Edit").click()
+    expect(prompt).to_have_value("And then.")
     chosen(page, "root")  # looking elsewhere ends nothing either
-    expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("#queue")).to_be_hidden()
     chosen(page, "talking")
     expect(page.locator("#talk .now")).to_be_visible()
+    expect(page.locator("#talk .user").last).to_have_text(re.compile("Next."))
+    expect(page.locator("#queue")).to_be_hidden()
+    shown.until(lambda: shown.get("/v1/agents/talking")["n_turns"] == 2, "two turns")
+    assert prompt.input_value() == "And then."
+    asked = [m["content"] for m in shown.get("/v1/agents/talking")["messages"]][::2]
+    assert asked == [("Go on. " * 9).strip(), "Next."]
+
+
+def test_an_answer_is_stopped_and_what_waits_is_kept(open_page, shown, monkeypatch):
+    slowed(monkeypatch, shown)
+    shown.post("/v1/agents", {"id": "stopped"})
+    page = open_page()
+    chosen(page, "stopped")
+    sampled(page, max_tokens=400)
+    page.locator("#prompt").fill("Go on. " * 9)
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#talk .now")).to_be_visible()
+    page.locator("#prompt").fill("Later.")
+    page.locator("#prompt").press("Enter")
     page.locator("#stop").click()
-    expect(page.locator("#send")).to_be_visible()
-    assert page.locator("#prompt").input_value() == "Next."
-    shown.until(lambda: shown.get("/v1/agents/talking")["state"] == "idle", "the end")
-    assert shown.get("/v1/agents/talking")["n_turns"] == 1
+    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.locator("#queue li")).to_have_count(1)
+    shown.until(lambda: shown.get("/v1/agents/stopped")["state"] == "idle", "the end")
+    assert shown.get("/v1/agents/stopped")["n_turns"] == 1
+    page.reload()
+    expect(page.locator("#queue li")).to_contain_text("Later.")
+    page.locator("#queue button", has_text="Send now").click()
+    expect(page.locator("#queue")).to_be_hidden()
+    page.locator("#stop").click()
 
 
 def test_rewind_keep_and_delete_are_undone_by_a_click_or_a_key(open_page, shown):
@@ -380,26 +424,23 @@ def test_rewind_keep_and_delete_are_undone_by_a_click_or_a_key(open_page, shown)
     page.locator("#agent-title").click()
     page.keyboard.press("r")
     expect(page.locator("#talk .user")).to_have_count(1)
-    expect(page.locator("#toast")).to_contain_text("Undo brings back what was dropped")
+    expect(page.locator("#toast")).to_contain_text("Undo brings it back")
     page.locator("#undo").click()
     expect(page.locator("#talk .user")).to_have_count(2)
     expect(page.locator("#undo")).to_be_hidden()
 
     chosen(page, "kept")
-    page.locator('[data-verb="keep"]').click()
+    verb(page, "keep")
     expect(page.locator('#tree [data-id="sibling"]')).to_have_count(0)
-    expect(page.locator("#toast")).to_have_text(
-        "deleted sibling; Undo brings back what was deleted"
-    )
+    expect(page.locator("#toast-text")).to_have_text("deleted sibling; Undo brings it back")
     page.reload()  # what can be undone is known to the page that is loaded again
     page.locator("#undo").click()
     expect(page.locator('#tree [data-id="sibling"]')).to_have_count(1)
 
     chosen(page, "precious")
-    page.once("dialog", lambda dialog: dialog.accept())
-    page.locator('[data-verb="delete"]').click()
+    verb(page, "delete")
     expect(page.locator('#tree [data-id="precious"]')).to_have_count(0)
-    expect(page.locator("#toast")).to_have_text("deleted precious; Undo brings it back")
+    expect(page.locator("#toast-text")).to_have_text("deleted precious; Undo brings it back")
     page.locator("#agent-title").click()
     page.keyboard.press("u")
     expect(page.locator("#agent-title")).to_have_text("precious")
@@ -410,7 +451,8 @@ def test_rewind_keep_and_delete_are_undone_by_a_click_or_a_key(open_page, shown)
 def test_a_message_is_as_wide_as_a_phone_allows(open_page, shown):
     page = open_page(width=390, height=844)
     expect(page.locator("#status-text")).to_contain_text("demo")
-    page.evaluate("toast('What you typed is kept; send it when the answer has ended, or stop it.')")
+    text = "What you typed is kept; send it when the answer has ended, or stop it at any time."
+    page.evaluate("text => page.toast(text)", text)
     box = page.locator("#toast").bounding_box()
     assert box["width"] > 0.85 * 390 and box["x"] >= 0 and box["x"] + box["width"] <= 390
 
@@ -423,7 +465,7 @@ def test_a_dead_server_is_shown_as_dead_until_it_is_back(open_page, shown):
     shown.post("/v1/agents", {"id": "last-words"})
     expect(page.locator('#tree [data-id="last-words"]')).to_be_visible()
     page.route("**/events", lambda route: route.abort())  # nobody listens any more
-    page.evaluate("watch.silence = 1")
+    page.evaluate("page.watch.silence = 1")
     shown.post("/v1/agents", {"id": "unheard"})  # after this word the open stream has no patience
     expect(banner).to_be_visible()
     expect(banner).to_contain_text("What is shown is as it was at")
@@ -431,7 +473,7 @@ def test_a_dead_server_is_shown_as_dead_until_it_is_back(open_page, shown):
     assert page.evaluate("document.body.classList.contains('stale')")
     chosen(page, "last-words")
     page.locator("#prompt").fill("Typed meanwhile.")
-    page.evaluate("watch.silence = 25000")
+    page.evaluate("page.watch.silence = 25000")
     page.unroute("**/events")
     expect(banner).to_be_hidden()
     expect(page.locator("#status-text")).to_contain_text("demo")

@@ -35,7 +35,7 @@ MOST_HEADER_BYTES = 32 << 10
 _OPEN = ("/health", "/ready")
 """Paths that need no key: they say nothing of what is computed."""
 
-_PAGE = ("/", "/viewer.js", "/viewer.css", "/favicon.svg")
+_PAGE = "/viewer/"
 """The page itself; what it shows needs the key."""
 
 _OWNERS = ("/metrics", "/v1/cache", "/events", "/slots")
@@ -132,7 +132,7 @@ class Guard:
             )
         self._check_host(headers)
         self._check_origin(scope["method"], headers)
-        if self._config.api_key is None or path in _OPEN or path in _PAGE:
+        if self._config.api_key is None or path in (*_OPEN, "/") or path.startswith(_PAGE):
             return
         if self._origins.is_preflight(scope["method"], headers):  # browsers send no key with it
             return
@@ -200,7 +200,8 @@ class Guard:
             **scope["kvcellar.notes"],
         }
         # Whoever looks every second whether it lives is not worth a line.
-        level = logging.DEBUG if scope["path"] in _OPEN else logging.INFO
+        is_dull = scope["path"] in _OPEN or scope["path"].startswith(_PAGE)
+        level = logging.DEBUG if is_dull else logging.INFO
         if error is not None:
             line["error"] = type(error).__name__
             level = logging.ERROR

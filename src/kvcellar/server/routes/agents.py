@@ -18,10 +18,12 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from kvcellar.agents import (
+    CAUSES,
     AgentInfo,
     Dropped,
     Turn,
     TurnEnd,
+    TurnRecord,
     checked_id,
     salt_of,
     without_salt,
@@ -44,7 +46,7 @@ from kvcellar.server.schemas.agents import (
 from kvcellar.server.searching import find_text
 from kvcellar.server.service import Service, service_of
 from kvcellar.server.snapshot import agent_as_json
-from kvcellar.server.streams import Stream, until_gone
+from kvcellar.server.streams import Stream, ended, until_gone
 from kvcellar.server.telling import note, usage_extra
 
 router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
@@ -122,9 +124,9 @@ async def live(request: Request, agent_id: OwnAgent) -> Response:
     ``turn`` has what is answered and the text so far, ``token`` the next piece of text, ``end``
     says that the turn is in the history. The stream goes on with the next turn.
     """
-    agents = service_of(request).agents
-    await agents.directory.find(agent_id)
-    return await sse(request, Stream.of(agents.live.listen(agent_id)), LiveFrames(request))
+    service = service_of(request)
+    await service.agents.directory.find(agent_id)
+    return await sse(request, Stream.of(_heard(service, agent_id)), LiveFrames(request))
 
 
 @router.get("/{agent_id}/why")
@@ -257,7 +259,7 @@ async def describe_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]
     return {
         **_shown(service, info),
         "messages": without_tools(service.agents.directory.conversation(agent_id)),
-        "turns": [dataclasses.asdict(turn) for turn in service.agents.directory.turns(agent_id)],
+        "turns": [_turn_as_json(turn) for turn in service.agents.directory.turns(agent_id)],
     }
 
 
@@ -289,6 +291,14 @@ async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) 
     end = _end(await until_gone(request, to_the_end()))
     _note(request, end)
     return JSONResponse(end, headers={"x-agent-id": without_salt(agent_id)})
+
+
+def _turn_as_json(turn: TurnRecord) -> dict[str, Any]:
+    """Return a turn as routes say it, with advice where it computed something again."""
+    value = dataclasses.asdict(turn)
+    if turn.took is not None and turn.took.cause:
+        value["advice"] = CAUSES[turn.took.cause].format(position=turn.took.n_cached)
+    return value
 
 
 def _dropped_as_json(service: Service, state: Dropped) -> dict[str, Any]:
@@ -357,6 +367,22 @@ def _note(request: Request, end: dict[str, Any]) -> None:
     usage = end["usage"]
     names = ("prompt_tokens", "cached_tokens", "completion_tokens")
     note(request, agent=end["id"], **{name: usage[name] for name in names})
+
+
+async def _heard(service: Service, agent_id: str) -> AsyncGenerator[LiveEvent, None]:
+    """Tell of an agent's turns until the server stops."""
+    closing = asyncio.create_task(service.closing.wait())
+    try:
+        async with contextlib.aclosing(service.agents.live.listen(agent_id)) as events:
+            while True:
+                coming = asyncio.ensure_future(anext(events))
+                await asyncio.wait({coming, closing}, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    await ended(coming)
+                    return
+                yield coming.result()
+    finally:
+        await ended(closing)
 
 
 class LiveFrames(Frames[LiveEvent]):

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from importlib.resources import files
+from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvcellar.server.errors import ApiError
 from kvcellar.server.events import SnapshotFrames, Watch
 from kvcellar.server.replies import sse
 from kvcellar.server.streams import Stream
 
 router = APIRouter()
 
-_FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "viewer.css": "text/css; charset=utf-8",
-    "viewer.js": "text/javascript; charset=utf-8",
-    "favicon.svg": "image/svg+xml",
+_FOLDER = "viewer"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -33,22 +38,12 @@ async def page() -> Response:
     return await _file("index.html")
 
 
-@router.get("/viewer.css", include_in_schema=False)
-async def style() -> Response:
-    """Send the page's styles."""
-    return await _file("viewer.css")
-
-
-@router.get("/viewer.js", include_in_schema=False)
-async def script() -> Response:
-    """Send the page's program."""
-    return await _file("viewer.js")
-
-
-@router.get("/favicon.svg", include_in_schema=False)
-async def icon() -> Response:
-    """Send the page's icon."""
-    return await _file("favicon.svg")
+@router.get("/viewer/{name:path}", include_in_schema=False)
+async def part(name: str) -> Response:
+    """Send one of the page's files: a program, its styles, its icon."""
+    if name not in await asyncio.to_thread(_names):
+        raise ApiError(404, f"the page has no file {name[:200]!r}", "not_found")
+    return await _file(name)
 
 
 @router.get("/events", tags=["Observability"], response_model=None)
@@ -58,7 +53,16 @@ async def events(request: Request) -> Response:
     return await sse(request, Stream.of(watch.snapshots()), SnapshotFrames(request))
 
 
+@functools.cache
+def _names() -> frozenset[str]:
+    """Return the names of the page's files, below its folder."""
+    folder = files("kvcellar.server").joinpath(_FOLDER)
+    own = {one.name for one in folder.iterdir() if one.is_file()}
+    vendor = {f"vendor/{one.name}" for one in folder.joinpath("vendor").iterdir()}
+    return frozenset(name for name in own | vendor if Path(name).suffix in _TYPES)
+
+
 async def _file(name: str) -> Response:
-    data = await asyncio.to_thread(files("kvcellar.server").joinpath("viewer", name).read_bytes)
+    data = await asyncio.to_thread(files("kvcellar.server").joinpath(_FOLDER, name).read_bytes)
     headers = {"Cache-Control": "no-cache", "Content-Security-Policy": _POLICY}
-    return Response(data, media_type=_FILES[name], headers=headers)
+    return Response(data, media_type=_TYPES[Path(name).suffix], headers=headers)

@@ -1,0 +1,316 @@
+// The conversation of the agent that is looked at: what was said, what is being said, what each turn took.
+
+import { $, button, copy, count, el, seconds, toast } from "./dom.js";
+import { drafts } from "./kept.js";
+import { parted, render } from "./markdown.js";
+import { call, events, pathOf, trouble } from "./net.js";
+import { agentOf, colour, on, state, tell } from "./state.js";
+import { choose, fork, verb } from "./verbs.js";
+
+let detail = null; // the agent with its messages and turns, as the server gave it
+let mark = ""; // of what it was like when it was asked for
+let heard = null; // the turn of another client that comes: {id, asked, text}
+let place = null; // a message that a search has found: {id, message}
+
+// What stands above ------------------------------------------------------------------------------
+
+function showHead() {
+  const agent = agentOf(state.chosen);
+  $("verbs").hidden = !agent;
+  if (!agent) {
+    $("agent-title").textContent = state.chosen ?? "A new chat";
+    $("lineage").replaceChildren();
+    return;
+  }
+  const swatch = el("i", { class: "swatch" });
+  swatch.style.background = colour(agent.id);
+  $("agent-title").replaceChildren(swatch, agent.id);
+  const siblings = agent.parent === null ? 0 : state.snapshot.agents.filter((one) => one.parent === agent.parent).length - 1;
+  const parts = [`${agent.model}, ${count(agent.n_tokens)} tokens`];
+  if (agent.parent) {
+    const there = agentOf(agent.parent);
+    parts.push("forked from ", there ? button(agent.parent, () => choose(agent.parent)) : agent.parent, ` at ${count(agent.parent_position)}`);
+    if (siblings > 0) parts.push(`beside ${siblings} other${siblings > 1 ? "s" : ""}`);
+  }
+  const line = JSON.stringify(parts.map((part) => part.textContent ?? part));
+  if ($("lineage").dataset.line === line) return;
+  $("lineage").dataset.line = line;
+  $("lineage").replaceChildren(...parts.flatMap((part, i) => (i && typeof part === "string" && parts[i - 1] && typeof parts[i - 1] === "string" ? [" · ", part] : i === 1 ? [" · ", part] : [part])));
+}
+
+function showMiss() {
+  const miss = agentOf(state.chosen)?.miss;
+  const line = JSON.stringify([state.chosen, miss]);
+  if ($("miss").dataset.mark === line) return;
+  $("miss").dataset.mark = line;
+  if (!miss) { $("miss").replaceChildren(); return; }
+  const details = el("details", { class: "miss" },
+    el("summary", {}, `The last turn computed ${count(miss.tokens_lost)} tokens again: ${miss.cause}`),
+    el("p", {}, miss.advice),
+    miss.was === miss.became ? null : el("p", { class: "dim" }, `The first difference is at token ${count(miss.position)}:`));
+  if (miss.was !== miss.became) details.append(el("pre", { "aria-label": "It was" }, miss.was), el("pre", { "aria-label": "It became" }, miss.became));
+  $("miss").replaceChildren(details);
+}
+
+// What was said ----------------------------------------------------------------------------------
+
+async function showAgent() {
+  showHead();
+  showMiss();
+  const agent = agentOf(state.chosen);
+  if (!agent) {
+    detail = null;
+    mark = "";
+    showTalk();
+    return;
+  }
+  const now = [agent.id, agent.n_tokens, agent.n_turns, agent.used_s].join();
+  if (now === mark) return;
+  mark = now;
+  if (detail?.id !== agent.id) detail = null;
+  try {
+    const found = await call("GET", pathOf(agent.id));
+    if (state.chosen !== agent.id) return;
+    detail = found;
+    showTalk();
+  } catch (error) {
+    if (mark === now) mark = "";
+    toast(trouble(error));
+  }
+}
+
+// Rows are made once and kept for as long as what they show is the same.
+let rows = []; // {key, node}
+function showTalk() {
+  const wanted = detail ? rowsOf(detail) : [];
+  const talk = state.talks.get(state.chosen) ?? (heard?.id === state.chosen ? heard : null);
+  if (talk) {
+    if (talk.asked) wanted.push({ key: `asked:${talk.asked}`, make: () => message({ role: "user", content: talk.asked }) });
+    wanted.push({ key: "now", make: nowRow });
+  }
+  const list = $("talk");
+  const isOther = list.dataset.id !== (state.chosen ?? "");
+  list.dataset.id = state.chosen ?? "";
+  if (isOther) { rows = []; sticks = true; }
+  const made = wanted.map(({ key, make }, i) => (rows[i]?.key === key ? rows[i] : { key, node: make() }));
+  made.forEach(({ node }, i) => { if (list.children[i] !== node) list.insertBefore(node, list.children[i] ?? null); });
+  while (list.children.length > made.length) list.lastChild.remove();
+  rows = made;
+  if (talk) showNow(talk);
+  if (place?.id === state.chosen && detail) showPlace();
+  else toEnd();
+}
+
+// Who reads the end of a conversation stays there; who has scrolled up is left alone.
+let sticks = true;
+$("talk").addEventListener("scroll", () => {
+  const list = $("talk");
+  sticks = list.scrollHeight - list.scrollTop - list.clientHeight < 80;
+});
+function toEnd() {
+  if (!sticks) return;
+  $("talk").scrollTop = $("talk").scrollHeight;
+  requestAnimationFrame(() => { if (sticks) $("talk").scrollTop = $("talk").scrollHeight; }); // rows have their heights now
+}
+
+function rowsOf(agent) {
+  const found = [];
+  const turnOf = (i) => agent.turns.findLastIndex((turn) => turn.n_messages <= i);
+  agent.messages.forEach((said, i) => {
+    const turn = turnOf(i);
+    found.push({ key: `${agent.id}:${i}:${turn}:${JSON.stringify(said)}`, make: () => message(said, i, turn) });
+    const stop = agent.turns[turn + 1]?.n_messages ?? agent.messages.length;
+    if (turn >= 0 && i + 1 === stop) {
+      const isLast = turn + 1 === agent.turns.length;
+      found.push({ key: `turn:${agent.id}:${turn}:${isLast}:${JSON.stringify(agent.turns[turn])}`, make: () => turnRow(agent.turns[turn], turn, isLast) });
+    }
+  });
+  if (!agent.messages.length && agent.n_tokens) {
+    found.push({ key: "tokens", make: () => message({ role: "system", content: `${count(agent.n_tokens)} tokens that are no conversation` }) });
+  }
+  return found;
+}
+
+const NAMES = { user: "You", assistant: "Model", system: "System prompt", tool: "Result of a tool" };
+
+function message(said, i = null, turn = -1) {
+  const { thought, text } = parted(said);
+  const body = el("div", { class: "body" });
+  const acts = el("span", { class: "acts" });
+  const row = el("li", { class: `said-by ${said.role}`, "data-message": i }, el("div", { class: "by" }, NAMES[said.role] ?? said.role, acts));
+  if (thought) row.append(el("details", { class: "thought" }, el("summary", {}, `Thought (${count(thought.length)} characters)`), el("div", {}, thought.trim())));
+  if (text || !(said.tool_calls?.length || thought)) row.append(body);
+  body.append(el("div", { class: "plain" }, text || "(nothing)"));
+  if (said.role === "assistant") whenSeen(row, () => { if (text) body.replaceChildren(markdownOf(text)); });
+  for (const one of said.tool_calls ?? []) row.append(callOf(one));
+  if (i === null) return row;
+  acts.append(button("Copy", () => copy(text), { "aria-label": `Copy message ${i + 1}` }));
+  if (said.role === "user" && turn >= 0) acts.append(button("Edit", () => edit(row, text, turn, i), { "aria-label": `Edit message ${i + 1} and send it again, in a fork` }));
+  return row;
+}
+
+function markdownOf(text) {
+  const holder = el("div", { class: "md" });
+  holder.append(render(text));
+  return holder;
+}
+
+function callOf(one) {
+  const given = one.function?.arguments ?? one.arguments ?? {};
+  return el("div", { class: "call" }, el("b", {}, "Calls "), el("code", {}, one.function?.name ?? one.name ?? "?"),
+    el("pre", {}, typeof given === "string" ? given : JSON.stringify(given, null, 2)));
+}
+
+// Markdown is made of what comes into view, so that a long conversation opens at once.
+const makers = new WeakMap();
+const sight = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    if (!entry.isIntersecting) continue;
+    sight.unobserve(entry.target);
+    makers.get(entry.target)?.();
+    toEnd();
+  }
+}, { root: $("talk"), rootMargin: "600px" });
+function whenSeen(node, make) {
+  makers.set(node, make);
+  sight.observe(node);
+}
+
+// What a turn took, and what can be done from its end.
+function turnRow(turn, i, isLast) {
+  const n = i + 1;
+  const took = turn.took;
+  const said = [`turn ${n}`];
+  if (took) {
+    said.push(`reused ${count(took.n_cached)} of ${count(turn.n_prompt)}${took.n_restored ? `, ${count(took.n_restored)} from disk or RAM` : ""}`);
+    if (took.first_s !== null) said.push(`first word after ${seconds(took.first_s)}`);
+    const n_said = turn.stop - turn.n_prompt;
+    if (n_said > 1) said.push(`${count(n_said)} tokens in ${seconds(took.total_s)}`);
+  } else {
+    said.push(`${count(turn.stop)} tokens`);
+  }
+  return el("li", { class: "place" }, el("span", {}, said.join(" · ")),
+    took?.cause ? el("span", { class: "lost", title: turn.advice }, `computed ${count(took.n_lost)} again: ${took.cause}`) : null,
+    turn.reason === "length" ? el("span", {}, "cut at the limit of tokens") : null,
+    button("Another answer", () => again(i), { "aria-label": `Another answer in turn ${n}, in a fork` }),
+    isLast && turn.reason === "length" ? button("Go on", () => tell("go-on", state.chosen), { "aria-label": "Go on with this answer" }) : null,
+    button("Fork here", () => verb("fork", { turn: n }), { "data-fork": n, "aria-label": `Fork behind turn ${n}` }),
+    isLast ? null : button("Back to here", () => verb("rewind", { turn: n }), { "aria-label": `Rewind to behind turn ${n}` }));
+}
+
+// Said again, in a fork --------------------------------------------------------------------------
+
+async function again(turn) {
+  const stop = detail.turns[turn + 1]?.n_messages ?? detail.messages.length;
+  const asked = detail.messages.slice(detail.turns[turn].n_messages, stop).filter((one) => one.role === "user").at(-1);
+  if (!asked) { toast("there is no message of yours in that turn"); return; }
+  await inFork(turn, parted(asked).text);
+}
+
+async function inFork(turn, text) {
+  try {
+    const made = await fork(state.chosen, { turn });
+    tell("send", made.id, text);
+    return true;
+  } catch (error) {
+    toast(trouble(error));
+    return false;
+  }
+}
+
+function edit(row, text, turn, i) {
+  const key = `edit:${state.chosen}:${i}`;
+  const area = el("textarea", { "aria-label": "Your message, changed" });
+  area.value = drafts.get(key) || text;
+  area.addEventListener("input", () => drafts.set(key, area.value));
+  const close = () => { form.remove(); row.querySelector(".body").hidden = false; };
+  const form = el("form", { class: "edit" }, area,
+    el("div", { class: "row" }, button("Cancel", () => { drafts.set(key, ""); close(); }), el("button", { class: "primary" }, "Send in a fork")));
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    if (!area.value.trim()) return;
+    if (await inFork(turn, area.value)) { drafts.set(key, ""); close(); }
+  });
+  row.querySelector(".body").hidden = true;
+  row.append(form);
+  area.focus();
+}
+
+// What is being said -----------------------------------------------------------------------------
+
+function nowRow() {
+  return el("li", { class: "said-by assistant now" }, el("div", { class: "by" }, NAMES.assistant), el("div", { class: "body" }));
+}
+
+let drawn = 0;
+let later;
+function showNow(talk) {
+  const body = $("talk").querySelector(".now .body");
+  if (!body) return;
+  clearTimeout(later);
+  const wait = 120 - (performance.now() - drawn);
+  if (wait > 0) { later = setTimeout(() => showNow(talk), wait); return; }
+  drawn = performance.now();
+  const { thought, text } = parted({ content: talk.text });
+  const parts = [];
+  if (thought) parts.push(el("details", { class: "thought", open: !text }, el("summary", {}, "Thinking"), el("div", {}, thought.trim())));
+  parts.push(markdownOf(text));
+  body.replaceChildren(...parts);
+  toEnd();
+}
+
+on("talk", (id) => { if (id === state.chosen) showTalk(); });
+on("piece", (id) => { if (id === state.chosen) showNow(state.talks.get(id)); });
+on("talked", (id, text) => {
+  if (id === state.chosen) $("heard").textContent = text.slice(0, 2000);
+});
+
+// Turns that others ask for are heard while their agent is looked at.
+let listening = null;
+async function listen(id) {
+  listening?.abort();
+  const controller = listening = new AbortController();
+  heard = null;
+  while (id !== null && !controller.signal.aborted) {
+    try {
+      for await (const event of events(pathOf(id, "live"), { signal: controller.signal })) {
+        const value = JSON.parse(event.data);
+        if (event.name === "turn") heard = { id, asked: value.asked, text: value.text };
+        else if (event.name === "token" && heard) heard.text += value.text;
+        else if (event.name === "end") { heard = null; mark = ""; }
+        if (state.talks.has(id) || id !== state.chosen) continue;
+        if (event.name === "token" && $("talk").querySelector(".now")) showNow(heard);
+        else if (event.name === "end") await showAgent().then(showTalk);
+        else showTalk();
+      }
+    } catch (error) {
+      if (controller.signal.aborted || error.status === 404) return;
+    }
+    await new Promise((done) => setTimeout(done, 2000));
+  }
+}
+
+// A place that was searched for ------------------------------------------------------------------
+
+function showPlace() {
+  const row = $("talk").querySelector(`[data-message="${place.message}"]`);
+  if (!row) return;
+  place = null;
+  sticks = false;
+  row.scrollIntoView({ block: "center" });
+  row.classList.add("lit");
+  setTimeout(() => row.classList.remove("lit"), 4000);
+}
+
+on("place", (id, number) => {
+  place = { id, message: number };
+  if (detail?.id === id) showPlace();
+});
+on("chosen", (id) => {
+  mark = "";
+  detail = null;
+  showTalk();
+  listen(id);
+});
+on("shown", showAgent);
+on("answered", () => { mark = ""; return showAgent(); });

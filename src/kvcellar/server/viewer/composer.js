@@ -1,0 +1,270 @@
+// What one writes: sent when the agent is free, kept until the server has it.
+
+import { $, button, count, el, seconds, toast } from "./dom.js";
+import { drafts, files, inBrowser, move, queues, samplings } from "./kept.js";
+import { call, events, pathOf, trouble } from "./net.js";
+import { agentOf, on, state, tell } from "./state.js";
+import { create, refresh } from "./verbs.js";
+
+const took = new Map(); // agent's id -> what its last turn from here took, in words
+const MOST_BYTES = 1 << 20; // of one file
+
+// The box ----------------------------------------------------------------------------------------
+
+const prompt = $("prompt");
+function grow() {
+  prompt.style.height = "auto";
+  prompt.style.height = `${Math.min(prompt.scrollHeight + 2, window.innerHeight * 0.4)}px`;
+}
+function fill(text) {
+  prompt.value = text;
+  grow();
+}
+prompt.addEventListener("input", () => { drafts.set(state.chosen, prompt.value); grow(); });
+prompt.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
+  if (event.key === "Escape") { if (state.talks.has(state.chosen)) stop(); else prompt.blur(); }
+});
+$("ask").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+export const stop = () => state.talks.get(state.chosen)?.controller.abort();
+$("stop").addEventListener("click", stop);
+
+function show() {
+  const isTalking = state.talks.has(state.chosen);
+  $("stop").hidden = !isTalking;
+  $("send").textContent = isTalking ? "Queue" : "Send";
+  $("took").textContent = took.get(state.chosen) ?? "";
+  showQueue();
+  showFiles();
+}
+on("chosen", (id) => { fill(drafts.get(id)); show(); });
+on("talk", show);
+
+// What is asked ----------------------------------------------------------------------------------
+
+function whole() {
+  const parts = files.get(state.chosen).map(({ name, text }) => `File ${name}:\n\n${fenced(text)}`);
+  return [prompt.value.trim(), ...parts].filter(Boolean).join("\n\n");
+}
+function fenced(text) { // in more marks than the text itself has in a row
+  const most = Math.max(2, ...[...text.matchAll(/`+/g)].map((found) => found[0].length));
+  const fence = "`".repeat(most + 1);
+  return `${fence}\n${text}${text.endsWith("\n") ? "" : "\n"}${fence}`;
+}
+function clear(id) {
+  drafts.set(id, "");
+  files.set(id, []);
+  if (state.chosen === id) { fill(""); showFiles(); }
+}
+
+async function ask() {
+  const text = whole();
+  if (!text) return;
+  let id = state.chosen;
+  if (id === null || !agentOf(id)) {
+    try {
+      const from = id;
+      id = (await create(id === null ? {} : { id })).id;
+      if (from !== id) move(from, id);
+      if (state.chosen === id) fill(drafts.get(id));
+    } catch (error) {
+      toast(trouble(error));
+      return;
+    }
+  }
+  if (state.talks.has(id) || queues.get(id).length) {
+    queues.set(id, [...queues.get(id), text]);
+    clear(id);
+    show();
+    if (!state.talks.has(id)) next(id);
+    return;
+  }
+  await send(id, text, () => clear(id));
+}
+
+// `taken` is called when the text is in the history; until then whoever has it keeps it.
+async function send(id, text, taken) {
+  const body = { text, ...samplingOf(id) };
+  const isOk = await talk(id, text, body, taken);
+  if (isOk) next(id);
+}
+
+async function talk(id, asked, body, taken = () => {}) {
+  const now = { controller: new AbortController(), asked, text: "" };
+  state.talks.set(id, now);
+  took.delete(id);
+  tell("talk", id);
+  let isTaken = false;
+  const take = () => { if (!isTaken) { isTaken = true; taken(); } };
+  let hasEnded = false;
+  try {
+    for await (const event of events(pathOf(id, "generate"), { body: { ...body, stream: true }, signal: now.controller.signal })) {
+      const value = JSON.parse(event.data);
+      if (event.name === "token") { take(); now.text += value.text; tell("piece", id); }
+      if (event.name === "error") throw new Error(value.error.message);
+      if (event.name === "end") { hasEnded = true; take(); took.set(id, inWords(value.usage)); tell("talked", id, value.text); }
+    }
+    if (!hasEnded) throw new Error("the answer was cut off");
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      toast(trouble(error));
+      if (isTaken && asked && !drafts.get(id)) { // how much of it the server has is not known
+        drafts.set(id, asked);
+        if (state.chosen === id) fill(asked);
+      }
+    }
+  }
+  state.talks.delete(id);
+  tell("talk", id);
+  await tell("answered", id);
+  refresh().catch(() => {});
+  return hasEnded;
+}
+
+function inWords(usage) {
+  const first = usage.time_to_first_token_s;
+  return `reused ${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)}`
+    + (usage.restored_tokens ? `, ${count(usage.restored_tokens)} restored` : "")
+    + (first === null ? "" : `; first word after ${seconds(first)}`);
+}
+
+on("send", (id, text) => {
+  queues.set(id, [...queues.get(id), text]);
+  show();
+  next(id);
+});
+on("go-on", (id) => { if (!state.talks.has(id)) talk(id, "", { continue: true, ...samplingOf(id) }); });
+
+// What waits -------------------------------------------------------------------------------------
+
+// The first of the queue leaves it when the server has it.
+function next(id) {
+  const [first] = queues.get(id);
+  if (first === undefined || state.talks.has(id)) return;
+  send(id, first, () => { queues.set(id, queues.get(id).slice(1)); show(); });
+}
+
+function showQueue() {
+  const id = state.chosen;
+  const waiting = queues.get(id);
+  $("queue").hidden = !waiting.length;
+  $("queue").replaceChildren(...waiting.map((text, i) => el("li", {}, el("span", { title: text }, text),
+    i || state.talks.has(id) ? null : button("Send now", () => next(id)),
+    button("Edit", () => { take(id, i); drafts.set(id, [text, prompt.value].filter(Boolean).join("\n")); fill(drafts.get(id)); prompt.focus(); }, { "aria-label": "Take it back and edit it" }),
+    button("✕", () => { take(id, i); toast("it is not sent", () => { queues.set(id, waiting); show(); }); }, { "aria-label": "Do not send this" }))));
+}
+function take(id, i) {
+  queues.set(id, queues.get(id).filter((_, at) => at !== i));
+  show();
+}
+
+// Files ------------------------------------------------------------------------------------------
+
+async function add(list) {
+  const id = state.chosen;
+  for (const file of list) {
+    if (file.size > MOST_BYTES) { toast(`${file.name} has ${count(file.size)} bytes; a text file of up to 1 MiB can go with a message`); continue; }
+    try {
+      const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+      if (text.includes("\0")) throw new TypeError("it has zeros");
+      if (!files.set(id, [...files.get(id), { name: file.name, text }])) toast(`${file.name} is too large for this browser to keep`);
+    } catch {
+      toast(`${file.name} is no text`);
+    }
+  }
+  showFiles();
+  prompt.focus();
+}
+function showFiles() {
+  const id = state.chosen;
+  const there = files.get(id);
+  $("files").hidden = !there.length;
+  $("files").replaceChildren(...there.map(({ name, text }, i) => el("li", {}, el("span", {}, `${name}, ${count(text.length)} characters`),
+    button("✕", () => { files.set(id, there.filter((_, at) => at !== i)); showFiles(); }, { "aria-label": `Leave ${name} out` }))));
+}
+$("attach").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", () => { add([...$("file").files]); $("file").value = ""; });
+for (const kind of ["dragenter", "dragover"]) document.addEventListener(kind, (event) => {
+  if (![...event.dataTransfer.types].includes("Files")) return;
+  event.preventDefault();
+  $("ask").classList.add("over");
+});
+document.addEventListener("dragleave", (event) => { if (!event.relatedTarget) $("ask").classList.remove("over"); });
+document.addEventListener("drop", (event) => {
+  $("ask").classList.remove("over");
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  add([...event.dataTransfer.files]);
+});
+prompt.addEventListener("paste", (event) => {
+  if (!event.clipboardData.files.length) return;
+  event.preventDefault();
+  add([...event.clipboardData.files]);
+});
+
+// Sampling ---------------------------------------------------------------------------------------
+
+const FIELDS = [
+  ["max_tokens", "Tokens at most", { min: 1, step: 1 }], ["temperature", "Temperature", { min: 0, max: 2, step: 0.1 }],
+  ["top_p", "top-p", { min: 0, max: 1, step: 0.01 }], ["top_k", "top-k", { min: 0, step: 1 }],
+  ["min_p", "min-p", { min: 0, max: 1, step: 0.01 }], ["repetition_penalty", "Repetition penalty", { min: 0.1, step: 0.05 }],
+  ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: 0.1 }], ["seed", "Seed", { min: 0, step: 1 }],
+];
+$("settings-fields").append(...FIELDS.map(([name, label, more]) => el("label", {}, label, el("input", { type: "number", name, id: `set-${name}`, ...more }))));
+
+function samplingOf(id) {
+  const own = samplings.get(id);
+  return Object.keys(own).length ? own : samplings.get("");
+}
+export function askSampling() {
+  const values = samplingOf(state.chosen);
+  for (const [name] of FIELDS) $(`set-${name}`).value = values[name] ?? "";
+  $("settings").showModal();
+}
+$("settings-open").addEventListener("click", askSampling);
+$("settings-clear").addEventListener("click", () => { for (const [name] of FIELDS) $(`set-${name}`).value = ""; });
+$("settings").addEventListener("close", () => {
+  const values = {};
+  for (const [name] of FIELDS) {
+    const input = $(`set-${name}`);
+    if (input.value !== "" && input.validity.valid) values[name] = Number(input.value);
+  }
+  samplings.set(state.chosen, values);
+  if (!Object.keys(samplings.get("")).length) samplings.set("", values); // the next new chat begins so
+});
+
+// A new agent ------------------------------------------------------------------------------------
+
+export function askNew() {
+  const kept = inBrowser.get("make", {});
+  $("make-name").value = kept.name ?? "";
+  $("make-system").value = kept.system ?? "";
+  const names = state.snapshot?.states.map((one) => one.name) ?? [];
+  $("make-model").replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+  if (state.model) $("make-model").value = state.model;
+  $("make-trouble").textContent = "";
+  $("make").showModal();
+}
+const keepMake = () => inBrowser.set("make", { name: $("make-name").value, system: $("make-system").value });
+$("make-name").addEventListener("input", keepMake);
+$("make-system").addEventListener("input", keepMake);
+$("make-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const body = { model: $("make-model").value || undefined, id: $("make-name").value || undefined, system: $("make-system").value || undefined };
+  try {
+    await create(body);
+    inBrowser.set("make", null);
+    $("make").close();
+    prompt.focus();
+  } catch (error) {
+    $("make-trouble").textContent = trouble(error);
+  }
+});
+$("new-more").addEventListener("click", askNew);
+
+// A chat without a name becomes an agent with its first message.
+export function newChat() {
+  tell("choose", null);
+  prompt.focus();
+}
+$("new").addEventListener("click", newChat);

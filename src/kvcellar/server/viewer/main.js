@@ -1,0 +1,167 @@
+// The page: one stream of snapshots in, a few verbs out. No build step; three libraries in vendor/.
+
+import "./cellar.js";
+import "./chat.js";
+import { askNew, newChat, stop } from "./composer.js";
+import { $, el, percent, toast } from "./dom.js";
+import { openFamily } from "./family.js";
+import { inBrowser, inTab } from "./kept.js";
+import { events } from "./net.js";
+import "./side.js";
+import { agentOf, model, on, state, tell } from "./state.js";
+import { choose, undo, verb } from "./verbs.js";
+
+// The stream of snapshots ------------------------------------------------------------------------
+
+// It speaks every ten seconds at least. One that is silent for longer has no server behind it.
+export const watch = { silence: 25000 };
+
+async function follow() {
+  for (let wait = 500; ; wait = Math.min(4000, wait * 2)) {
+    const controller = new AbortController();
+    let timer;
+    const heard = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => controller.abort(new Error("it says nothing any more")), watch.silence);
+    };
+    try {
+      heard();
+      for await (const event of events("/events", { signal: controller.signal, heard })) {
+        wait = 500;
+        if (event.name === "snapshot") { alive(); takeFromStream(JSON.parse(event.data)); }
+        if (event.name === "closing") break;
+      }
+      dead("The server has stopped.");
+    } catch (error) {
+      dead(error instanceof TypeError ? "The server does not answer." : `Not connected: ${error.message}.`);
+    }
+    clearTimeout(timer);
+    controller.abort();
+    await new Promise((done) => setTimeout(done, wait));
+  }
+}
+
+// The stream's snapshots come in order, but one may have been made before the answer to a verb.
+export function takeFromStream(snapshot) {
+  if (state.made !== null) {
+    if (!snapshot.agents.some((agent) => agent.id === state.made)) return;
+    state.made = null;
+  }
+  take(snapshot);
+}
+
+function take(snapshot) {
+  const isFirst = state.snapshot === null;
+  state.snapshot = snapshot;
+  const names = snapshot.models.map((one) => one.name);
+  if (!names.includes(state.model)) state.model = names[0] ?? null;
+  if (isFirst || (state.chosen !== null && !agentOf(state.chosen) && state.made !== state.chosen)) chooseAgain(isFirst);
+  showStatus(names);
+  tell("shown");
+}
+
+// The agent that was looked at before, or the latest; where that is gone, its place stays a new chat's.
+function chooseAgain(isFirst) {
+  const before = inTab.get("chosen");
+  choose(agentOf(before) ? before : isFirst && before === null ? state.snapshot.agents.at(-1)?.id ?? null : null);
+}
+
+on("snapshot", take);
+on("choose", choose);
+
+// What is shown is as it was, and says so, until the stream is back.
+function dead(why) {
+  say("bad", "no connection");
+  if (!$("dead").hidden) return;
+  const since = new Date().toLocaleTimeString();
+  $("dead").textContent = state.snapshot
+    ? `${why} What is shown is as it was at ${since}. Trying again until it is back; what you type is kept.`
+    : `${why} Trying again until it is back.`;
+  $("dead").hidden = false;
+  document.body.classList.add("stale");
+}
+function alive() {
+  $("dead").hidden = true;
+  document.body.classList.remove("stale");
+}
+
+function say(kind, text) {
+  document.querySelector(".dot").className = `dot ${kind}`;
+  if ($("status-text").textContent !== text) $("status-text").textContent = text;
+}
+
+function showStatus(names) {
+  const moving = state.snapshot.states.find((one) => ["loading", "leaving"].includes(one.state));
+  const failed = state.snapshot.states.find((one) => one.state === "failed");
+  const now = model();
+  if (moving) say("", `${moving.name} is ${moving.state} ${moving.fraction ? percent(moving.fraction) : ""}`);
+  else if (failed) say("bad", `${failed.name} failed: ${failed.detail}`);
+  else if (now) say("ok", `${now.name}, K and V in ${now.kv_dtype}${now.block_size > 1 ? `, blocks of ${now.block_size} cells` : ""}`);
+  else say("", "no model in memory; the next request loads one");
+  $("model").hidden = names.length < 2;
+  if ($("model").dataset.names !== names.join()) {
+    $("model").dataset.names = names.join();
+    $("model").replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+  }
+  $("model").value = state.model ?? "";
+}
+$("model").addEventListener("change", () => { state.model = $("model").value; take(state.snapshot); });
+
+// Drawers ----------------------------------------------------------------------------------------
+
+const isNarrow = matchMedia("(max-width: 1180px)");
+function openCellar(isOpen) {
+  $("cellar").hidden = !isOpen;
+  $("frame").classList.toggle("no-cellar", !isOpen);
+  $("open-cellar").ariaExpanded = isOpen;
+  if (!isNarrow.matches) inBrowser.set("cellar", isOpen);
+  if (state.snapshot) tell("shown");
+}
+function openSide(isOpen) {
+  $("side").classList.toggle("open", isOpen);
+  $("open-side").ariaExpanded = isOpen;
+}
+$("open-cellar").addEventListener("click", () => openCellar($("cellar").hidden));
+$("close-cellar").addEventListener("click", () => { openCellar(false); $("open-cellar").focus(); });
+$("open-side").addEventListener("click", () => openSide(!$("side").classList.contains("open")));
+isNarrow.addEventListener("change", () => openCellar(!isNarrow.matches && inBrowser.get("cellar", true)));
+openCellar(!isNarrow.matches && inBrowser.get("cellar", true));
+on("chosen", () => openSide(false));
+on("choose", () => openSide(false));
+
+for (const close of document.querySelectorAll("[data-close]")) close.addEventListener("click", () => $(close.dataset.close).close());
+document.addEventListener("click", (event) => { // a menu closes when something else is clicked
+  for (const menu of document.querySelectorAll("details.menu[open]")) if (!menu.contains(event.target)) menu.open = false;
+});
+
+// Keys and looks ---------------------------------------------------------------------------------
+
+document.addEventListener("keydown", (event) => {
+  if (event.target.closest("input, textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const action = {
+    f: () => verb("fork", {}), r: () => verb("rewind", {}), p: () => verb("pause"), u: undo, n: newChat, t: openFamily,
+    c: () => openCellar($("cellar").hidden), s: () => { openSide(true); $("search").focus(); }, N: askNew,
+    "/": () => $("prompt").focus(), "?": () => $("help").showModal(), Escape: stop,
+  }[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+});
+$("help-open").addEventListener("click", () => $("help").showModal());
+
+const THEMES = { auto: ["light", "◐", "as the system"], light: ["dark", "☀", "light"], dark: ["auto", "☾", "dark"] };
+function wear(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  const [, sign, name] = THEMES[theme];
+  $("theme").textContent = sign;
+  $("theme").setAttribute("aria-label", `Theme: ${name}`);
+  inBrowser.set("theme", theme);
+  if (state.snapshot) tell("shown");
+}
+$("theme").addEventListener("click", () => wear(THEMES[inBrowser.get("theme", "auto")][0]));
+wear(inBrowser.get("theme", "auto"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (state.snapshot) tell("shown"); });
+
+window.page = { state, tell, toast, watch, takeFromStream }; // for whoever looks at the page from its console
+follow();

@@ -1,0 +1,62 @@
+// Text of models as Markdown. It is hostile until proven otherwise: what the renderer makes is cleaned, no
+// picture is fetched, no style, form or id is let through, and links open elsewhere without a referrer.
+
+import { marked } from "./vendor/marked.js";
+import highlight from "./vendor/highlight.js";
+import { button, copy, el } from "./dom.js";
+
+const MOST_HIGHLIGHTED = 20000; // characters of one piece of code
+
+const CLEAN = {
+  ALLOWED_TAGS: ["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "em", "strong", "del", "a", "table", "thead", "tbody", "tr", "th", "td"],
+  ALLOWED_ATTR: ["href", "class", "start"],
+  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  RETURN_DOM_FRAGMENT: true,
+};
+
+marked.use({
+  gfm: true,
+  breaks: true,
+  renderer: {
+    html: ({ text }) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"), // markup of a model is text
+    image: ({ href, text }) => `<a href="${encodeURI(href)}">${text || "picture"}</a>`,
+  },
+});
+
+export function render(text) {
+  const made = window.DOMPurify.sanitize(marked.parse(text), CLEAN);
+  for (const link of made.querySelectorAll("a")) {
+    if (!link.getAttribute("href")) { link.replaceWith(...link.childNodes); continue; }
+    link.target = "_blank";
+    link.rel = "noopener noreferrer nofollow";
+  }
+  for (const code of made.querySelectorAll("pre > code")) code.parentElement.replaceWith(codeBlock(code));
+  for (const node of made.querySelectorAll("[class]")) if (!node.closest(".code")) node.removeAttribute("class");
+  return made;
+}
+
+function codeBlock(code) {
+  const text = code.textContent;
+  const named = [...code.classList].find((one) => one.startsWith("language-"))?.slice(9) ?? "";
+  const known = highlight.getLanguage(named) ? named : "";
+  const inside = el("code");
+  if (known && text.length <= MOST_HIGHLIGHTED) {
+    inside.append(window.DOMPurify.sanitize(highlight.highlight(text, { language: known, ignoreIllegals: true }).value, { ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], RETURN_DOM_FRAGMENT: true }));
+  } else {
+    inside.textContent = text;
+  }
+  return el("div", { class: "code" },
+    el("div", { class: "bar" }, el("span", {}, named || "code"), button("Copy", () => copy(text), { "aria-label": "Copy this code" })),
+    el("pre", { tabindex: "0" }, inside));
+}
+
+const THOUGHT = /^\s*<think>([\s\S]*?)(?:<\/think>|$)/;
+
+// Reasoning apart from what is said: as the server has it, or where a text begins with its marks.
+export function parted(message) {
+  const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content) : "";
+  const given = message.reasoning_content ?? message.reasoning ?? message.thinking;
+  if (given) return { thought: String(given), text: content };
+  const found = content.match(THOUGHT);
+  return found ? { thought: found[1], text: content.slice(found[0].length).trimStart() } : { thought: "", text: content };
+}

@@ -1,0 +1,112 @@
+// What is done to agents: each is one call, says what it did, and can be undone where something went.
+
+import { $, count, toast } from "./dom.js";
+import { inTab } from "./kept.js";
+import { call, download, pathOf, trouble } from "./net.js";
+import { agentOf, state, tell } from "./state.js";
+
+export function choose(id) {
+  if (id !== state.chosen) {
+    state.chosen = id;
+    inTab.set("chosen", id);
+    tell("chosen", id);
+  }
+  const agent = agentOf(id);
+  if (agent && state.snapshot.models.some((one) => one.name === agent.model)) state.model = agent.model;
+  if (state.snapshot) tell("shown");
+}
+
+// An agent that was just made is looked at. Others may delete it before the stream lists it: so not for ever.
+export function lookAtNew(id) {
+  choose(id);
+  state.made = id;
+  setTimeout(() => { if (state.made === id) state.made = null; }, 10000);
+}
+
+export async function refresh() {
+  tell("snapshot", await call("GET", "/v1/cache"));
+}
+
+export async function create(body = {}) {
+  const agent = await call("POST", "/v1/agents", { ...(state.model ? { model: state.model } : {}), ...body });
+  lookAtNew(agent.id);
+  await refresh();
+  return agent;
+}
+
+export async function fork(id, body = {}) {
+  const done = await call("POST", pathOf(id, "fork"), body);
+  lookAtNew(done.id);
+  toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`);
+  await refresh();
+  return done;
+}
+
+const DO = {
+  fork,
+  async rewind(id, body = {}) {
+    const done = await call("POST", pathOf(id, "rewind"), body);
+    dropped(id, `${id} went back to ${count(done.n_tokens)} tokens`);
+  },
+  async keep(id) {
+    const done = await call("POST", pathOf(id, "keep"));
+    if (done.deleted.length) dropped(id, `deleted ${done.deleted.join(", ")}`);
+    else toast("it has no siblings");
+  },
+  async delete(id) {
+    await call("DELETE", pathOf(id));
+    state.made = null;
+    dropped(id, `deleted ${id}`);
+  },
+  async pause(id) { toast((await call("POST", pathOf(id, "pause"))).state === "paused" ? `all of ${id} is on disk` : `${id} goes on`); },
+  async resume(id) {
+    const done = await call("POST", pathOf(id, "resume"));
+    toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
+  },
+  async export(id) { await download(pathOf(id, "export"), `${id}.kvcellar`); },
+};
+
+export async function verb(name, body, id = state.chosen) {
+  if (!id) return;
+  try {
+    await DO[name](id, body);
+    await refresh();
+  } catch (error) {
+    toast(trouble(error));
+  }
+}
+
+// What rewind, keep and delete have dropped can be brought back, the last first; also after a reload.
+let undoable = inTab.get("undo", []);
+function keepUndoable() {
+  inTab.set("undo", undoable.slice(-50));
+  $("undo").hidden = !undoable.length;
+  $("undo").title = undoable.length ? `Bring back what was dropped of ${undoable.at(-1)} (u)` : "";
+}
+function dropped(id, said) {
+  undoable.push(id);
+  keepUndoable();
+  toast(`${said}; Undo brings it back`, undo);
+}
+export async function undo() {
+  const id = undoable.at(-1);
+  if (id === undefined) return;
+  try {
+    const done = await call("POST", pathOf(id, "undo"));
+    undoable.pop();
+    toast(`${done.restored.map((agent) => agent.id).join(", ")} ${done.restored.length > 1 ? "are" : "is"} as before`);
+    if (done.restored.length) lookAtNew(done.restored.at(-1).id);
+    await refresh();
+  } catch (error) {
+    if (error.status === 404 || error.status === 409) undoable.pop();
+    toast(trouble(error));
+  }
+  keepUndoable();
+}
+keepUndoable();
+$("undo").addEventListener("click", undo);
+$("verbs").addEventListener("click", (event) => {
+  if (!event.target.dataset.verb) return;
+  event.target.closest("details")?.removeAttribute("open");
+  verb(event.target.dataset.verb);
+});

@@ -1,0 +1,344 @@
+"""The page as a place to talk: Markdown, forks by editing, search, what others say, files."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from importlib.resources import files
+
+import pytest
+from playwright.sync_api import expect
+
+from kvcellar.agents import Turn
+from kvcellar.engine import SamplingParams
+from tests.server.live import serving
+from tests.server.test_viewer import (
+    SHORT,
+    browser,
+    chosen,
+    open_page,
+    pytestmark,
+    sampled,
+    shown,
+    slowed,
+)
+
+__all__ = ["browser", "open_page", "pytestmark", "shown"]
+
+HOSTILE = """# Title
+
+Here is **bold**, `code` and a [link](https://example.com/a?b=c).
+
+```python
+def add(a, b):  # adds
+    return a + b
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+<img src=x onerror="document.title='owned'">
+<script>document.title='owned'</script>
+<style>body { display: none }</style>
+<form action="//evil"><button>Press</button></form>
+[bad](javascript:document.title='owned') ![spy](https://evil/spy.png)
+<a href="#" id="prompt" style="position:fixed">x</a>
+```html"><script>document.title='owned'</script>
+<b>
+```
+"""
+
+
+def said(live, agent_id, *messages):
+    """Give an agent a conversation whose answers are these texts, as far as the page can tell."""
+    live.post("/v1/agents", {"id": agent_id})
+
+    async def turn():
+        asked = [{"role": "user", "content": "Ask."}]
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        for text in messages:
+            turn = Turn(agent_id, messages=asked, params=params, answer=lambda _, text=text: text)
+            async for _ in live.service.agents.turns.generate(turn):
+                pass
+            asked = [*asked, text, {"role": "user", "content": "More."}]
+
+    live.run(turn())
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+# What is said -------------------------------------------------------------------------------------
+
+
+def test_markdown_is_shown_and_nothing_of_a_stranger_runs(open_page, shown):
+    said(shown, "writer", answer(HOSTILE))
+    page = open_page()
+    chosen(page, "writer")
+    body = page.locator("#talk .assistant .md")
+    expect(body.locator("strong")).to_have_text("bold")
+    expect(body.locator("table td").first).to_have_text("1")
+    expect(body.locator(".code").first.locator(".bar span")).to_have_text("python")
+    expect(body.locator(".hljs-keyword").first).to_have_text("def")
+    expect(body.get_by_role("link", name="link")).to_have_attribute("rel", re.compile("noopener"))
+    for tag in ("img", "script", "style", "form", "iframe", "svg", "input"):
+        assert body.locator(tag).count() == 0, tag
+    assert body.locator("[onerror], [style], [id]").count() == 0
+    hrefs = body.locator("a").evaluate_all("all => all.map((a) => a.getAttribute('href'))")
+    assert all(href.startswith("https://") for href in hrefs)
+    expect(body).to_contain_text("<script>")
+    assert page.title() == "kvcellar" and page.locator("#prompt").count() == 1
+
+
+def test_names_reasoning_and_calls_of_strangers_are_text(open_page, shown):
+    evil = "<img src=x onerror=\"document.title='owned'\">"
+    call = {"id": "c1", "type": "function", "function": {"name": evil, "arguments": {"a": evil}}}
+    said(shown, "caller", answer("Done.", reasoning_content=f"I think {evil}", tool_calls=[call]))
+    page = open_page()
+    chosen(page, "caller")
+    expect(page.locator("#talk .call")).to_contain_text(evil)
+    page.locator("#talk .thought summary").click()
+    expect(page.locator("#talk .thought")).to_contain_text(f"I think {evil}")
+    assert page.title() == "kvcellar" and page.locator("#talk img").count() == 0
+
+
+def test_the_policy_forbids_what_the_page_does_not_need(shown):
+    for path in ("/", "/viewer/main.js", "/viewer/vendor/purify.js"):
+        policy = shown.http.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert shown.http.get("/viewer/vendor/LICENSES.txt").status_code == 200
+    for path in ("/viewer/nothing.js", "/viewer/../app.py", "/viewer/%2e%2e/app.py", "/viewer/"):
+        assert shown.http.get(path).status_code == 404
+
+
+def test_code_is_copied(open_page, shown):
+    said(shown, "coder", answer("```python\nx = 1\n```"))
+    page = open_page()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    chosen(page, "coder")
+    page.locator("#talk .code button").click()
+    expect(page.locator("#toast-text")).to_have_text("copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "x = 1\n"
+
+
+def test_beside_each_turn_stands_what_it_took(open_page, shown):
+    page = open_page()
+    chosen(page, "root")
+    first, second = (page.locator("#talk .place").nth(i) for i in range(2))
+    expect(first).to_contain_text("reused 0 of")
+    expect(second).to_contain_text(re.compile(r"turn 2 · reused 1\d\d of 2\d\d · first word after"))
+
+
+# Said again ---------------------------------------------------------------------------------------
+
+
+def test_an_edited_message_is_sent_in_a_fork_and_the_old_one_stays(open_page, shown):
+    said(shown, "edited", answer("One."), answer("Two."))
+    page = open_page()
+    chosen(page, "edited")
+    sampled(page, max_tokens=4)
+    page.locator("#talk .user").nth(1).get_by_role("button", name="Edit").click()
+    page.locator(".edit textarea").fill("Something else.")
+    page.reload()
+    page.locator("#talk .user").nth(1).get_by_role("button", name="Edit").click()
+    expect(page.locator(".edit textarea")).to_have_value("Something else.")
+    page.locator(".edit .primary").click()
+    expect(page.locator("#agent-title")).to_contain_text("edited-")
+    expect(page.locator("#talk .user")).to_have_count(2)
+    expect(page.locator("#talk .user").last).to_contain_text("Something else.")
+    fork = page.locator("#agent-title").inner_text()
+    shown.until(lambda: shown.get(f"/v1/agents/{fork}")["n_turns"] == 2, "the answer")
+    assert shown.get(f"/v1/agents/{fork}")["parent"] == "edited"
+    assert shown.get("/v1/agents/edited")["messages"][2]["content"] == "More."
+
+
+def test_another_answer_is_a_fork(open_page, shown):
+    said(shown, "again", answer("One."))
+    page = open_page()
+    chosen(page, "again")
+    sampled(page, max_tokens=4)
+    page.get_by_role("button", name="Another answer in turn 1").click()
+    expect(page.locator("#agent-title")).to_contain_text("again-")
+    fork = page.locator("#agent-title").inner_text()
+    shown.until(lambda: shown.get(f"/v1/agents/{fork}")["n_turns"] == 1, "the answer")
+    assert shown.get(f"/v1/agents/{fork}")["messages"][0]["content"] == "Ask."
+
+
+def test_an_agent_is_made_with_name_and_system_prompt_and_what_is_refused_stays(open_page, shown):
+    page = open_page(expected="409")
+    page.locator("#new-more").click()
+    page.locator("#make-name").fill("root")
+    page.locator("#make-system").fill("You write verse.")
+    page.locator("#make .primary").click()
+    expect(page.locator("#make-trouble")).to_contain_text("root")
+    page.reload()
+    page.locator("#new-more").click()
+    expect(page.locator("#make-system")).to_have_value("You write verse.")
+    page.locator("#make-name").fill("made-here")
+    page.locator("#make .primary").click()
+    expect(page.locator("#agent-title")).to_have_text("made-here")
+    expect(page.locator("#talk .system")).to_contain_text("You write verse.")
+    assert shown.get("/v1/agents/made-here")["messages"][0]["content"] == "You write verse."
+
+
+def test_a_new_chat_becomes_an_agent_with_its_first_message(open_page, shown):
+    page = open_page()
+    before = page.locator("#tree li").count()
+    page.locator("#new").click()
+    expect(page.locator("#agent-title")).to_have_text("A new chat")
+    sampled(page, max_tokens=4)
+    page.locator("#prompt").fill("Begin.")
+    page.reload()
+    page.locator("#new").click()
+    expect(page.locator("#prompt")).to_have_value("Begin.")
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#tree li")).to_have_count(before + 1)
+    expect(page.locator("#talk .assistant")).to_have_count(1)
+    expect(page.locator("#prompt")).to_have_value("")
+
+
+# The tree -----------------------------------------------------------------------------------------
+
+
+def test_the_tree_of_forks_is_walked_compared_and_pruned_by_keys(open_page, shown):
+    shown.post("/v1/agents", {"id": "trunk"})
+    for text in ("One.", "Two."):
+        shown.post("/v1/agents/trunk/generate", {"text": text, **SHORT})
+    for name in ("left", "right"):
+        shown.post("/v1/agents/trunk/fork", {"id": f"trunk-{name}", "turn": 1})
+        shown.post(f"/v1/agents/trunk-{name}/generate", {"text": f"To the {name}.", **SHORT})
+    page = open_page()
+    chosen(page, "trunk-left")
+    page.keyboard.press("t")
+    rows = page.locator("#branch-list li")
+    expect(rows).to_have_count(3)
+    expect(page.locator("#branches svg line")).to_have_count(2)
+    page.keyboard.press(" ")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press(" ")
+    page.locator("#compare-open").click()
+    expect(page.locator("#common")).to_contain_text("2 messages are the same")
+    expect(page.locator("#left")).to_contain_text("To the left.")
+    expect(page.locator("#right")).to_contain_text("To the right.")
+    page.keyboard.press("Escape")
+    rows.nth(2).locator(".open").focus()
+    page.keyboard.press("Delete")
+    expect(rows).to_have_count(2)
+    assert shown.http.get("/v1/agents/trunk-right").status_code == 404
+    page.locator("#branch-list .open").first.click()
+    expect(page.locator("#agent-title")).to_have_text("trunk")
+    page.locator("#toast-do").click()
+    expect(page.locator("#agent-title")).to_have_text("trunk-right")
+
+
+# Looking on, looking for --------------------------------------------------------------------------
+
+
+def test_what_another_client_is_told_is_seen_as_it_comes(open_page, shown, monkeypatch):
+    slowed(monkeypatch, shown)
+    shown.post("/v1/agents", {"id": "watched"})
+    page = open_page()
+    chosen(page, "watched")
+    shown.until(lambda: "watched" in shown.service.agents.live._listeners, "the page")
+    body = {"text": "Say it to somebody else.", "max_tokens": 40, "temperature": 0}
+    other = threading.Thread(target=shown.post, args=("/v1/agents/watched/generate", body))
+    other.start()
+    expect(page.locator("#talk .now")).to_be_visible()
+    expect(page.locator("#talk .user")).to_contain_text("Say it to somebody else.")
+    expect(page.locator("#talk .now .body")).not_to_have_text("")
+    other.join()
+    expect(page.locator("#talk .now")).to_have_count(0)
+    expect(page.locator("#talk .place")).to_contain_text("turn 1")
+    expect(page.locator("#talk .user")).to_have_count(1)
+
+
+def test_what_was_said_is_found_and_shown(open_page, shown):
+    said(shown, "seeker", answer("Nothing."), answer("The needle is here."), answer("Nothing."))
+    page = open_page()
+    page.keyboard.press("s")
+    page.keyboard.type("NEEDLE")
+    expect(page.locator("#found")).to_have_text("1 agent")
+    expect(page.locator("#hits mark")).to_have_text("needle")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    expect(page.locator("#agent-title")).to_have_text("seeker")
+    expect(page.locator("#talk .lit")).to_contain_text("The needle is here.")
+    page.locator("#search").press("Escape")
+    expect(page.locator("#tree")).to_be_visible()
+
+
+def test_a_text_file_goes_with_a_message_and_others_are_refused(open_page, shown):
+    shown.post("/v1/agents", {"id": "filed"})
+    page = open_page()
+    chosen(page, "filed")
+    sampled(page, max_tokens=4)
+    page.locator("#file").set_input_files(
+        [
+            {"name": "a.md", "mimeType": "text/markdown", "buffer": b"# A\n```\nx\n```\n"},
+            {"name": "b.png", "mimeType": "image/png", "buffer": b"\x89PNG\x00\xff"},
+        ]
+    )
+    expect(page.locator("#toast-text")).to_have_text("b.png is no text")
+    expect(page.locator("#files li")).to_have_count(1)
+    page.reload()
+    expect(page.locator("#files li")).to_contain_text("a.md")
+    page.locator("#prompt").fill("Read this.")
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#talk .place")).to_be_visible()
+    expect(page.locator("#files")).to_be_hidden()
+    content = shown.get("/v1/agents/filed")["messages"][0]["content"]
+    assert content == "Read this.\n\nFile a.md:\n\n````\n# A\n```\nx\n```\n````"
+
+
+def test_a_file_is_dropped_on_the_page(open_page, shown):
+    page = open_page()
+    chosen(page, "root")
+    page.evaluate(
+        """() => {
+            const data = new DataTransfer();
+            data.items.add(new File(["hello"], "dropped.txt", { type: "text/plain" }));
+            const how = { dataTransfer: data, bubbles: true, cancelable: true };
+            for (const kind of ["dragover", "drop"])
+                document.dispatchEvent(new DragEvent(kind, how));
+        }"""
+    )
+    expect(page.locator("#files li")).to_contain_text("dropped.txt, 5 characters")
+
+
+# For everybody ------------------------------------------------------------------------------------
+
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_to_complain_about(open_page, shown, width, height, scheme):
+    said(shown, f"read-{width}-{scheme}", answer(HOSTILE, reasoning_content="Hm."))
+    page = open_page(width=width, height=height, scheme=scheme)
+    chosen(page, f"read-{width}-{scheme}")
+    expect(page.locator("#talk .md").last).to_be_visible()
+    page.evaluate(AXE)
+    views = [lambda: None, lambda: page.keyboard.press("t"), lambda: page.keyboard.press("?")]
+    if width < 700:
+        views += [
+            lambda: page.locator("#open-side").click(),
+            lambda: page.locator("#open-cellar").click(),
+        ]
+    page.locator("#talk").focus()
+    for view in views:
+        view()
+        found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+        wrong = [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found]
+        assert not wrong, json.dumps(wrong, indent=1)
+        page.keyboard.press("Escape")
+
+
+def test_the_page_of_an_empty_server_says_what_to_do(open_page, tmp_path):
+    with serving(tmp_path) as live:
+        page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")
+        expect(page.locator("#no-agents")).to_be_visible()
+        expect(page.locator("#agent-title")).to_have_text("A new chat")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
