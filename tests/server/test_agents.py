@@ -239,6 +239,29 @@ def test_what_was_dropped_comes_back_over_http_also_after_a_restart(tmp_path):
         assert live.http.post("/v1/agents/poet/undo").status_code == 404
 
 
+def test_an_answer_that_was_cut_is_gone_on_with(live):
+    whole = make(live, "whole", "import os", system="You write Python.")
+    long = live.post(
+        "/v1/agents",
+        {"id": "cut", "system": "You write Python."},
+    )
+    assert long["id"] == "cut"
+    body = {"temperature": 0, "ignore_eos": True}
+    first = live.post("/v1/agents/cut/generate", {"text": "import os", "max_tokens": 3, **body})
+    more = live.post("/v1/agents/cut/generate", {"go_on": True, "max_tokens": 3, **body})
+    assert first["text"] + more["text"] == whole["text"]
+    assert more["usage"]["cached_tokens"] >= first["usage"]["prompt_tokens"] + 2
+    shown = live.get("/v1/agents/cut")
+    assert shown["messages"][-1]["content"] == whole["text"] and len(shown["messages"]) == 3
+    assert live.get("/v1/agents/whole")["n_tokens"] == shown["n_tokens"]
+    for wrong in ({"go_on": True, "text": "x"}, {}):
+        refused = live.http.post("/v1/agents/cut/generate", json=wrong)
+        assert refused.status_code == 400 and "go_on" in refused.text
+    live.post("/v1/agents", {"id": "silent"})
+    refused = live.http.post("/v1/agents/silent/generate", json={"go_on": True})
+    assert refused.status_code == 400
+
+
 # Looking on ---------------------------------------------------------------------------------------
 
 

@@ -200,6 +200,19 @@ def test_a_new_chat_becomes_an_agent_with_its_first_message(open_page, shown):
     expect(page.locator("#prompt")).to_have_value("")
 
 
+def test_an_answer_that_was_cut_goes_on_at_a_click(open_page, shown):
+    shown.post("/v1/agents", {"id": "cut"})
+    shown.post("/v1/agents/cut/generate", {"text": "import os", **SHORT})
+    page = open_page()
+    chosen(page, "cut")
+    sampled(page, max_tokens=4, temperature=0)
+    page.get_by_role("button", name="Go on with this answer").click()
+    shown.until(lambda: shown.get("/v1/agents/cut")["n_tokens"] > 18, "more")
+    expect(page.locator("#talk .assistant")).to_have_count(1)
+    expect(page.locator("#talk .user")).to_have_count(1)
+    assert len(shown.get("/v1/agents/cut")["messages"]) == 2
+
+
 # The tree -----------------------------------------------------------------------------------------
 
 

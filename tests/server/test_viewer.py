@@ -394,7 +394,7 @@ def test_an_answer_is_stopped_and_what_waits_is_kept(open_page, shown, monkeypat
     shown.post("/v1/agents", {"id": "stopped"})
     page = open_page()
     chosen(page, "stopped")
-    sampled(page, max_tokens=400)
+    sampled(page, max_tokens=3000)
     page.locator("#prompt").fill("Go on. " * 9)
     page.locator("#prompt").press("Enter")
     expect(page.locator("#talk .now")).to_be_visible()

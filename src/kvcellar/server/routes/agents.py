@@ -325,9 +325,11 @@ async def _events(
     with service.admitted():
         async with service.models.registry.use(model) as own:
             host = own.in_salt(salt_of(agent_id))
+            said = service.agents.directory.conversation(agent_id) if body.go_on else None
             turn = Turn(
                 agent_id,
                 body.text,
+                messages=said,
                 tokens=body.tokens,
                 role=body.role,
                 template_kwargs=body.chat_template_kwargs,

@@ -53,6 +53,7 @@ class GenerateRequest(SamplingFields):
 
     text: str | None = Field(None, description="What somebody says.")
     tokens: list[int] | None = Field(None, description="Or tokens behind the history.")
+    go_on: bool = Field(False, description="Or nothing: the last answer is gone on with.")
     role: Literal["user", "tool"] = "user"
     chat_template_kwargs: TemplateKwargs | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -60,10 +61,10 @@ class GenerateRequest(SamplingFields):
     stream: bool | None = None
 
     @model_validator(mode="after")
-    def one_of_both(self) -> GenerateRequest:
-        """Refuse a turn with both text and tokens, or neither."""
-        if (self.text is None) == (self.tokens is None):
-            raise ValueError("give either text or tokens")
+    def one_of_them(self) -> GenerateRequest:
+        """Refuse a turn with more than one of text, tokens and go_on, or none."""
+        if [self.text is not None, self.tokens is not None, self.go_on].count(True) != 1:
+            raise ValueError("give one of text, tokens and go_on")
         if self.tokens is not None and self.chat_template_kwargs:
             raise ValueError("no template writes tokens; leave chat_template_kwargs out")
         return self

@@ -133,7 +133,7 @@ on("send", (id, text) => {
   show();
   next(id);
 });
-on("go-on", (id) => { if (!state.talks.has(id)) talk(id, "", { continue: true, ...samplingOf(id) }); });
+on("go-on", (id) => { if (!state.talks.has(id)) talk(id, "", { go_on: true, ...samplingOf(id) }); });
 
 // What waits -------------------------------------------------------------------------------------
 
