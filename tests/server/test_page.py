@@ -186,13 +186,14 @@ def test_an_agent_is_made_with_name_and_system_prompt_and_what_is_refused_stays(
 
 def test_a_new_chat_becomes_an_agent_with_its_first_message(open_page, shown):
     page = open_page()
+    expect(page.locator("#tree li").first).to_be_visible()
     before = page.locator("#tree li").count()
     page.locator("#new").click()
     expect(page.locator("#agent-title")).to_have_text("A new chat")
     sampled(page, max_tokens=4)
     page.locator("#prompt").fill("Begin.")
     page.reload()
-    page.locator("#new").click()
+    page.locator("#new").click()  # also before the page knows who there is
     expect(page.locator("#prompt")).to_have_value("Begin.")
     page.locator("#prompt").press("Enter")
     expect(page.locator("#tree li")).to_have_count(before + 1)

@@ -55,7 +55,7 @@ function take(snapshot) {
   state.snapshot = snapshot;
   const names = snapshot.models.map((one) => one.name);
   if (!names.includes(state.model)) state.model = names[0] ?? null;
-  if (isFirst || (state.chosen !== null && !agentOf(state.chosen) && state.made !== state.chosen)) chooseAgain(isFirst);
+  if ((isFirst && !hasChosen && !$("prompt").value) || (state.chosen !== null && !agentOf(state.chosen) && state.made !== state.chosen)) chooseAgain(isFirst);
   showStatus(names);
   tell("shown");
 }
@@ -66,8 +66,9 @@ function chooseAgain(isFirst) {
   choose(agentOf(before) ? before : isFirst && before === null ? state.snapshot.agents.at(-1)?.id ?? null : null);
 }
 
+let hasChosen = false; // who asks for a new chat before the first snapshot keeps it
 on("snapshot", take);
-on("choose", choose);
+on("choose", (id) => { hasChosen = true; choose(id); });
 
 // What is shown is as it was, and says so, until the stream is back.
 function dead(why) {
