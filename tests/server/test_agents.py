@@ -90,7 +90,7 @@ def test_tokens_go_behind_the_history(live):
     live.post("/v1/agents/raw/generate", {"tokens": [10, 11, 12], **SHORT})
     assert live.get("/v1/agents/raw")["n_tokens"] == 9
     both = live.http.post("/v1/agents/raw/generate", json={"tokens": [1], "text": "x"})
-    assert both.status_code == 400 and "either text or tokens" in both.text
+    assert both.status_code == 400 and "one of text, tokens and go_on" in both.text
 
 
 def test_it_is_said_why_something_was_computed_again(live):
