@@ -378,10 +378,13 @@ async def _heard(service: Service, agent_id: str) -> AsyncGenerator[LiveEvent, N
         async with contextlib.aclosing(service.agents.live.listen(agent_id)) as events:
             while True:
                 coming = asyncio.ensure_future(anext(events))
-                await asyncio.wait({coming, closing}, return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    await ended(coming)
-                    return
+                try:
+                    await asyncio.wait({coming, closing}, return_when=asyncio.FIRST_COMPLETED)
+                    if not coming.done():
+                        return
+                finally:
+                    if not coming.done():  # whoever listens has left, or the server stops
+                        await ended(coming)
                 yield coming.result()
     finally:
         await ended(closing)
