@@ -155,3 +155,11 @@ def test_any_text_of_such_pieces_gives_the_same_events_however_it_is_cut(name, n
 def test_a_value_between_tags_is_what_the_schema_says(text, schema, value):
     assert tagged_value(text, schema, None) == value
     assert tagged_value(text, schema, True) == text
+
+
+def test_an_answer_that_goes_on_from_text_has_no_call_that_only_its_beginning_can_be():
+    call = '{"name": "run", "parameters": {}}'
+    parser, _ = read(DIALECTS["llama3"], [" ", call], has_begun=True)
+    assert not parser.calls and parser.text == f" {call}"
+    parser, _ = read(DIALECTS["hermes"], ["<think>so</think>"], has_begun=True)
+    assert parser.text == "<think>so</think>" and not parser.reasoning

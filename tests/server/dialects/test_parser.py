@@ -107,7 +107,7 @@ def joined(parts):
     return made
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.data(), PIECES, st.booleans())
 def test_any_cutting_of_any_text_gives_the_same_events(data, text, is_in_thought):
     parser, parts = read([text], is_in_thought)

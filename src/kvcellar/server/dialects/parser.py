@@ -37,6 +37,7 @@ class AnswerParser:
         reads_calls: bool = True,
         is_forced: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
+        has_begun: bool = False,
     ) -> None:
         """Stand at the beginning of an answer.
 
@@ -47,9 +48,10 @@ class AnswerParser:
             reads_calls: look for calls; else they are text.
             is_forced: there is nothing but calls: the beginning of one that was cut is no text.
             tools: definitions of what may be called, which say what is a string.
+            has_begun: it goes on from text that is not read again.
         """
         self.dialect = dialect
-        self._said = Said(dialect, call_ids, is_in_reasoning, is_forced)
+        self._said = Said(dialect, call_ids, is_in_reasoning, is_forced, has_said=has_begun)
         parameters = {
             str(tool["function"]["name"]): tool["function"].get("parameters") or {}
             for tool in tools
