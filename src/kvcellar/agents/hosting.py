@@ -54,6 +54,7 @@ class Hosting:
         plan: how models and store share the process's memory; None where nothing bounds it.
         capacities: tokens of the cache, per model that has to share memory with others.
         adapters: folders by name, per model; None: those of ``loading``, beside every model.
+        devices: where a model runs, per model that has a device of its own.
         kv_dtype_of: how K and V of a model are stored where nobody said it.
     """
 
@@ -62,6 +63,7 @@ class Hosting:
     plan: MemoryPlan | None = None
     capacities: Mapping[str, int | None] = field(default_factory=dict)
     adapters: Mapping[str, Mapping[str, str | Path]] | None = None
+    devices: Mapping[str, str] = field(default_factory=dict)
     kv_dtype_of: Callable[[str], str | None] = lambda _: None
 
     @classmethod
@@ -95,6 +97,7 @@ class Hosting:
             self.loading,
             model=name,
             adapters=self._adapters_of(name),
+            device=self.devices.get(name, self.loading.device),
             capacity=self.capacities.get(name, self.loading.capacity),
             kv_dtype=self.loading.kv_dtype or self.kv_dtype_of(name),
         )

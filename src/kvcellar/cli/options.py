@@ -137,7 +137,8 @@ Device = Annotated[
     str | None,
     in_loading(
         "DEVICE",
-        "Where the model runs, such as cpu or cuda. Default: cpu; with mlx the GPU of a Mac.",
+        "Where the model runs, such as cpu, cuda or cuda:1. Default: cpu; with mlx the GPU of a "
+        "Mac. `serve` takes NAME=DEVICE, with commas between, for models on cards of their own.",
     ),
 ]
 

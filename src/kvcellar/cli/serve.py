@@ -55,6 +55,7 @@ def register(app: typer.Typer) -> None:
         "kvcellar serve",
         "kvcellar serve ~/models/Qwen3-0.6B --port 8000",
         "kvcellar serve small=~/models/Qwen3-0.6B large=~/models/Qwen3-8B --memory 24GB",
+        "kvcellar serve a=~/models/Qwen3-8B b=~/models/Qwen3-4B --device a=cuda:0,b=cuda:1",
         "curl -N localhost:8642/v1/chat/completions --json "
         '\'{"stream": true, "messages": [{"role": "user", "content": "Hello"}]}\'',
     )
@@ -124,7 +125,10 @@ def serve_command(
     offered = _offered(models or ["demo"])
     beside, beside_bytes = _embedding_models(embeddings, offered)
     adapters = _adapters(loading.adapter, offered, beside)
+    device, devices = _devices(loading.device, offered, loading.memory)
+    loading = replace(loading, device=device)
     hosting = _hosting(loading, engine.config(), speculate, adapters, beside_bytes)
+    hosting.devices = devices
     config = server_config(
         context,
         place,
@@ -184,6 +188,37 @@ def _offered(models: list[str]) -> dict[str, str]:
             raise ConfigError(f"two models are called {name!r}; name one as NAME=MODEL")
         offered[name] = path
     return offered
+
+
+def _devices(
+    text: str | None, offered: dict[str, str], memory: str | None
+) -> tuple[str | None, dict[str, str]]:
+    """Return the device of all models, and those that some have to themselves, by what is loaded.
+
+    Raises:
+        ConfigError: a name that is none of the models', a device for no model, a model that is
+            offered twice, or memory that is of one device.
+    """
+    if text is None or "=" not in text:
+        return text, {}
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, device = part.partition("=")
+        if name not in offered or not device:
+            raise ConfigError(
+                f"--device {part!r} is no NAME=DEVICE of a model that is offered; there are: "
+                f"{', '.join(offered)}"
+            )
+        found[offered[name]] = device
+    twice = [path for path in found if list(offered.values()).count(path) > 1]
+    if twice or len(found) < len(text.split(",")):
+        raise ConfigError(f"--device {text!r} gives one model two devices; name each model once")
+    if memory is not None:
+        raise ConfigError(
+            "--memory bounds one device, and --device names several; leave one of them out, or "
+            "give a --capacity"
+        )
+    return None, found
 
 
 def _embedding_models(
