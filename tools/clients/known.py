@@ -77,6 +77,8 @@ class Place:
             "HTTP_PROXY": nowhere,
             "HTTPS_PROXY": nowhere,
             "NO_PROXY": "127.0.0.1,localhost",
+            "DO_NOT_TRACK": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
         }
         self.home.mkdir(parents=True, exist_ok=True)
         try:
