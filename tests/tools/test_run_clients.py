@@ -150,6 +150,7 @@ PROGRAMS = {
     "claude-sdk": "claude_sdk.py",
     "langchain": "langchain_agent.py",
     "llamaindex": "llamaindex_agent.py",
+    "ollama": "ollama_agent.py",
 }
 
 

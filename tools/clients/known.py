@@ -352,5 +352,12 @@ CLIENTS: dict[str, Client] = {
         takes_all=True,
         is_npm=False,
     ),
+    "ollama": Client(
+        {"ollama": "0.6.3"},
+        PROGRAM_HANDS,
+        _program("ollama_agent.py"),
+        takes_all=True,
+        is_npm=False,
+    ),
 }
 """All that are run, by the names of their pages in docs/clients/."""
