@@ -106,11 +106,11 @@ Weights = Annotated[
     str | None,
     in_loading(
         "FORMAT",
-        "How linear layers hold their weights. With torch, on a CPU: bf16, int8 or int4, read "
-        "by the kernel of this package, file: the blocks of a GGUF file, or weights of MLX, AWQ or "
-        "GPTQ, as they are, or none: as torch does; with executorch: 8da8w or 8da4w, exported once "
-        "and kept. Default: file for these, bf16 where the weights are bfloat16, since nothing is "
-        "lost.",
+        "How linear layers hold their weights. With torch, on a CPU or a GPU: bf16, int8 or int4, "
+        "read by the kernels of this package, file: the blocks of a GGUF file, or weights of MLX, "
+        "AWQ or GPTQ, as they are, or none: as torch does; with executorch: 8da8w or 8da4w, "
+        "exported once and kept. Default: file for these, bf16 where the weights are bfloat16, "
+        "since nothing is lost.",
         "--weights",
         "--quantize",
     ),

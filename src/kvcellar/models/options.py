@@ -52,13 +52,13 @@ class LoadOptions:
             of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
             float32, and so does what stays blocks of a file (``weights``): it is the type between
             them. A type that is named has such blocks made plain in it.
-        weights: how linear layers hold theirs. With torch, on a CPU: ``bf16``, ``int8`` or
-            ``int4``, which the kernel of this package reads, ``file``: the blocks of a GGUF file,
-            or weights of MLX, AWQ, GPTQ or compressed-tensors, as they are, or ``none``: as torch
-            does. None: ``file`` where a file is mostly such that the kernel multiplies it so, and
-            no ``dtype`` is named; ``bf16`` where ``dtype`` is bfloat16,
-            since nothing is lost; else ``none``, and where the kernel is not built. With executorch
-            ``8da8w`` or ``8da4w``: a checkpoint is exported so.
+        weights: how linear layers hold theirs. With torch, on a CPU or a GPU: ``bf16``, ``int8``
+            or ``int4``, which the kernels of this package read, ``file``: the blocks of a GGUF
+            file, or weights of MLX, AWQ, GPTQ or compressed-tensors, as they are, or ``none``: as
+            torch does. None: ``file`` where a file is mostly such that a kernel multiplies it so,
+            and no ``dtype`` is named; ``bf16`` where ``dtype`` is bfloat16, since nothing is lost;
+            else ``none``, and where the kernel is not built. With executorch ``8da8w`` or
+            ``8da4w``: a checkpoint is exported so.
         device: where it runs, as the backend knows it; None: the CPU, or MLX's default.
         chat_template: text of a template in place of the checkpoint's own.
         kv_dtype: how K and V are stored; None: as the weights, and beside a file's blocks in

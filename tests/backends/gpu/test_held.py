@@ -249,6 +249,13 @@ def test_bfloat16_weights_stay_as_they_are_and_are_the_default(tmp_path: Path) -
     near(logits(model), logits(plain), 0.03)
 
 
+def test_weights_in_few_bits_are_refused_where_no_kernel_reads_them(tmp_path: Path) -> None:
+    folder = write_tiny("llama", tmp_path, num_hidden_layers=1)
+    for weights in ("bf16", "int8", "int4"):
+        with pytest.raises(BackendError, match=f"weights {weights} .* which has none for meta"):
+            load_model(folder, weights=weights, device="meta")
+
+
 def test_without_the_package_s_kernel_weights_in_few_bits_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.budget import format_size
 from kvcellar.cache_config import CacheConfig
-from kvcellar.errors import ConfigError, ModelError
+from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
 from kvcellar.models.check import VERSION, Verdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import (
@@ -360,6 +360,11 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     dtype, device = pick_types(wanted, options.device, raw, stored)
     has_kernel = reads_weights() and _has_kernel(device)
     weights = choose_weights(asked, str(dtype).removeprefix("torch."), has_kernel=has_kernel)
+    if weights is not None and not _has_kernel(device):
+        raise BackendError(
+            f"weights {weights} are read by the CPU kernel, and on a card by Triton, which has "
+            f"none for {device} here; choose another device, or leave weights out"
+        )
     kept = {counted.keys[name]: one.shape for name, one in counted.blocks.items()}
     adapters = read_adapters(options)
     with quiet(lambda part: None):

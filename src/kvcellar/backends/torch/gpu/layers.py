@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.adapters.active import is_active
 from kvcellar.backends.torch.fast.layers import KernelAttention, take_attributes
 from kvcellar.backends.torch.fast.rotations import Rotation, Sides
+from kvcellar.backends.torch.fast.routed import KernelMixture
 from kvcellar.backends.torch.gpu import between
 from kvcellar.backends.torch.gpu.launch import on_device
 from kvcellar.backends.torch.gpu.linears import CardLinear, CardNorm, gate
@@ -138,7 +139,8 @@ class CardLayer(nn.Module):
         super().__init__()
         take_attributes(self, own)
         self.input_layernorm, self.self_attn = before, attention
-        self.post_attention_layernorm, self.mlp = between, mlp
+        self.post_attention_layernorm = between
+        self.mlp = mlp if isinstance(mlp, CardMlp) else KernelMixture(mlp)
 
     def forward(
         self,
@@ -157,6 +159,5 @@ class CardLayer(nn.Module):
         x = self.self_attn.o_proj(attended, x)
         if isinstance(self.mlp, CardMlp):
             return self.mlp(x, x, self.post_attention_layernorm)  # type: ignore[no-any-return]
-        found = self.mlp(self.post_attention_layernorm(x))
-        out: Tensor = x + (found[0] if isinstance(found, tuple) else found)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
