@@ -265,3 +265,26 @@ def test_a_character_is_looked_at_once_however_many_stop_texts_there_are() -> No
     assert text.startswith(shown) and len(shown) == len(text) - 199 and matcher.matched is None
     assert matcher.push("b") == "" and matcher.matched == "a" * 199 + "b"
     assert time.process_time() - started < 20, "a search for each of them takes minutes"
+
+
+@given(cut=pieces(TEXT.map(str.encode)), data=st.data())
+def test_a_mark_stands_where_its_token_came_and_nothing_else_changes(
+    cut: list[bytes], data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(cut)))
+    mark, n = len(cut), len(b"".join(cut[:at]))
+    stream = TextStream(PieceTokenizer([*cut, b"never shown"]), marks={mark: "\udc00"})
+    text = "".join(map(stream.push, [*range(at), mark, *range(at, mark)])) + stream.flush()
+    before, _, behind = text.partition("\udc00")
+    whole = b"".join(cut)
+    assert before == whole[:n].decode(errors="replace")
+    if not before.endswith(REPLACEMENT):  # which stands for half a character
+        assert before + behind == whole.decode()
+    assert stream.text == text
+
+
+def test_a_stop_text_may_have_a_mark() -> None:
+    tokenizer = PieceTokenizer([b"a", b"b", b""])
+    stream = TextStream(tokenizer, ["\udc00b"], marks={2: "\udc00"})
+    assert [stream.push(i) for i in (0, 2, 0, 2)] == ["a", "", "\udc00a", ""]
+    assert stream.push(1) == "" and stream.matched_stop == "\udc00b"

@@ -296,16 +296,16 @@ class _Answer:
 
     def _new_parser(self, *, is_from_start: bool = False) -> AnswerParser:
         """Create a parser of what is new, or of all that an answer says from its start."""
-        is_begun, is_all = bool(self._begun), is_from_start
+        has_begun = bool(self._begun)
         is_forced = self._reads_calls and self._question.choice.mode == "required"
         return AnswerParser(
             self._dialect,
             self._call_ids,
-            self._is_in_reasoning and not (is_begun and is_all),
+            self._is_in_reasoning and not (has_begun and is_from_start),
             self._reads_calls,
             is_forced,
             self._question.tools.functions,
-            is_begun and not is_all,
+            has_begun and not is_from_start,
         )
 
     # What it says ------------------------------------------------------------------------------

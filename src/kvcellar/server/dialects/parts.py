@@ -13,7 +13,7 @@ class Call:
     Attributes:
         call_id: what the result will refer to.
         name: of the tool.
-        arguments: JSON, as the model wrote it.
+        arguments: JSON, as far as it came.
     """
 
     call_id: str
