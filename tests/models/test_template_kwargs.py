@@ -7,7 +7,7 @@ import pytest
 from kvcellar.agents import check_template
 from kvcellar.errors import PromptError
 from kvcellar.models.prompts import encode, render
-from kvcellar.models.templates import is_said_in, reads_reasoning, template_kwargs_of
+from kvcellar.models.templates import reads_reasoning, template_kwargs_of, texts_of
 from tests.models.test_prompts import byte_level, plain, special, tokenizer, wrapped
 
 QWEN3 = """\
@@ -41,7 +41,7 @@ def test_a_template_takes_what_it_reads_and_neither_gives_itself_nor_is_given():
     assert template_kwargs_of(known(QWEN3)) == {"enable_thinking", "preserve_thinking"}
     own = known(SETS_ITS_OWN, bos_token="<|endoftext|>")
     assert template_kwargs_of(own) == {"enable_thinking", "reasoning_effort"}
-    assert is_said_in(own, "low") and not is_said_in(own, "lo")
+    assert "low" in texts_of(own) and "lo" not in texts_of(own)
     assert not template_kwargs_of(tokenizer("llama3"))
     assert check_template(known(QWEN3)).takes == template_kwargs_of(known(QWEN3))
     assert reads_reasoning(known(QWEN3)) and not reads_reasoning(own)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents.alike import n_alike
 from kvcellar.agents.conversation import AgentTokenizer, Message
 from kvcellar.errors import ModelError, TemplateLimitError
 from kvcellar.models.prompts import render
-from kvcellar.models.templates import template_kwargs_of
+from kvcellar.models.templates import reads_reasoning, template_kwargs_of, texts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,14 @@ class TemplateReport:
     Attributes:
         findings: what it changes, in words, with both texts; empty where it changes nothing.
         takes: names of the arguments that it takes beside the conversation.
+        texts: literal texts in it.
+        reads_reasoning: whether it reads the reasoning of a message apart from its content.
     """
 
     findings: tuple[str, ...]
     takes: frozenset[str] = frozenset()
+    texts: frozenset[str] = field(default=frozenset(), repr=False)
+    reads_reasoning: bool = False
 
     @property
     def is_prefix_stable(self) -> bool:
@@ -88,7 +92,12 @@ def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
                 f"{_around(expected, at)!r} and becomes {_around(second, at)!r}"
             )
     findings += _check_tools(tokenizer)
-    return TemplateReport(tuple(findings), template_kwargs_of(tokenizer))
+    return TemplateReport(
+        tuple(findings),
+        template_kwargs_of(tokenizer),
+        texts_of(tokenizer),
+        reads_reasoning(tokenizer),
+    )
 
 
 def _check_tools(tokenizer: AgentTokenizer) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
-from kvcellar.errors import ModelError, PromptError
+from kvcellar.errors import ModelError, PromptError, TemplateLimitError
 from kvcellar.models.controls import is_rendered_by_transformers
 from kvcellar.models.fitting import reads_thoughts
 from kvcellar.models.rendering import ask_renderer
@@ -44,9 +45,10 @@ def check_template_kwargs(tokenizer: Any, names: Collection[str]) -> None:
             )
 
 
-def is_said_in(tokenizer: Any, word: str) -> bool:
-    """Return true if one of the texts in a chat template is a word, such as a value of a field."""
-    return any(word in _literals(template) for template in _templates_of(tokenizer))
+def texts_of(tokenizer: Any) -> frozenset[str]:
+    """Return the literal texts in a chat template, such as values that it compares with."""
+    found = (_asked("literals", template) for template in _templates_of(tokenizer))
+    return frozenset().union(*found)
 
 
 def reads_reasoning(tokenizer: Any) -> bool:
@@ -54,7 +56,9 @@ def reads_reasoning(tokenizer: Any) -> bool:
     templates = _templates_of(tokenizer)
     special = tokenizer.special_tokens_map.items() if templates else ()
     words = tuple((name, word) for name, word in special if isinstance(word, str))
-    return any(reads_thoughts(template, words) for template in templates)
+    with contextlib.suppress(TemplateLimitError):
+        return any(reads_thoughts(template, words) for template in templates)
+    return False
 
 
 def _templates_of(tokenizer: Any) -> list[str]:
@@ -68,11 +72,6 @@ def _templates_of(tokenizer: Any) -> list[str]:
 @lru_cache(maxsize=64)
 def _variables(template: str) -> frozenset[str]:
     return frozenset(_asked("variables", template))
-
-
-@lru_cache(maxsize=64)
-def _literals(template: str) -> frozenset[str]:
-    return frozenset(_asked("literals", template))
 
 
 def _asked(what: str, template: str) -> list[str]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcellar.agents import ModelHost
-from kvcellar.models.templates import is_said_in
+from kvcellar.agents import ModelHost, TemplateReport
 from kvcellar.server.errors import ApiError
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
@@ -63,7 +62,8 @@ def wish_of(thinking: Thinking, host: ModelHost, *, has_marks: bool) -> Wish:
     Raises:
         ApiError: 400, ``chat_template_kwargs`` has what the template does not take.
     """
-    takes = host.template.takes if host.template is not None else frozenset()
+    template = host.template or TemplateReport(())
+    takes = template.takes
     thinking = _without_words(thinking, takes)
     effort, is_wanted, budget = thinking.effort, thinking.is_wanted, thinking.budget
     if effort == "none":
@@ -76,12 +76,12 @@ def wish_of(thinking: Thinking, host: ModelHost, *, has_marks: bool) -> Wish:
     if is_wanted is not None:
         kwargs.update(dict.fromkeys(switches, is_wanted))
     if is_wanted is False:
-        if "reasoning_effort" in takes and is_said_in(host.tokenizer, "none"):
+        if "reasoning_effort" in takes and "none" in template.texts:
             kwargs["reasoning_effort"] = "none"
         elif not switches:  # what it thinks all the same ends at once
             budget = 0 if has_marks else None
     elif effort is not None:
-        kwargs.update(_degree(effort, host, takes, notes))
+        kwargs.update(_degree(effort, template, notes))
     if is_wanted and not (has_marks or takes & {*_SWITCHES, "reasoning_effort"}):
         notes.append("the model was asked to think, and its chat template knows no thinking")
     if budget is not None and "thinking_budget" in takes:
@@ -142,17 +142,15 @@ def _without_words(thinking: Thinking, takes: frozenset[str]) -> Thinking:
     return replace(thinking, template_kwargs=given)
 
 
-def _degree(
-    effort: str, host: ModelHost, takes: frozenset[str], notes: list[str]
-) -> dict[str, Any]:
+def _degree(effort: str, template: TemplateReport, notes: list[str]) -> dict[str, Any]:
     """Return the argument by which a template takes a degree of thinking, or the nearest it has."""
-    if "reasoning_effort" not in takes:
+    if "reasoning_effort" not in template.takes:
         if effort != "medium":  # which asks for nothing
             notes.append(
                 f"reasoning effort {effort}: the model's chat template knows no degrees of thinking"
             )
         return {}
-    said = [word for word in EFFORTS if is_said_in(host.tokenizer, word)]
+    said = [word for word in EFFORTS if word in template.texts]
     if effort in said or (effort in _PLAIN and len(said) < 2):
         return {"reasoning_effort": effort}
     at = EFFORTS.index(effort)

@@ -10,7 +10,6 @@ from typing import Any
 from kvcellar.agents import ModelHost, Turn, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.history import History
-from kvcellar.models.templates import reads_reasoning
 from kvcellar.server.dialects import Dialect, dialect_of
 from kvcellar.server.dialects.messages import say_calls, say_reasoning, say_tools, without_tools
 from kvcellar.server.dialogue import Question
@@ -62,7 +61,7 @@ async def word(service: Service, host: ModelHost, question: Question) -> tuple[T
         wish_of(question.thinking, host, has_marks=dialect.thinks),
         knows_tools(host),
         knows_calls(host),
-        reads_reasoning(host.tokenizer),
+        host.template is not None and host.template.reads_reasoning,
         await _lent(service, host, question),
     )
     messages, tools = [*wording.lent, *question.messages], question.tools.given
