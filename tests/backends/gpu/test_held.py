@@ -31,7 +31,7 @@ from kvcellar.backends.torch.fast.mixtures import mixtures, replace_experts  # n
 from kvcellar.backends.torch.fast.sorted_experts import replace_sorted  # noqa: E402
 from kvcellar.backends.torch.gpu import choice, multiply  # noqa: E402
 from kvcellar.backends.torch.gpu.hold import card_experts  # noqa: E402
-from kvcellar.backends.torch.gpu.linears import CardExperts  # noqa: E402
+from kvcellar.backends.torch.gpu.linears import CardExperts, CardLinear  # noqa: E402
 from kvcellar.backends.torch.gpu.matrices import packed, placed  # noqa: E402
 from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
 from kvcellar.errors import BackendError  # noqa: E402
@@ -41,9 +41,11 @@ from kvcellar.models.weights import is_fitted  # noqa: E402
 from tests.backends import test_sorted_experts  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.backends.test_experts import CLASSES, far, make, some_tokens  # noqa: E402
+from tests.models.adapters import logits_of, merged, write_adapter  # noqa: E402
 from tests.models.gguf.families import CASES  # noqa: E402
 from tests.models.players import Player, text  # noqa: E402
 from tests.models.quantised import awq, gptq, store  # noqa: E402
+from tests.models.test_adapters import ATTENTION, MLP, apart, mixed_logits  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -264,3 +266,20 @@ def test_without_the_package_s_kernel_weights_in_few_bits_are_refused_by_name(
     assert load_model(folder, dtype="bfloat16").weights is None
     with pytest.raises(BackendError, match="weights int4 are looked at and packed by the CPU"):
         load_model(folder, weights="int4")
+
+
+def test_adapters_add_to_what_a_card_computes(tmp_path):
+    folder = write_tiny("qwen3", tmp_path / "model")
+    paths = {
+        name: write_adapter(tmp_path / name, folder, (*ATTENTION, *MLP), seed=i, lora_alpha=2)
+        for i, name in enumerate(("one", "two"))
+    }
+    model: Any = load_model(folder, adapters=paths, weights="int8")
+    assert any(isinstance(module, CardLinear) for module in model.network.modules())
+    ids = list(range(5, 15))
+    names = ["one", "", "two"]
+    found = mixed_logits(model, [(name, ids) for name in names])
+    wants = [logits_of(merged(folder, paths.get(name)), ids) for name in names]
+    errors = [apart(got, want) for got, want in zip(found, wants, strict=True)]
+    assert min(apart(wants[0], wants[1]), apart(wants[2], wants[1])) > 0.2
+    assert max(errors[0], errors[2]) < max(0.1, 2 * errors[1])  # what 8 bits cost, and no more

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,8 +17,18 @@ from kvcellar.types import IntArray
 Rows: TypeAlias = slice | Tensor
 """Rows of a layer's input: all that are between two, or those that are listed."""
 
-Groups: TypeAlias = list[tuple[int, Rows]]
-"""Numbers of adapters, and the rows that each computes."""
+
+class RowAdapters(NamedTuple):
+    """Adapters of the rows of a layer's input.
+
+    Attributes:
+        groups: numbers of adapters, and the rows that each computes.
+        numbers: ``[n_rows]``: of each row's adapter, 0 for none.
+    """
+
+    groups: list[tuple[int, Rows]]
+    numbers: Tensor
+
 
 _current = threading.local()
 
@@ -40,29 +50,30 @@ class Active:
 
     def __enter__(self) -> None:
         """Make this what the layers of this thread ask."""
-        _current.active, _current.groups = self, self._of_all
+        _current.active, _current.rows = self, self._of_all
 
     def __exit__(self, *error: object) -> None:
         """Have the layers of this thread compute what is their own."""
-        _current.active = _current.groups = None
+        _current.active = _current.rows = None
 
-    def groups_of_head(self) -> tuple[int, Groups]:
-        """Return how many rows the head is given, and its groups."""
+    @property
+    def of_head(self) -> RowAdapters:
+        """Adapters of the rows that the head is given."""
         return self._of_head
 
-    def part(self, tokens: slice | Tensor) -> tuple[int, Groups]:
-        """Return how many rows some of the tokens are, and their groups."""
+    def part(self, tokens: slice | Tensor) -> RowAdapters:
+        """Return the adapters of some of the tokens, in their order."""
         at = tokens if isinstance(tokens, slice) else tokens.cpu().numpy()
         return self._grouped(self._numbers[at])
 
-    def _grouped(self, numbers: IntArray) -> tuple[int, Groups]:
-        found: Groups = []
+    def _grouped(self, numbers: IntArray) -> RowAdapters:
+        groups: list[tuple[int, Rows]] = []
         for number in np.unique(numbers[numbers > 0]).tolist():
             at = np.flatnonzero(numbers == number)
             is_run = at[-1] - at[0] + 1 == len(at)
             rows = slice(int(at[0]), int(at[-1]) + 1)
-            found.append((number, rows if is_run else torch.from_numpy(at).to(self._device)))
-        return len(numbers), found
+            groups.append((number, rows if is_run else torch.from_numpy(at).to(self._device)))
+        return RowAdapters(groups, torch.from_numpy(numbers).to(self._device))
 
 
 def is_active() -> bool:
@@ -70,22 +81,19 @@ def is_active() -> bool:
     return getattr(_current, "active", None) is not None
 
 
-def groups_for(n_rows: int, *, is_head: bool) -> Groups:
-    """Return which adapters compute which rows of the input of a layer that runs now.
+def rows_for(n_rows: int, *, is_head: bool) -> RowAdapters:
+    """Return the adapters of the rows of the input of a layer that runs now, in such a forward.
 
     Raises:
         ModelError: the layer is given other rows than those of the forward's tokens.
     """
-    active: Active | None = getattr(_current, "active", None)
-    if active is None:
-        return []
-    n, groups = active.groups_of_head() if is_head else _current.groups
-    if n != n_rows:
+    active: Active = _current.active
+    found: RowAdapters = active.of_head if is_head else _current.rows
+    if len(found.numbers) != n_rows:
         raise ModelError(
-            f"a linear layer was given {n_rows} rows in a forward of {n} tokens, so it is not "
-            f"known which adapter is whose"
+            f"a linear layer was given {n_rows} rows in a forward of {len(found.numbers)} tokens, "
+            f"so it is not known which adapter is whose"
         )
-    found: Groups = groups
     return found
 
 
@@ -96,8 +104,8 @@ def rows_of(tokens: slice | Tensor) -> Iterator[None]:
     if active is None:
         yield
         return
-    before, _current.groups = _current.groups, active.part(tokens)
+    before, _current.rows = _current.rows, active.part(tokens)
     try:
         yield
     finally:
-        _current.groups = before
+        _current.rows = before

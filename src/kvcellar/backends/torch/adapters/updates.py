@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.adapters.active import Active, groups_for, is_active
+from kvcellar.backends.torch.adapters.active import Active, Rows, is_active, rows_for
 from kvcellar.backends.torch.adapters.placing import Sizes, place_of
 from kvcellar.backends.torch.fast.parts import Parts
 from kvcellar.errors import ConfigError, ModelError
@@ -23,12 +23,22 @@ _WRAPPED = (("model.language_model.", "model."), ("language_model.model.", "mode
 """How names in a model beside towers differ from those of its language model alone."""
 
 
-class _Pair(NamedTuple):
-    """A and B of an update, turned and scaled: ``[n_in, rank]`` and ``[rank, n_out]``."""
+class _Part(NamedTuple):
+    """Updates of some outputs by all adapters, their ranks side by side.
+
+    Attributes:
+        first: of the outputs.
+        a: ``[n_in, ranks]``: every A, turned.
+        b: ``[ranks, n_out]``: every B, turned and scaled.
+        columns: which ranks are an adapter's, by its number.
+        owners: ``[ranks]``: the number of each one's adapter.
+    """
 
     first: int
     a: Tensor
     b: Tensor
+    columns: Mapping[int, slice]
+    owners: Tensor
 
 
 class Updated:
@@ -37,13 +47,35 @@ class Updated:
     def __init__(self, n_in: int, *, is_head: bool) -> None:
         """Update nothing yet."""
         self._n_in, self._is_head = n_in, is_head
-        self._pairs: dict[int, list[_Pair]] = {}
+        self._given: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
+        self._parts: list[_Part] = []
         self.n_calls = 0
         """Calls in forwards that had tokens of adapters."""
 
-    def add(self, number: int, pair: _Pair) -> None:
-        """Have an adapter update some of the outputs."""
-        self._pairs.setdefault(number, []).append(pair)
+    def add(self, number: int, first: int, a: Tensor, b: Tensor) -> None:
+        """Have an adapter update outputs: by A ``[rank, n_in]`` and a scaled B ``[n_out, rank]``.
+
+        Args:
+            number: of the adapter.
+            first: of the outputs, of which no adapter updates others that overlap.
+            a: A.
+            b: B times its scale.
+        """
+        self._given.setdefault(first, []).append((number, a, b))
+
+    def join(self) -> None:
+        """Put the updates of all adapters side by side; none are added afterwards."""
+        for first, given in self._given.items():
+            columns, at = {}, 0
+            for number, a, _ in given:
+                columns[number] = slice(at, at + len(a))
+                at += len(a)
+            a_side = torch.cat([a for _, a, _ in given]).T.contiguous()
+            b_side = torch.cat([b for _, _, b in given], dim=1).T.contiguous()
+            owners = [number for number, a, _ in given for _ in range(len(a))]
+            made = torch.tensor(owners, device=a_side.device)
+            self._parts.append(_Part(first, a_side, b_side, columns, made))
+        self._given.clear()
 
     def __call__(
         self, module: nn.Module, given: tuple[Tensor, ...], named: Mapping[str, Any], out: Tensor
@@ -58,10 +90,28 @@ class Updated:
         norm = named.get("norm")
         x = given[0] if norm is None else norm(given[0])
         x, said = x.reshape(-1, self._n_in), out.view(-1, out.shape[-1])
-        for number, rows in groups_for(len(x), is_head=self._is_head):
-            for first, a, b in self._pairs.get(number, ()):
-                more = x[rows].to(a.dtype) @ a @ b
-                said[rows, first : first + b.shape[1]] += more
+        rows = rows_for(len(x), is_head=self._is_head)
+        if len(rows.groups) > 1:
+            self._add_all(x, said, rows.numbers)
+        else:
+            for number, one in rows.groups:
+                self._add_one(x, said, number, one)
+
+    def _add_one(self, x: Tensor, said: Tensor, number: int, rows: Rows) -> None:
+        """Add the updates of the only adapter that there is to its rows."""
+        for first, a, b, columns, _ in self._parts:
+            if number in columns:
+                own = columns[number]
+                said[rows, first : first + b.shape[1]] += x[rows].to(a.dtype) @ a[:, own] @ b[own]
+
+    def _add_all(self, x: Tensor, said: Tensor, numbers: Tensor) -> None:
+        """Add to every row the updates of its own adapter: those of others count nothing.
+
+        Some products of all rows are quicker than more of them of few rows each.
+        """
+        for first, a, b, _, owners in self._parts:
+            inner = (x.to(a.dtype) @ a).mul_(numbers[:, None] == owners)
+            said[:, first : first + b.shape[1]] += inner @ b
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,9 +226,9 @@ def hang_updates(
                 if place.module not in hooks:
                     hooks[place.module] = Updated(update.n_in, is_head=name in heads)
                 a, b = (file.get_tensor(key).to(network.device).float() for key in update.keys)
-                pair = _Pair(place.first, a.T.contiguous(), (b * update.scale).T.contiguous())
-                hooks[place.module].add(number, pair)
+                hooks[place.module].add(number, place.first, a, b * update.scale)
     for name, hook in hooks.items():
+        hook.join()
         network.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
     n_bytes = sum(one.size_bytes for one in adapters)
     return Adapters(tuple(one.name for one in adapters), hooks, n_bytes, network.device)
