@@ -22,21 +22,22 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gpu_checks
 import numpy as np
 import torch
+from gpu_bench import Bench, Found, Sequences, stand_in
 from harness import run
-from random_models import LLAMA_1B, random_llama
 
 import kvcellar as kv
+from kvcellar.backends.torch.card import CONTEXT_BYTES, card_memory
 from kvcellar.backends.torch.gpu import choice, logits
 from kvcellar.engine import Engine, Request, SamplingParams
-from kvcellar.models import LoadedModel, load_model
-from kvcellar.models.kept_logits import RowSampling, SamplingRunner
+from kvcellar.errors import DeviceMemoryError
+from kvcellar.models import load_model
+from kvcellar.models.kept_logits import RowSampling
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
@@ -45,136 +46,8 @@ TESTS = (
     "tests/engine/test_kept_logits.py",
     "tests/backends/gpu/test_on_card.py",
 )
-TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 262,
-}  # fmt: skip
 BLOCK = 256
 """Tokens of a stored block."""
-
-Found = dict[str, Any]
-
-
-@dataclass
-class Bench:
-    """A card, a model on it, and how long things are.
-
-    Attributes:
-        device: as torch names it.
-        is_dry: nothing is measured; it is tried whether all parts run.
-        folder: the model's.
-        ends_s: when no further part begins.
-        found: the results.
-    """
-
-    device: str
-    is_dry: bool
-    folder: Path
-    ends_s: float
-    found: Found = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rounds = 1 if self.is_dry else 7
-        self.lengths = (8, 20) if self.is_dry else (128, 2048, 8192, 32_768)
-        self.chunk = 12 if self.is_dry else 2048
-        self.batch_length = 8 if self.is_dry else 4096
-        self.trunk = 20 if self.is_dry else 16_384
-        self.peer_length = 20 if self.is_dry else 8192
-        self.branches = 3 if self.is_dry else 8
-        self.vocab = 512 if self.is_dry else 128_256
-        dtype = "float32" if self.is_dry else "bfloat16"
-        random_llama(
-            TINY if self.is_dry else LLAMA_1B, self.folder, "cpu" if self.is_dry else self.device
-        )
-        self.weights = "none" if self.is_dry else None  # a CPU's kernel is no card's
-        self.model = self.load(self.device, dtype)
-        self._peer: Any = None
-
-    def load(self, device: str, dtype: str) -> LoadedModel:
-        """Load the model on a device."""
-        return load_model(str(self.folder), device=device, dtype=dtype, weights=self.weights)
-
-    @property
-    def peer(self) -> Any:
-        """Network of the same weights, as transformers runs it."""
-        if self._peer is None:
-            from transformers import AutoModelForCausalLM
-
-            dtype = self.model.network.dtype
-            made = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype)
-            self._peer = made.to(self.device).eval()
-        return self._peer
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        torch.get_device_module(self.device).synchronize()
-
-    def timed(self, call: Callable[[], object], rounds: int | None = None) -> float:
-        """Return the median time of a call in ms, with the device's work done."""
-        found = []
-        n = rounds or self.rounds
-        n_warm = 1 if self.is_dry else 2
-        for i in range(n + n_warm):
-            self.synchronize()
-            start = time.perf_counter()
-            call()
-            self.synchronize()
-            if i >= n_warm:
-                found.append(time.perf_counter() - start)
-        return statistics.median(found) * 1e3
-
-    def config(self, capacity: int, kv_dtype: str | None = None) -> kv.CacheConfig:
-        """Return the config of a cache of so many cells."""
-        return kv.make_config(self.model.params, capacity, kv_dtype=kv_dtype or self.model.kv_dtype)
-
-    def bound(self, model: LoadedModel, session: Any) -> SamplingRunner:
-        """Return a runner that samples and has graphs, as a card's has."""
-        runner = model.bind(session)
-        stand_in(model, runner)
-        assert isinstance(runner, SamplingRunner), "on a GPU logits stay there"
-        return runner
-
-    def ids(self, n: int) -> torch.Tensor:
-        """Return a prompt ``[1, n]`` on the device."""
-        return torch.full((1, n), 7, device=self.device)
-
-
-def stand_in(model: LoadedModel, runner: Any) -> None:
-    """Give a runner on a CPU graphs of a device that records calls; a card's has its own."""
-    if choice.ON_CPU:
-        from kvcellar.backends.torch.gpu.graphs import StepGraphs
-        from tests.backends.gpu.fake_device import FakeDevice
-
-        runner.graphs = StepGraphs(model.network, FakeDevice())
-
-
-class Sequences:
-    """Sequences in one session, and forwards over them."""
-
-    def __init__(self, bench: Bench, session: Any) -> None:
-        """Bind the model to a session."""
-        self.runner, self.cache = bench.bound(bench.model, session), session.cache
-        self._chunk = bench.chunk
-
-    def step(self, seq_ids: Sequence[int]) -> None:
-        """Run one forward; each id is a token of its sequence; sample behind each one's last."""
-        positions = self.cache.begin_step(list(seq_ids))
-        ends = [i for i, s in enumerate(seq_ids) if i + 1 == len(seq_ids) or seq_ids[i + 1] != s]
-        kept, _ = self.runner.forward_kept([7] * len(seq_ids), positions, ends)
-        kept.sample([RowSampling(row) for row in range(len(ends))])
-
-    def fill(self, seq: int, length: int) -> None:
-        """Prefill a sequence in chunks up to a length."""
-        there = self.cache.seq_len(seq) if self.cache.has_seq(seq) else 0
-        for start in range(there, length, self._chunk):
-            self.step([seq] * min(self._chunk, length - start))
-
-    @property
-    def n_graphs(self) -> int:
-        """Graphs that were recorded and are kept."""
-        graphs = getattr(self.runner, "graphs", None)
-        return 0 if graphs is None else graphs.n_graphs
-
 
 # Decoding ----------------------------------------------------------------------------------------
 
@@ -394,6 +267,41 @@ def _equal(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for pair in sides for a, b in zip(*pair, strict=True))
 
 
+def shortage(bench: Bench) -> Found:
+    """Run a prompt for which there is no memory, and go on; tell what torch does not count."""
+    network = bench.model.network
+    with kv.make_seq_session("torch", bench.config(4 * bench.chunk)) as session:
+        sequences = Sequences(bench, session)
+        sequences.fill(0, bench.chunk // 4)
+        hook, card = None, card_memory(bench.device)
+        if card is None:
+            hook = network.model.layers[-1].register_forward_pre_hook(_has_no_memory)
+        else:
+            torch.cuda.empty_cache()
+            card.bound(card.held_bytes + (16 << 20))
+        try:
+            sequences.step([1] * bench.chunk)
+            is_refused = False
+        except DeviceMemoryError:
+            is_refused = True
+        finally:
+            if card is not None:
+                card.bound(2 * card.total_bytes)
+            elif hook is not None:
+                hook.remove()
+        sequences.step([0, 1])
+    found: Found = {"shortage_is_survived": is_refused}
+    if card is not None:
+        free, total = torch.cuda.mem_get_info(bench.device)
+        beside = total - free - torch.cuda.memory_reserved(bench.device)
+        found |= {"context_mib": beside >> 20, "context_mib_set_aside": CONTEXT_BYTES >> 20}
+    return found
+
+
+def _has_no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("there is none")
+
+
 def engine(bench: Bench) -> Found:
     """Measure whole steps of the engine, all of its bookkeeping included, at greedy decoding."""
     found: Found = {}
@@ -503,6 +411,7 @@ PARTS: dict[str, Callable[[Bench], Found]] = {
     "weights": weights,
     "first_tokens": first_tokens,
     "restore": restore,
+    "shortage": shortage,
     "agreement": agreement,
     "compiled": compiled,
     "engine": engine,
