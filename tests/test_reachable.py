@@ -225,8 +225,8 @@ def send_requests(live: Any) -> None:
     live.post("/v1/agents", {"id": "a"})
     turn = body_of(GenerateRequest)
     tokens = {key: value for key, value in turn.items() if key != "text"}
-    live.post("/v1/agents/a/generate", {**turn, "tokens": None})
-    live.post("/v1/agents/a/generate", {**tokens, "role": "user"})
+    live.post("/v1/agents/a/generate", {**turn, "tokens": None, "go_on": False})
+    live.post("/v1/agents/a/generate", {**tokens, "role": "user", "go_on": False})
     chat = body_of(ChatRequest)
     live.post("/v1/chat/completions", {**chat, "logprobs": True, "max_completion_tokens": None})
     said = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
