@@ -18,7 +18,9 @@ from kvcellar.cellar.settings import Settings
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import AgentError, ConfigError, ModelError, UnknownAgentError
 from kvcellar.models import LoadOptions
+from kvcellar.models.hub import DEMO_FOLDER
 from tests.cellar import program
+from tests.models.adapters import write_adapter
 
 pytestmark = pytest.mark.kernel
 GREEDY: Sampling = {"temperature": 0.0, "max_tokens": 6}
@@ -300,3 +302,19 @@ def test_help_fits_a_screen():
     own = said[: said.index("PACKAGE CONTENTS")] + said[said.index("FUNCTIONS") :]
     assert len(own.splitlines()) <= 48
     assert max(map(len, own.splitlines())) <= 108
+
+
+def test_a_cellar_with_an_adapter_answers_with_it(cellar, tmp_path):
+    adapters = {name: write_adapter(tmp_path / name, DEMO_FOLDER) for name in ("tone", "other")}
+    with pytest.raises(ConfigError, match="one adapter, and tone, other were given"):
+        kv.open("demo", store=tmp_path / "store", adapters=adapters)
+    prompt = "def add(a, b):"
+    one = {"tone": adapters["tone"]}
+    with kv.open("demo", store=tmp_path / "store", capacity=512, adapters=one) as adapted:
+        found = adapted.complete(prompt, **GREEDY)
+        assert found.token_ids != cellar.complete(prompt, **GREEDY).token_ids
+        assert adapted.complete(prompt, **GREEDY).usage.cached_tokens > 0
+        agent = adapted.agent("poet")
+        agent.say(prompt, **GREEDY)
+        assert agent.say("More.", **GREEDY).usage.cached_tokens > 0
+        assert adapted.model == "demo+tone" and "demo+tone" in repr(agent)

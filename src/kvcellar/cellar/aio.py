@@ -34,6 +34,7 @@ from kvcellar.engine import EngineStats, FinishEvent, GeneratedToken, Request, T
 from kvcellar.errors import AgentError, ConfigError, NameTakenError, PromptError
 from kvcellar.history import History
 from kvcellar.models import LoadOptions
+from kvcellar.models.adapter_names import adapted
 from kvcellar.models.places import full_path
 from kvcellar.store import Store, default_store
 from kvcellar.valid import valid_text
@@ -51,7 +52,7 @@ class AsyncCellar:
     """A model, its engine and its store, for asyncio. Enter it with ``async with``.
 
     Attributes:
-        model: name of the model that answers.
+        model: name of the model that answers, with its adapter.
     """
 
     def __init__(
@@ -63,8 +64,14 @@ class AsyncCellar:
         progress: ProgressFn | None = None,
     ) -> None:
         """Create a cellar that has nothing open yet; ``kvcellar.open_async`` says what it takes."""
-        self.model = full_path(str(options.model))
-        self._options = replace(options, model=self.model)
+        if len(options.adapters) > 1:
+            raise ConfigError(
+                f"a cellar answers with one adapter, and {', '.join(options.adapters)} were given; "
+                f"open one for each, or serve them"
+            )
+        path = full_path(str(options.model))
+        self.model = adapted(path, next(iter(options.adapters), ""))
+        self._options = replace(options, model=path)
         self._folder = default_store() if store is None else Path(store).expanduser()
         self._memory = memory
         self._progress = progress
@@ -194,7 +201,8 @@ class AsyncCellar:
         params = params_of(sampling)
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         encoded = await asyncio.to_thread(lambda: [self._encoded(one) for one in listed])
-        found = await _all([self._run(Request(prompt, params)) for prompt in encoded])
+        space = self.host.space
+        found = await _all([self._run(Request(prompt, params, space=space)) for prompt in encoded])
         return found[0] if isinstance(prompts, str) else found
 
     def _encoded(self, prompt: Prompt) -> History:

@@ -19,7 +19,8 @@ class Settings(TypedDict, total=False):
     """Settings of ``kvcellar.open``: three of the cellar, the others of its model.
 
     ``store`` is a folder, ``memory`` a size, ``progress`` is called while the model loads. Each of
-    the others is as :class:`kvcellar.models.LoadOptions` has it.
+    the others is as :class:`kvcellar.models.LoadOptions` has it; where ``adapters`` has one, it is
+    what answers.
     """
 
     store: str | Path | None
