@@ -92,7 +92,7 @@ def weights(bench: Bench) -> Found:
     dtype = str(bench.model.network.dtype).removeprefix("torch.")
     own, found = bench.model, {}
     cell = sum(group.cell_bytes(bench.config(1).kv) for group in own.params.groups)
-    for name in ("int8", "int4", "none"):
+    for name in ("int8",) if bench.is_dry else ("int8", "int4", "none"):
         bench.model = load_model(str(bench.folder), device=bench.device, dtype=dtype, weights=name)
         (ms,), _ = _decoded(bench, None, (length,))
         least = (bench.model.size_bytes + length * cell) / copied * 1e3
