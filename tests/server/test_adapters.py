@@ -126,3 +126,13 @@ def test_adapters_that_are_asked_for_otherwise_are_refused_by_name(live):
         assert "name it as the model" in refused.json()["error"]["message"]
     missing = live.http.post("/v1/completions", json={"model": "c", "prompt": "x"})
     assert missing.status_code == 404 and "base, a, b" in missing.json()["error"]["message"]
+
+
+def test_vectors_are_made_by_the_model_that_is_named(live):
+    def vector(model: str) -> Any:
+        found = live.post("/v1/embeddings", {"model": model, "input": "A text."})
+        return np.array(found["data"][0]["embedding"])
+
+    plain, one, again = vector("base"), vector("a"), vector("a")
+    assert one == pytest.approx(again, abs=1e-5)
+    assert np.abs(one - plain).max() > 0.01
