@@ -115,7 +115,7 @@ class ServerConfig:
         if any(not (key.isascii() and key.isprintable()) for key in keys):
             raise ConfigError("an API key is printable ASCII, since it travels in a header")
         if "" in keys:
-            raise ConfigError("an API key is empty; leave it out, or give one")
+            raise ConfigError("the API key is empty; leave it out, or give one")
         if len(set(keys)) < len(keys):
             raise ConfigError("two API keys are the same; give each once")
 
