@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pydoc
 import re
 import threading
@@ -254,6 +255,21 @@ def test_what_cannot_be_opened_leaves_nothing_open(tmp_path):
     assert threading.active_count() <= n_threads + 1  # templates' renderer stays
     with kv.open(store=tmp_path / "store") as opened:
         assert opened.context > 0
+
+
+def test_what_fails_in_the_loop_s_thread_is_raised_to_the_caller_and_the_next_call_works(cellar):
+    async def fails():
+        asyncio.get_running_loop().call_soon(int, "no number")  # nobody waits for it
+        raise ZeroDivisionError("of the caller")
+
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.disabled = True
+    try:
+        with pytest.raises(ZeroDivisionError, match="of the caller"):
+            cellar._loop.run(fails())
+        assert cellar.agent().say("import", **GREEDY).text
+    finally:
+        asyncio_log.disabled = False
 
 
 def test_progress_is_told_to_whoever_asks(tmp_path):

@@ -416,6 +416,7 @@ def test_every_thread_of_ours_is_known_to_a_test_of_its_failure():
         "kvcellar-store": "store/writer.py",  # tests/store/test_faults.py
         "kvcellar-restore": "agents/race.py",  # tests/agents/test_failures.py
         "kvcellar-models": "agents/models.py",  # tests/agents/test_failures.py
+        "kvcellar-cellar": "cellar/sync.py",  # tests/cellar/test_cellar.py
         "progress": "cli/terminal.py",  # tests/cli/test_terminal.py
     }
 
