@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.server.schemas.anthropic import MessagesRequest
-from kvcellar.server.schemas.fields import HARMLESS, REFUSED
+from kvcellar.server.schemas.fields import HARMLESS, REFUSED, SWITCHES
 from kvcellar.server.schemas.openai import ChatRequest, CompletionRequest
 from kvcellar.server.schemas.responses import ResponseRequest
 
@@ -163,8 +163,15 @@ def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse(live, path):
     neutral = {name: given[0] for name, (_, given) in REFUSED.items() if given}
     live.post(path, {**PLAIN[path], **neutral})
     live.post(path, {**PLAIN[path], **dict.fromkeys(REFUSED)})
-    off = {name: False for name, (_, given) in REFUSED.items() if True not in given}
+    asks = {name for name, (_, given) in REFUSED.items() if True in given} | SWITCHES
+    off = {name: False for name in REFUSED if name not in asks}
     live.post(path, {**PLAIN[path], **off, "cache_salt": ""})
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_thinking_is_not_left_on_in_silence_where_it_is_switched_off_by_another_name(live, path):
+    for name in SWITCHES - ({"enable_thinking"} if path == "/v1/chat/completions" else set()):
+        assert "chat_template_kwargs" in refusal(live, path, **{name: False})
 
 
 @pytest.mark.parametrize("path", PLAIN)

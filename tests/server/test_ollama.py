@@ -13,6 +13,7 @@ from kvcellar.server.dialogue import Question
 from kvcellar.server.routes.ollama import parsing
 from kvcellar.server.tools import ToolChoice
 from tests.server.live import serving
+from tests.server.scripted import scripted_host
 
 OPTIONS = {"temperature": 0, "num_predict": 8, "num_ctx": 2048}
 HELLO = [{"role": "user", "content": "def add(a, b):"}]
@@ -104,6 +105,18 @@ def test_calls_have_objects_as_arguments_and_come_whole(client, live, monkeypatc
     (streamed,) = [piece.message.tool_calls for piece in pieces if piece.message.tool_calls]
     assert call.function.name == "look" and call.function.arguments == {"at": "a"}
     assert streamed == [call] and whole.done_reason == pieces[-1].done_reason == "stop"
+
+
+def test_calls_have_the_same_numbers_streamed_and_not(tmp_path):
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>'
+    with serving(tmp_path, load=lambda *_: scripted_host(lambda _: f"{call}\n{call}")) as live:
+        body = {"model": "demo", "messages": HELLO, "tools": [TOOL]}
+        lines = live.http.post("/api/chat", json=body).text.splitlines()
+        pieces = [json.loads(line)["message"].get("tool_calls", ()) for line in lines]
+        whole = live.post("/api/chat", {**body, "stream": False})["message"]["tool_calls"]
+    told = [one["function"] for calls in pieces for one in calls]
+    assert told == [one["function"] for one in whole]
+    assert [one["index"] for one in told] == [0, 1]
 
 
 def test_a_call_that_comes_back_without_its_id_continues_the_same_conversation(live, monkeypatch):

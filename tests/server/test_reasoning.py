@@ -68,6 +68,16 @@ def test_chat_tells_reasoning_apart_streamed_and_not(thinker):
         assert "".join(delta.get(name) or "" for delta in deltas) == said[name]
 
 
+def test_log_probabilities_come_also_where_a_mark_is_a_token(thinker):
+    wanted = {"logprobs": True, "top_logprobs": 1}
+    tokens = chat(thinker, **wanted)["choices"][0]["logprobs"]["content"]
+    said = b"".join(bytes(token["bytes"]) for token in tokens).decode()
+    assert said.removesuffix("<|im_end|>") == f"{THOUGHT}Good day 0."
+    chunks = events(thinker, "/v1/chat/completions", {"messages": [USER], **wanted})
+    told = [chunk["choices"][0].get("logprobs") for chunk in chunks]
+    assert [token for one in told if one for token in one["content"]] == tokens
+
+
 @pytest.mark.parametrize(
     "sent",
     [

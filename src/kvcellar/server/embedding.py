@@ -61,7 +61,10 @@ async def _source(service: Service, name: str | None) -> AsyncIterator[_Source]:
     async with models.registry.use(models.resolve(name)) as host:
         known, embedder = models.public(host.name), host.embedder
         if embedder is None:
-            raise ApiError(400, f"model {known!r} makes no embeddings", "unsupported_model")
+            message = (
+                f"model {known!r} makes no embeddings; serve --embeddings MODEL has one that does"
+            )
+            raise ApiError(400, message, "unsupported_model", param="model")
         n_known = host.engine.runner.vocab_size
         yield _Source(known, host.tokenizer, host.context, n_known, embedder, host.pooling)
 

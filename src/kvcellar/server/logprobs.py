@@ -30,8 +30,9 @@ class ChatLogprobs:
     def _of(self, token: GeneratedToken) -> dict[str, Any]:
         found = self._one(token.token_id, token.logprob)
         found["top_logprobs"] = [self._one(o.token_id, o.logprob) for o in token.top_logprobs]
-        if self._is_first and bytes(found["bytes"]) == b" " + token.text.encode():
-            found["token"], found["bytes"] = token.text, list(token.text.encode())
+        data = token.text.encode(errors="surrogatepass")  # a mark's token is no text
+        if self._is_first and bytes(found["bytes"]) == b" " + data:
+            found["token"], found["bytes"] = token.text, list(data)
             # the decoder drops the space of a text's first word
         self._is_first = False
         return found

@@ -83,7 +83,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "format": ("use response_format", ()),
     **_each(
         "n_predict num_predict max_new_tokens",
-        ("it is called max_tokens here, and what this route has of it is in /openapi.json", (-1,)),
+        ("give max_tokens, or in Ollama's requests options.num_predict", (-1,)),
     ),
     "max_length": ("it counts the prompt, too; give max_tokens", (-1,)),
     "min_new_tokens": ("it is called min_tokens, which this route does not have", (0,)),
@@ -100,6 +100,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         "reasoning_format separate_reasoning",
         ("reasoning always comes apart, as reasoning_content", ("auto", "deepseek", True)),
     ),
+    **_each("think enable_thinking", ("a template's switch is given in chat_template_kwargs", ())),
     "guided_whitespace_pattern": ("JSON is written in one way here", ()),
     **_each("ebnf structural_tag", ("use guided_grammar", ())),
     **_each(
@@ -121,7 +122,10 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "background": ("an answer is computed while its client waits for it", ()),
 }
 """By name, what to do instead, and values that ask for nothing, besides null and what is empty;
-false asks for nothing too where true is not one of them."""
+false asks for nothing too where true is not one of them, and it is none of ``SWITCHES``."""
+
+SWITCHES = frozenset(("think", "enable_thinking"))
+"""Fields whose false asks for something."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -161,7 +165,7 @@ def refuse_or_ignore(
         if meant is None:
             return True
         advice, neutral = f"nothing is called so; do you mean {meant}?", ()
-    is_off = value is False and True not in neutral
+    is_off = value is False and True not in neutral and name not in SWITCHES
     if is_off or value in ("", [], {}) or _is_one_of(value, neutral):
         return False
     raise ApiError(400, f"{name} is not honoured: {advice}", "unsupported_field", param=name)

@@ -48,16 +48,21 @@ class OllamaAnswer:
         self._started_s = time.perf_counter()
 
     def piece(
-        self, text: str = "", thinking: str = "", calls: Sequence[Call] = (), **more: Any
+        self,
+        text: str = "",
+        thinking: str = "",
+        calls: Sequence[Call] = (),
+        n_before: int = 0,
+        **more: Any,
     ) -> dict[str, Any]:
-        """Write a piece of the answer, or all of it."""
+        """Write a piece of the answer, ``n_before`` calls behind its start, or all of it."""
         head = {"model": self.model, "created_at": now(), "done": False}
         thought = {"thinking": thinking} if thinking else {}
         if not self._is_chat:
             return {**head, "response": text, **thought, **more}
         message: dict[str, Any] = {"role": "assistant", "content": text, **thought}
         if calls:
-            message["tool_calls"] = [_call(call, i) for i, call in enumerate(calls)]
+            message["tool_calls"] = [_call(call, i) for i, call in enumerate(calls, n_before)]
         return {**head, "message": message, **more}
 
     def facts(self, end: Ended) -> dict[str, Any]:
@@ -113,6 +118,7 @@ class OllamaFrames(AnswerFrames):
         self._path = path
         self._logprobs: ChatLogprobs | None = None
         self._call: Call | None = None
+        self._n_calls = 0
         self.ping = _line(answer.piece())
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
@@ -156,7 +162,10 @@ class OllamaFrames(AnswerFrames):
     def _take(self, call: Call | None) -> bytes:
         """Write the call before, now that the next has begun or the answer has ended."""
         before, self._call = self._call, call
-        return b"" if before is None else _line(self._answer.piece(calls=[before]))
+        if before is None:
+            return b""
+        self._n_calls += 1
+        return _line(self._answer.piece(calls=[before], n_before=self._n_calls - 1))
 
 
 class RawFrames(Frames[Pieces]):
