@@ -42,6 +42,7 @@ from kvcellar.types import LayerGroup as LayerGroup
 from kvcellar.types import ModelCacheParams as ModelCacheParams
 from kvcellar.types import Run as Run
 from kvcellar.types import StepPlan as StepPlan
+from kvcellar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
     from kvcellar.cellar import AsyncCellar, Cellar
     from kvcellar.cellar.settings import Settings
-
-__version__ = "0.1.0"
 
 __all__ = ["open", "open_async"]
 

@@ -17,11 +17,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as hf_logging
 
-from kvcellar.backends.torch import checking, loading
+from kvcellar.backends.torch import checking
+from kvcellar.backends.torch import versions as torch_versions
 from kvcellar.backends.torch.checking import check_checkpoint, check_family
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
-from kvcellar.backends.torch.loading import model_facts, prove_model, versions
+from kvcellar.backends.torch.loading import model_facts, prove_model
 from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.versions import versions
 from kvcellar.errors import ModelError
 from kvcellar.models import check as check_module
 from kvcellar.models import load_model
@@ -297,7 +299,7 @@ def test_a_verdict_without_figures_is_found_again(tiny, home, monkeypatch):
 
 def test_a_verdict_of_other_versions_is_found_again(tiny, home, counted, monkeypatch):
     load_model(tiny)
-    monkeypatch.setattr(loading, "VERSION", 10**6)
+    monkeypatch.setattr(torch_versions, "VERSION", 10**6)
     load_model(tiny)
     assert counted == [tiny, tiny]
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-import kvcellar
 from kvcellar.cli import (
     agents,
     bench,
@@ -30,6 +29,7 @@ from kvcellar.cli.config_file import defaults_of
 from kvcellar.cli.start import show_start
 from kvcellar.cli.terminal import print_error
 from kvcellar.errors import KVCellarError
+from kvcellar.version import __version__
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -122,7 +122,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvcellar {kvcellar.__version__}")
+        typer.echo(f"kvcellar {__version__}")
         raise typer.Exit
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-import kvcellar
 from kvcellar.budget import format_size, machine_bytes
 from kvcellar.cli.commands import add_command
 from kvcellar.cli.store import AsJson, Folder
@@ -25,6 +24,7 @@ from kvcellar.cli.terminal import write
 from kvcellar.errors import KVCellarError, StoreError
 from kvcellar.home import default_config, default_home, default_models
 from kvcellar.models.packaged import PACKAGED
+from kvcellar.version import __version__
 
 if TYPE_CHECKING:
     from kvcellar.store import Store
@@ -107,7 +107,7 @@ def doctor_command(store: Folder = None, as_json: AsJson = False) -> None:
 
 def findings(store: Path | None = None) -> Iterator[Finding]:
     """Yield what is found, one thing after the other."""
-    version = f"{kvcellar.__version__}, Python {platform.python_version()} on {platform.platform()}"
+    version = f"{__version__}, Python {platform.python_version()} on {platform.platform()}"
     yield Finding("kvcellar", GOOD, version)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("machine", GOOD, f"{cores} cores, {format_size(machine_bytes())} of memory")

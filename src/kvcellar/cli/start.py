@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import kvcellar
 from kvcellar.cli.terminal import write
 from kvcellar.home import default_config
 from kvcellar.models.packaged import PACKAGED
+from kvcellar.version import __version__
 
 _LINES = (
     ("kvcellar chat smollm2", "talk with a small model{fetch}"),
@@ -26,7 +26,7 @@ def show_start() -> None:
     """Print what to do next."""
     fetch = "" if PACKAGED["smollm2"].file.is_file() else " (93 MB, fetched once)"
     width = max(len(command) for command, _ in _LINES)
-    write(f"kvcellar {kvcellar.__version__}: KV caches for local models and agents\n\n")
+    write(f"kvcellar {__version__}: KV caches for local models and agents\n\n")
     for command, says in _LINES:
         write(f"  {command:<{width}}  {says.format(fetch=fetch)}\n")
     config = default_config()

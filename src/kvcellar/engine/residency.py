@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from kvcellar.bookkeeping.compaction import Relocation
@@ -24,15 +24,36 @@ from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
 
-if TYPE_CHECKING:
-    from kvcellar.engine.moved import MovedOut
-
 AHEAD_SHARE, MAX_AHEAD = 32, 2048
 """Eviction frees one in so many cells of the cache at a time, and at most so many: what is freed
 one by one comes back as single cells, and a sequence in crumbs is slow to plan and to read."""
 
 MAX_EXPECTED = 1024
 """Tokens of an answer that its sequence is expected to have, at most."""
+
+
+class KeepsRows(Protocol):
+    """Protocol of what keeps KV of sequences that gave way, as ``moved.MovedOut`` does."""
+
+    def ran(self, n_prefill: int, seconds: float) -> None:
+        """Learn what a prompt's tokens take from a step that had so many of them."""
+        ...
+
+    def copy(self, sequence: Sequence) -> Any | None:
+        """Copy the rows of a sequence that gives way; None where computing them is cheaper."""
+        ...
+
+    def keep(self, request_id: int, moved: Any) -> None:
+        """Keep what ``copy`` gave until its sequence ends."""
+        ...
+
+    def bring(self, sequence: Sequence) -> None:
+        """Put the rows of a sequence that is let in back into the cache."""
+        ...
+
+    def forget(self, request_id: int) -> None:
+        """Let go of a sequence's rows, if there are any."""
+        ...
 
 
 class Holder(Protocol):
@@ -72,7 +93,7 @@ class Residency:
     counts: ResidencyCounts = field(default_factory=ResidencyCounts)
     holders: WeakSet[Holder] = field(default_factory=WeakSet)
     """Who else has to be told where cells have moved, and which snapshots have gone."""
-    moved: MovedOut | None = None
+    moved: KeepsRows | None = None
     """KV of sequences that gave way; None: none is kept."""
     ahead: Ahead | None = None
     """The step that is begun while a device works; None: none ever is."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import xxhash
 
-from kvcellar import __version__
 from kvcellar.home import default_home, open_own
 from kvcellar.models.facts import VERSION, ModelFacts
 from kvcellar.models.fingerprint import VOLATILE
+from kvcellar.version import __version__
 
 Learn = Callable[[Mapping[str, Any]], ModelFacts]
 """Learns the facts of a model by its ``config.json``."""

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import kvcellar
 from kvcellar.errors import KVCellarError
 from kvcellar.server.bodies import Bodies, what_is_wrong
 from kvcellar.server.errors import ApiError, ClientGone, as_api_error, error_response
@@ -31,6 +30,7 @@ from kvcellar.server.routes import (
     viewer,
 )
 from kvcellar.server.service import Service
+from kvcellar.version import __version__
 
 _ROUTES = (
     openai,
@@ -85,7 +85,7 @@ def create_api(service: Service) -> FastAPI:
     """Create the routes alone."""
     app = FastAPI(
         title="kvcellar",
-        version=kvcellar.__version__,
+        version=__version__,
         summary="Local models whose KV outlives the request: agents that fork, go back and sleep.",
         docs_url=None,
         redoc_url=None,

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import kvcellar
 from kvcellar import models
 from kvcellar.backends.executorch.archive import unpack_files
 from kvcellar.backends.executorch.building import executorch_version
@@ -41,6 +40,7 @@ from kvcellar.models.weights import own_kv_dtype
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import IntArray
+from kvcellar.version import __version__
 
 _SIZED_AS = {"8da4w": "int4", "8da8w": "int8"}
 """Scheme of the weights -> a format that takes about as much."""
@@ -354,7 +354,7 @@ def _exported(options: LoadOptions, report: ProgressFn) -> Path:
         on_progress=lambda part, what: report(0.1 + 0.04 * part, what),
     )
     digest = hashlib.blake2b(digest_size=8)
-    parts = [kvcellar.__version__, executorch_version(), wanted, weights, fingerprint.value]
+    parts = [__version__, executorch_version(), wanted, weights, fingerprint.value]
     if options.is_unchecked:  # kept apart: nobody else is given it
         parts.append("unchecked")
     for part in parts:

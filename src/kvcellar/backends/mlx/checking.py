@@ -12,7 +12,6 @@ import mlx_lm
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvcellar import __version__
 from kvcellar.backends.mlx.learning import Learnt
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import KVCellarError, ModelError
@@ -20,6 +19,7 @@ from kvcellar.models.check import TOLERANCE, VERSION, Subject, Verdict, compare,
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray
+from kvcellar.version import __version__
 
 _COLUMNS = 512
 """Logits of each token that are compared: all of a large vocabulary would be large."""

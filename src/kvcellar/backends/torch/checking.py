@@ -13,12 +13,12 @@ import torch
 
 from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.fast.hold import hold_mixers
-from kvcellar.backends.torch.loading import versions
 from kvcellar.backends.torch.memory import give_back
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.probe import learn_facts
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.tiny import default_raw, random_network, started_network, twin_raw
+from kvcellar.backends.torch.versions import versions
 from kvcellar.backends.torch.weights import UnreadWeightsError
 from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import (

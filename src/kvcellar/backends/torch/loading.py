@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 
-from kvcellar import __version__
 from kvcellar.backends.torch.adapters.loading import check_adapters, load_adapters, read_adapters
 from kvcellar.backends.torch.adapters.placing import linear_sizes
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
@@ -31,12 +30,13 @@ from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
 from kvcellar.backends.torch.holding import hold_parts
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
+from kvcellar.backends.torch.versions import versions
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.budget import format_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
-from kvcellar.models.check import VERSION, Verdict, demand_exact, keep_verdict, verdict_of
+from kvcellar.models.check import Verdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -266,16 +266,6 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
         is_replaced = renew_facts(raw, _learn, _BY)
     keep_verdict(raw, versions(), verdict)
     return verdict, is_replaced
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a verdict on a model depends on."""
-    return {
-        "kvcellar": __version__,
-        "check": str(VERSION),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, Adapters]:

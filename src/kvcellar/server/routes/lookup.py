@@ -8,7 +8,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import kvcellar
 from kvcellar.agents import ModelHost
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import Engine, SamplingParams
@@ -26,6 +25,7 @@ from kvcellar.server.schemas.lookup import DetokenizeRequest, TokenizeRequest
 from kvcellar.server.service import Service, service_of
 from kvcellar.server.telling import ignored_of
 from kvcellar.server.thinking import Thinking
+from kvcellar.version import __version__
 
 router = APIRouter(tags=["Lookup"], route_class=BodyRoute)
 
@@ -132,7 +132,7 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
             "bos_token": getattr(tokenizer, "bos_token", None) or "",
             "eos_token": getattr(tokenizer, "eos_token", None) or "",
             "modalities": {"vision": False, "audio": False},
-            "build_info": f"kvcellar {kvcellar.__version__}",
+            "build_info": f"kvcellar {__version__}",
         }
 
 

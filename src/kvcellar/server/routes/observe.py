@@ -12,10 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import kvcellar
 from kvcellar.budget import resident_bytes
 from kvcellar.server.service import service_of
 from kvcellar.server.snapshot import take_snapshot
+from kvcellar.version import __version__
 
 router = APIRouter(tags=["Observability"])
 
@@ -32,7 +32,7 @@ async def health(request: Request) -> JSONResponse:
     status = "stopping" if service.is_closing else "failed" if is_failed else "ok"
     said = {
         "status": status,
-        "version": kvcellar.__version__,
+        "version": __version__,
         "uptime_s": round(time.time() - service.started_s, 1),
         "active": service.n_active,
         "swapping": service.models.swapping,

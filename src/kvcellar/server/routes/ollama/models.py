@@ -11,7 +11,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import kvcellar
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.describing import (
     Description,
@@ -22,6 +21,7 @@ from kvcellar.server.describing import (
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.ollama import OllamaName
 from kvcellar.server.service import Service, service_of
+from kvcellar.version import __version__
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -49,7 +49,7 @@ def bare(service: Service, name: str) -> str:
 @router.get("/api/version")
 async def version() -> dict[str, str]:
     """Tell the version of Ollama's API that is spoken, and this server's own."""
-    return {"version": SPOKEN, "kvcellar": kvcellar.__version__}
+    return {"version": SPOKEN, "kvcellar": __version__}
 
 
 @router.get("/api/tags")
