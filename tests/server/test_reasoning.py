@@ -319,6 +319,15 @@ def test_counting_counts_what_a_turn_reads_with_its_thinking_switched_off(thinke
     assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_an_answer_that_ends_inside_a_thought_has_the_same_blocks_streamed_and_not(thinker):
+    for n, kinds in ((1, ["text"]), (6, ["thinking"])):
+        body = {"messages": [USER], "max_tokens": n}
+        whole = thinker.post("/v1/messages", body)["content"]
+        said = events(thinker, "/v1/messages", body)
+        starts = [e["content_block"]["type"] for e in said if e["type"] == "content_block_start"]
+        assert starts == [block["type"] for block in whole] == kinds
+
+
 def test_a_budget_of_anthropics_ends_a_thought(thinker):
     answer = ask_claude(thinker, thinking={"type": "enabled", "budget_tokens": 2})
     thought, text = answer["content"]

@@ -351,7 +351,7 @@ def _content(end: Ended, signer: Signer, is_omitted: bool) -> list[dict[str, Any
         signature = _signature(signer, end.reasoning, is_omitted)
         said = "" if is_omitted else end.reasoning
         blocks.append({"type": "thinking", "thinking": said, "signature": signature})
-    if end.text or not end.calls:
+    if end.text or not (end.calls or end.reasoning):
         blocks.append({"type": "text", "text": end.text, "citations": None})
     for call in end.calls:
         value = _input(call.arguments)
@@ -447,7 +447,8 @@ class MessageFrames(AnswerFrames):
         ending = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_text}
         extra = extra_of(event, self._body)
         delta = _said("message_delta", delta=ending, usage=usage, kvcellar=extra)
-        return self._close() + delta + _said("message_stop")
+        said = b"" if self._index >= 0 else self._begin({"type": "text", "text": ""}, "text")
+        return said + self._close() + delta + _said("message_stop")
 
     def _begin(self, block: dict[str, Any], what: str | int) -> bytes:
         """Begin a block, behind the one that is open, if one is."""
