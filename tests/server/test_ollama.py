@@ -107,6 +107,15 @@ def test_calls_have_objects_as_arguments_and_come_whole(client, live, monkeypatc
     assert streamed == [call] and whole.done_reason == pieces[-1].done_reason == "stop"
 
 
+def test_an_option_that_nobody_knows_is_said_to_be_ignored(live):
+    options = {**OPTIONS, "quantum_mode": 1, "repeat_penalty": 1.1, "repeat_last_n": 64}
+    body = {"model": "demo", "messages": HELLO, "options": options, "stream": False}
+    response = live.http.post("/api/chat", json=body)
+    assert response.headers["x-kvcellar-ignored"] == "quantum_mode"
+    told = response.json()["kvcellar"]
+    assert told["ignored"] == ["quantum_mode"] and "for the last 64" in told["notes"][0]
+
+
 def test_calls_have_the_same_numbers_streamed_and_not(tmp_path):
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>'
     with serving(tmp_path, load=lambda *_: scripted_host(lambda _: f"{call}\n{call}")) as live:

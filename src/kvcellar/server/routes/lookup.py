@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from kvcellar.agents import ModelHost
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import Engine, SamplingParams
-from kvcellar.engine.token_bytes import token_bytes
+from kvcellar.engine.token_bytes import TokenBytes, token_bytes
 from kvcellar.models.controls import encode_text
 from kvcellar.models.tokenizer import opening_tokens
 from kvcellar.server.bodies import BodyRoute
@@ -40,7 +40,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         pieces = token_bytes(host.tokenizer)
         said: dict[str, Any] = {"count": len(tokens), "max_model_len": host.context}
     if body.with_pieces:
-        said["tokens"] = [{"id": one, "piece": _piece(pieces.of(one))} for one in tokens]
+        said["tokens"] = [{"id": one, "piece": _piece(pieces, one)} for one in tokens]
     else:
         said["tokens"] = tokens
     said["token_strs"] = [pieces.name(i) for i in tokens] if body.return_token_strs else None
@@ -99,10 +99,11 @@ def _tokenizer_of(service: Service, host: ModelHost) -> Any:
     return host.tokenizer
 
 
-def _piece(data: bytes) -> str | list[int]:
-    """Return a token's text; its bytes, where it is a part of a character."""
+def _piece(pieces: TokenBytes, token_id: int) -> str | list[int]:
+    """Return a token's text, or a special one's name; bytes, where it is a part of a character."""
+    data = pieces.of(token_id)
     try:
-        return data.decode()
+        return data.decode() or pieces.name(token_id)
     except UnicodeDecodeError:
         return list(data)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from kvcellar.server.schemas.base import QuestionBody
-from kvcellar.server.schemas.ollama import ModelName, Options
+from kvcellar.server.schemas.ollama import ModelName, WithOptions
 from kvcellar.server.schemas.openai import Texts, Tokens
 
 Dimensions = Annotated[int, Field(ge=1, description="The first numbers of a vector alone.")]
@@ -25,21 +25,19 @@ class EmbeddingsRequest(QuestionBody):
     pooling: Literal["mean", "last", "cls"] | None = None
 
 
-class OllamaEmbedRequest(QuestionBody):
+class OllamaEmbedRequest(WithOptions):
     """``POST /api/embed``."""
 
     model: ModelName
     input: str | Texts
     truncate: bool | None = Field(None, description="Cut texts that are too long, as is the rule.")
     dimensions: Dimensions | None = None
-    options: Options | None = None
     keep_alive: Any = None
 
 
-class OllamaEmbeddingsRequest(QuestionBody):
+class OllamaEmbeddingsRequest(WithOptions):
     """``POST /api/embeddings``, which older clients call."""
 
     model: ModelName
     prompt: str = Field(validation_alias=AliasChoices("prompt", "input"))
-    options: Options | None = None
     keep_alive: Any = None

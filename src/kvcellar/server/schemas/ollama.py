@@ -27,12 +27,27 @@ class Options(QuestionBody):
     stop: Stop | Stops | None = None
 
 
-class OllamaBody(QuestionBody):
+class WithOptions(QuestionBody):
+    """A request that has settings in an object of their own."""
+
+    options: Options | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on fields, and on options, that are honoured otherwise than elsewhere."""
+        return self._notes + (self.options.notes if self.options else ())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields, and of the options, that nobody here knows."""
+        return self._ignored + (self.options.ignored if self.options else ())
+
+
+class OllamaBody(WithOptions):
     """A request for an answer: how, and whether as a stream, which is the rule."""
 
     model: ModelName
     stream: bool | None = None
-    options: Options | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: Think | None = None
     keep_alive: float | str | None = Field(None, description="0 and nothing to answer: unload.")
