@@ -13,11 +13,19 @@ import pytest
 
 import kvcellar as kv
 from kvcellar.agents import AgentInfo
+from kvcellar.agents.hosting import Hosting
 from kvcellar.cellar import Cellar, Sampling
 from kvcellar.cellar.answers import params_of
 from kvcellar.cellar.settings import Settings
 from kvcellar.engine import SamplingParams
-from kvcellar.errors import AgentError, ConfigError, ModelError, UnknownAgentError
+from kvcellar.errors import (
+    AgentError,
+    ConfigError,
+    EngineClosedError,
+    ModelError,
+    PromptError,
+    UnknownAgentError,
+)
 from kvcellar.models import LoadOptions
 from kvcellar.models.hub import DEMO_FOLDER
 from tests.cellar import program
@@ -153,6 +161,85 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(cellar, monkeypatch):
         agent.say("def f(", temperature=0, max_tokens=3000, ignore_eos=True)
     assert waited and agent.say("def g(", **GREEDY).text
     assert [m["role"] for m in agent.messages] == ["user", "assistant"] * 2
+
+
+def test_a_cellar_stays_open_for_as_long_as_one_of_its_agents_is_held(tmp_path):
+    agent = kv.open("demo", store=tmp_path, capacity=512).agent("held")
+    stream = agent.stream("import", **GREEDY)
+    del agent
+    assert "".join(stream)
+
+
+def test_whoever_is_answered_when_a_cellar_closes_hears_of_it_and_streams_are_ended(tmp_path):
+    long: Sampling = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
+    told = []
+
+    def talk():
+        try:
+            beside.say("def f(", **long)
+        except EngineClosedError as error:
+            told.append(error)
+
+    opened = kv.open("demo", store=tmp_path, capacity=8192)
+    stream = opened.agent("streams").stream("import", **long)
+    first = next(stream)
+    beside = opened.agent("beside")
+    thread = threading.Thread(target=talk, daemon=True)
+    thread.start()
+    while beside.info().state != "generating":
+        time.sleep(0.01)
+    opened.close()
+    stream.close()
+    thread.join(30)
+    assert told and not thread.is_alive()
+    with pytest.raises(ConfigError, match="closed"):
+        next(stream)
+    with kv.open("demo", store=tmp_path, capacity=512) as again:
+        assert again.agent("streams").messages[1]["content"].startswith(first)
+
+
+def test_who_stops_waiting_for_a_cellar_that_opens_leaves_nothing_open(tmp_path, monkeypatch):
+    loading, go_on = threading.Event(), threading.Event()
+    real = Hosting.open
+
+    def slow(self, name, report):
+        loading.set()
+        assert go_on.wait(30)
+        return real(self, name, report)
+
+    monkeypatch.setattr(Hosting, "open", slow)
+    real_submit = asyncio.run_coroutine_threadsafe
+
+    class Interrupted:
+        def __init__(self, future):
+            self.cancel = future.cancel
+
+        def result(self):
+            assert loading.wait(30)
+            raise KeyboardInterrupt
+
+    def once(call, loop):
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", real_submit)
+        return Interrupted(real_submit(call, loop))
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", once)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        kv.open("demo", store=tmp_path, capacity=512)
+    go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        if "work" not in thread.name:  # the pool's threads, which wait for garbage to be collected
+            thread.join(30)
+            assert not thread.is_alive(), thread.name
+    named = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not named & {"kvcellar-engine", "kvcellar-store", "kvcellar-cellar"}
+
+
+def test_what_is_no_text_is_refused_before_it_is_in_a_history(cellar):
+    agent = cellar.agent()
+    with pytest.raises(PromptError, match=r"has to be a str, got b'x'"):
+        agent.say(b"x", **GREEDY)
+    assert not agent.messages and agent.say("x", **GREEDY).text
 
 
 # Forks --------------------------------------------------------------------------------------------

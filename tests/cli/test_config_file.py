@@ -135,3 +135,10 @@ def test_the_page_s_example_is_taken(tmp_path):
     found = defaults_of(typer.main.get_command(app), tmp_path / "config.toml")
     assert found["serve"]["port"] == 8000 and found["serve"]["memory"] == "24GB"
     assert found["agents"]["chat"] == {"temperature": 0.7, "memory": "24GB", "kv_dtype": "int8"}
+
+
+def test_a_value_where_a_table_of_a_command_belongs_is_refused_as_that(config):
+    config.write_text("[agents]\nchat = 3\n")
+    result = run("models", "list")
+    assert result.exit_code == 2 and "agents.chat in" in result.stderr
+    assert "has to be a table, [agents.chat]" in " ".join(result.stderr.split())

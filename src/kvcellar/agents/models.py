@@ -143,12 +143,28 @@ class ModelRegistry:
                     entry.n_users += 1
                     return entry
             await self._make_room(name)
-            host = await asyncio.to_thread(self._load, name)
+            host = await self._load_in_thread(name)
             entry = _HostEntry(host, 1, self._clock())
             with self._lock:
                 self._loaded[name] = entry
                 self._sizes[name] = host.size_bytes
             return entry
+
+    async def _load_in_thread(self, name: str) -> ModelHost:
+        """Load a model; whoever stops waiting leaves none behind that nobody lets go of."""
+        is_left = threading.Event()
+
+        def load() -> ModelHost:
+            host = self._load(name)
+            if is_left.is_set():
+                host.close()
+            return host
+
+        try:
+            return await asyncio.to_thread(load)
+        except asyncio.CancelledError:
+            is_left.set()
+            raise
 
     async def _make_room(self, name: str) -> None:
         if self._budget_bytes is None:

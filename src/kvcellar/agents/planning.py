@@ -90,6 +90,8 @@ class Turn:
     def __post_init__(self) -> None:
         if sum(said is not None for said in (self.text, self.messages, self.tokens)) != 1:
             raise PromptError("give one of text, messages and tokens to a turn")
+        if not isinstance(self.text, str | None):  # no store could keep it
+            raise PromptError(f"the text of a turn has to be a str, got {self.text!r:.80}")
 
     @property
     def asked(self) -> str | None:

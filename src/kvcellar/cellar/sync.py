@@ -18,12 +18,17 @@ from kvcellar.errors import ConfigError
 
 T = TypeVar("T")
 
+_PATIENCE_S = 5.0
+"""Seconds that calls have for ending by themselves when their cellar closes."""
+
 
 class _Loop:
     """An event loop in a thread of its own, where a cellar's coroutines run."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self.is_over = False
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="kvcellar-cellar", daemon=True
         )
@@ -35,10 +40,11 @@ class _Loop:
         Raises:
             ConfigError: the cellar is closed.
         """
-        if self._loop.is_closed():
-            call.close()
-            raise ConfigError("the cellar is closed; open it again")
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        with self._lock:
+            if self.is_over:
+                call.close()
+                raise ConfigError("the cellar is closed; open it again")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -46,9 +52,24 @@ class _Loop:
             raise
 
     def close(self) -> None:
+        """End what still runs, so that nobody waits for it for ever, and the thread."""
+        with self._lock:
+            if self.is_over:
+                return
+            self.is_over = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:  # most of them have just been told that the engine is closed
+            await asyncio.wait(tasks, timeout=_PATIENCE_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
 
 
 class Cellar:
@@ -69,10 +90,13 @@ class Cellar:
         self._open: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
         try:
             self._loop.run(cellar.__aenter__())
-        except BaseException:
+        except Exception:
             self._loop.close()
             raise
-        self._close = weakref.finalize(self, _close, cellar, self._loop)
+        except BaseException:  # Ctrl-C does not wait for a model that loads, which goes once it is
+            threading.Thread(target=_give_up, args=(cellar, self._loop)).start()
+            raise
+        self._garbage = weakref.finalize(self, _close_anywhere, cellar, self._loop)
 
     @property
     def model(self) -> str:
@@ -92,7 +116,11 @@ class Cellar:
 
     def close(self) -> None:
         """End what runs, write what is unsaved, and let go of the model. May be called twice."""
-        self._close()
+        for stream in list(self._open.values()):
+            if stream.thread == threading.get_ident():  # left in its middle
+                stream.close()
+        if self._garbage.detach() is not None:
+            _close(self._cellar, self._loop)
 
     # Agents ------------------------------------------------------------------------------------
 
@@ -123,7 +151,7 @@ class Cellar:
         return self._of(self._loop.run(self._cellar.import_agent(file, name)))
 
     def _of(self, agent: AsyncAgent) -> Agent:
-        return Agent(agent, self._loop, self._open)
+        return Agent(agent, self)
 
     # Completions -------------------------------------------------------------------------------
 
@@ -177,16 +205,28 @@ def _close(cellar: AsyncCellar, loop: _Loop) -> None:
     loop.close()
 
 
+def _close_anywhere(cellar: AsyncCellar, loop: _Loop) -> None:
+    """Close from whatever thread collects garbage, which may be one that has to end for it."""
+    if threading.current_thread() is threading.main_thread():
+        _close(cellar, loop)
+    else:
+        threading.Thread(target=_close, args=(cellar, loop)).start()
+
+
+def _give_up(cellar: AsyncCellar, loop: _Loop) -> None:
+    loop.close()  # which waits for threads that still open something
+    cellar.close_now()
+
+
 class Agent:
     """An agent: a history with a name, which forks, goes back, sleeps and comes back."""
 
-    def __init__(
-        self, agent: AsyncAgent, loop: _Loop, streams: weakref.WeakValueDictionary[str, Stream]
-    ) -> None:
+    def __init__(self, agent: AsyncAgent, cellar: Cellar) -> None:
         """Refer to an agent; ``Cellar.agent`` makes one where there is none."""
         self._agent = agent
-        self._loop = loop
-        self._streams = streams
+        self._cellar = cellar  # which stays open for as long as somebody has an agent of it
+        self._loop = cellar._loop
+        self._streams = cellar._open
 
     @property
     def name(self) -> str:
@@ -229,7 +269,7 @@ class Agent:
                 changed.
         """
         self._end_stream()
-        stream = Stream(self._agent.stream(text, role=role, **sampling), self._loop)
+        stream = Stream(self._agent.stream(text, role=role, **sampling), self._cellar)
         self._streams[self.name] = stream
         return stream
 
@@ -338,7 +378,7 @@ class Agent:
         return self._agent.why()
 
     def _of(self, agent: AsyncAgent) -> Agent:
-        return Agent(agent, self._loop, self._streams)
+        return Agent(agent, self._cellar)
 
     def _verb(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a verb that waits for the agent's turn."""
@@ -349,10 +389,11 @@ class Agent:
 class Stream:
     """Text of an answer as it comes: iterate over it. Behind the end ``answer`` is the whole."""
 
-    def __init__(self, stream: AsyncStream, loop: _Loop) -> None:
+    def __init__(self, stream: AsyncStream, cellar: Cellar) -> None:
         """Wrap a stream; it begins with the first piece that is asked for."""
         self._stream = stream
-        self._loop = loop
+        self._cellar = cellar
+        self._loop = cellar._loop
         self.thread = threading.get_ident()
 
     def __iter__(self) -> Stream:
@@ -377,7 +418,8 @@ class Stream:
 
     def close(self) -> None:
         """End the answer where it has not ended; what was said by then is in the history."""
-        self._loop.run(self._stream.aclose())
+        if not self._loop.is_over:  # a cellar that is closed has ended it
+            self._loop.run(self._stream.aclose())
 
     @property
     def answer(self) -> Answer:

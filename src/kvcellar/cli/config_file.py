@@ -64,6 +64,10 @@ def _of_group(
         path = (*above, name)
         command = group.commands.get(name)
         if command is None or not isinstance(table, Mapping):
+            if command is not None:
+                raise ConfigError(
+                    f"{'.'.join(path)} in {file} has to be a table, [{'.'.join(path)}]"
+                )
             what = f"command [{'.'.join(path)}]" if isinstance(table, Mapping) else f"key {name!r}"
             raise _unknown(what, name, [*group.commands, *([] if above else [ALL])], file)
         if hasattr(command, "commands"):
