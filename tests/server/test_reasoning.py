@@ -195,6 +195,19 @@ def test_a_thought_that_the_prompt_opens_comes_before_a_form_and_within_its_budg
         assert json.loads(said["content"])["a"] == 1 and "reasoning_content" not in said
 
 
+def test_a_thought_before_a_call_is_no_text_where_the_answer_may_be_a_form_too(tmp_path):
+    call = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+    wanted = {"type": "json_object"}
+    with serving(tmp_path, load=lambda *_: scripted_host(lambda _: THOUGHT + call)) as live:
+        for choice in ("auto", "required"):
+            said = message_of(chat(live, tools=[TOOL], tool_choice=choice, response_format=wanted))
+            assert said["reasoning_content"] == "The user wants a greeting."
+            assert not said["content"] and len(said["tool_calls"]) == 1
+        bounded = {"tools": [TOOL], "response_format": wanted, "thinking_budget": 2}
+        said = message_of(chat(live, **bounded))
+        assert len(said["reasoning_content"]) < 12 and len(said["tool_calls"]) == 1
+
+
 @pytest.mark.parametrize(
     ("marks", "template", "end"),
     [

@@ -188,7 +188,8 @@ class _Answer:
         self._reads_calls = bool(chosen(question.tools, question.choice))
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
         self._dialect = wording.dialect
-        if question.form is not None:  # which has reasoning only where the prompt opens it
+        if question.form is not None and not self._reads_calls:
+            # a form alone has reasoning only where the prompt opens it; calls may have it before
             self._dialect = replace(self._dialect, reasoning=None)
         self._is_in_reasoning = False
         self._begun = begun_of(question.messages) or ""
