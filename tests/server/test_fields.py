@@ -93,7 +93,7 @@ def test_a_bias_is_for_a_token_and_within_openais_bounds(live, path):
         ("NaN", "user is nan"),
         ("[1e999]", "user.0 is inf"),
         ('"\xff"', "no UTF-8"),
-        ('{"a": 1', "JSON"),
+        ('{"a": 1', "the body is no JSON: Expecting ',' delimiter, at character "),
     ],
 )
 @pytest.mark.parametrize("n_more", [0, 9000])

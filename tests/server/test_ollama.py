@@ -107,6 +107,17 @@ def test_calls_have_objects_as_arguments_and_come_whole(client, live, monkeypatc
     assert streamed == [call] and whole.done_reason == pieces[-1].done_reason == "stop"
 
 
+def test_a_body_is_json_whatever_its_type_is_called_as_curls_is(live):
+    body = json.dumps({"model": "demo", "messages": HELLO, "stream": False, "options": OPTIONS})
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        response = live.http.post("/api/chat", content=body, headers={"content-type": kind})
+        assert response.status_code == 200, response.text
+    assert live.http.post("/api/chat", content=body).status_code == 200
+    foreign = {"content-type": "text/plain", "origin": "http://elsewhere.example"}
+    assert live.http.post("/api/chat", content=body, headers=foreign).status_code == 403
+    assert live.http.post("/api/show", content="{").status_code == 400
+
+
 def test_an_option_that_nobody_knows_is_said_to_be_ignored(live):
     options = {**OPTIONS, "quantum_mode": 1, "repeat_penalty": 1.1, "repeat_last_n": 64}
     body = {"model": "demo", "messages": HELLO, "options": options, "stream": False}

@@ -263,7 +263,11 @@ class BodyRoute(APIRoute):
         model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
         async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive, model))
+            scope = request.scope
+            if scope["path"].startswith("/api/"):  # Ollama reads JSON whatever it is called
+                kept = [one for one in scope["headers"] if one[0] != b"content-type"]
+                scope["headers"] = [*kept, (b"content-type", b"application/json")]
+            return await handler(_JsonRequest(scope, request.receive, model))
 
         return handle
 
@@ -323,6 +327,10 @@ def what_is_wrong(error: RequestValidationError) -> ApiError:
     """Say the first few fields that are not as they should be; never what was sent in them."""
     found: dict[str, list[str]] = {}
     for problem in error.errors():
+        if problem["type"] == "json_invalid":
+            at, why = problem["loc"][-1], problem.get("ctx", {}).get("error", problem["msg"])
+            message = f"the body is no JSON: {why}, at character {at}"
+            return ApiError(400, message, "invalid_request")
         said = found.setdefault(_field_of(problem["loc"]), [])
         if problem["msg"] not in said:
             said.append(problem["msg"])
