@@ -13,8 +13,17 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.guide import one_line
 from kvcellar.server.loosening import ANYTHING, loosened
 
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python writes it: one way to write a value, so that every answer ends."""
+_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allow_general_unicode_escapes": True,
+}
+"""JSON as Python writes it: spaces in one way, so that every answer ends.
+
+A model that begins an escape finds its character: were only control characters to be had so, it
+would write one of those.
+"""
 
 _MOST_ASKED = 20_000
 """Keywords of one request that are looked at one by one; it takes seconds."""

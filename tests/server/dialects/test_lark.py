@@ -105,6 +105,20 @@ def test_a_call_of_no_tool_or_with_other_arguments_cannot_come(name):
             assert not takes(matcher(name, dialect, CHOICES, **how), tokens_of(name, dialect, call))
 
 
+@pytest.mark.parametrize("text", ["caf\\u00e9", "\\ud83d\\ude42", "a\\u003cb", "é 🙂"])
+def test_any_character_of_a_string_may_be_escaped_and_no_half_of_a_pair(text):
+    properties = {"path": {"type": "string"}}
+    schema: dict[str, object] = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    dialect = dialect_with_tokens("hermes")
+    call = '⟦<tool_call>⟧\n{"name": "look", "arguments": {"path": "%s"}}\n⟦</tool_call>⟧'
+    assert takes(matcher("hermes", dialect, [tool]), tokens_of("hermes", dialect, call % text))
+    half = tokens_of("hermes", dialect, call % "\\ud83d")
+    assert not takes(matcher("hermes", dialect, [tool]), half)
+    answer = LLMatcher(guidance_of("hermes"), schema_grammar(dialect, schema), log_level=0)
+    assert takes(answer, tokens_of("hermes", dialect, f'{{"path": "{text}"}}'))
+
+
 def walk(made: LLMatcher, chance: np.random.Generator, most: int = 1500) -> list[int]:
     """Take tokens by chance, and end where that is possible, or a little later."""
     found: list[int] = []
