@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from kvcellar.agents import Turn
 from kvcellar.engine import SamplingParams
-from tests.server.live import serving
+from tests.server.live import PATIENCE_S, serving
 from tests.server.test_viewer import (
     SHORT,
     browser,
@@ -320,6 +320,135 @@ def test_a_file_is_dropped_on_the_page(open_page, shown):
         }"""
     )
     expect(page.locator("#files li")).to_contain_text("dropped.txt, 5 characters")
+
+
+# Nothing is lost, and nothing is sent twice -------------------------------------------------------
+
+
+def held(page, pattern):
+    """Requests to a path that wait for the test, in the order in which they came."""
+    waiting = []
+    page.route(
+        pattern,
+        lambda route: (
+            waiting.append(route) if route.request.method == "POST" else route.continue_()
+        ),
+    )
+    return waiting
+
+
+def arrived(page, waiting, n):
+    for _ in range(int(PATIENCE_S / 0.02)):
+        if len(waiting) >= n:
+            return waiting[n - 1]
+        page.wait_for_timeout(20)
+    raise AssertionError(f"{len(waiting)} of {n} requests came")
+
+
+def test_a_second_enter_sends_nothing_twice_and_what_is_typed_on_stays(open_page, shown):
+    page = open_page()
+    expect(page.locator("#tree li").first).to_be_visible()
+    before = page.locator("#tree li").count()
+    page.locator("#new").click()
+    sampled(page, max_tokens=4)
+    made, asked = held(page, "**/v1/agents"), held(page, "**/generate")
+    page.locator("#prompt").fill("One.")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    arrived(page, made, 1).continue_()
+    first = arrived(page, asked, 1)
+    page.keyboard.press("Enter")
+    page.keyboard.type(" And more.")
+    expect(page.locator("#prompt")).to_have_value("One. And more.")
+    first.continue_()
+    expect(page.locator("#talk .place")).to_be_visible()
+    expect(page.locator("#prompt")).to_have_value("And more.")
+    expect(page.locator("#queue")).to_be_hidden()
+    assert (len(made), len(asked)) == (1, 1)
+    assert page.locator("#tree li").count() == before + 1
+
+
+def test_what_waits_is_sent_though_one_before_it_is_taken_back_too_late(open_page, shown):
+    shown.post("/v1/agents", {"id": "queued"})
+    page = open_page()
+    chosen(page, "queued")
+    sampled(page, max_tokens=4)
+    asked = held(page, "**/generate")
+    for text in ("A.", "B.", "C."):
+        page.locator("#prompt").fill(text)
+        page.keyboard.press("Enter")
+    arrived(page, asked, 1).continue_()
+    second = arrived(page, asked, 2)
+    page.locator("#queue li").first.get_by_role("button", name="Do not send this").click()
+    second.continue_()
+    arrived(page, asked, 3).continue_()
+    shown.until(lambda: shown.get("/v1/agents/queued")["n_turns"] == 3, "three answers")
+    said = [m["content"] for m in shown.get("/v1/agents/queued")["messages"]]
+    assert said[::2] == ["A.", "B.", "C."]
+
+
+def test_what_is_typed_for_an_agent_that_others_delete_goes_to_a_new_chat(open_page, shown):
+    shown.post("/v1/agents", {"id": "doomed"})
+    page = open_page()
+    chosen(page, "doomed")
+    page.locator("#prompt").fill("A long thought.")
+    shown.http.delete("/v1/agents/doomed")
+    expect(page.locator("#agent-title")).to_have_text("A new chat")
+    expect(page.locator("#prompt")).to_have_value("A long thought.")
+
+
+def test_a_browser_that_keeps_nothing_loses_nothing_of_the_page(open_page, shown):
+    page = open_page(url="about:blank")
+    for storage in ("localStorage", "sessionStorage"):
+        page.add_init_script(
+            f"Object.defineProperty(window, '{storage}', "
+            "{ get() { throw new DOMException('no', 'SecurityError'); } })"
+        )
+    page.goto(shown.url)
+    shown.post("/v1/agents", {"id": "unkept"})
+    chosen(page, "unkept")
+    page.locator("#prompt").fill("Typed.")
+    chosen(page, "root")
+    expect(page.locator("#prompt")).to_have_value("")
+    chosen(page, "unkept")
+    expect(page.locator("#prompt")).to_have_value("Typed.")
+    sampled(page, max_tokens=4)
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#talk .place")).to_be_visible()
+
+
+def test_the_first_text_on_an_empty_server_is_there_after_a_reload(open_page, tmp_path):
+    with serving(tmp_path) as live:
+        page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")
+        page.locator("#prompt").fill("My first words.")
+        page.reload()
+        expect(page.locator("#prompt")).to_have_value("My first words.")
+
+
+def test_a_text_that_would_hang_the_renderer_is_plain(open_page, shown):
+    for name, text in (("deep", ">" * 3000 + "x"), ("tangled", "_a*" * 7000)):
+        said(shown, name, answer(text))
+    page = open_page()
+    for name in ("deep", "tangled"):
+        chosen(page, name)
+        expect(page.locator("#talk .md > .plain")).to_be_visible()
+
+
+def test_a_tab_that_nobody_looks_at_holds_no_connection(open_page, shown):
+    """A browser has six for all of its tabs."""
+    page = open_page()
+    chosen(page, "root")
+    listeners = shown.service.agents.live._listeners
+    shown.until(lambda: "root" in listeners, "the page")
+    look = """(hidden) => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    page.evaluate(look, True)
+    shown.until(lambda: "root" not in listeners, "its leaving")
+    page.evaluate(look, False)
+    shown.until(lambda: "root" in listeners, "its coming back")
+    expect(page.locator("#dead")).to_be_hidden()
 
 
 # For everybody ------------------------------------------------------------------------------------

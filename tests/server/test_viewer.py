@@ -158,6 +158,7 @@ def test_a_fork_stays_chosen_when_an_older_snapshot_comes_late(open_page, shown)
     fork = title.inner_text()
     page.evaluate("page.takeFromStream(older)")
     assert title.inner_text() == fork
+    expect(page.locator(f'#tree [data-id="{fork}"]')).to_be_visible()
     page.evaluate("page.takeFromStream(page.state.snapshot)")
     assert title.inner_text() == fork
     assert page.evaluate("page.state.made") is None

@@ -1,11 +1,11 @@
 // The conversation of the agent that is looked at: what was said, what is being said, what each turn took.
 
-import { $, button, copy, count, el, seconds, toast } from "./dom.js";
+import { $, button, copy, count, el, inSight, seconds, toast, untilHidden } from "./dom.js";
 import { drafts } from "./kept.js";
 import { parted, render } from "./markdown.js";
 import { call, events, pathOf, trouble } from "./net.js";
 import { agentOf, colour, on, state, tell } from "./state.js";
-import { choose, fork, verb } from "./verbs.js";
+import { choose, fork, once, verb } from "./verbs.js";
 
 let detail = null; // the agent with its messages and turns, as the server gave it
 let mark = ""; // of what it was like when it was asked for
@@ -208,6 +208,9 @@ async function again(turn) {
 }
 
 async function inFork(turn, text) {
+  return await once(`in a fork of ${state.chosen}`, () => forkAndSend(turn, text)) ?? false;
+}
+async function forkAndSend(turn, text) {
   try {
     const made = await fork(state.chosen, { turn });
     tell("send", made.id, text);
@@ -243,12 +246,13 @@ function nowRow() {
 }
 
 let drawn = 0;
+let pause = 120;
 let later;
 function showNow(talk) {
   const body = $("talk").querySelector(".now .body");
   if (!body) return;
   clearTimeout(later);
-  const wait = 120 - (performance.now() - drawn);
+  const wait = pause - (performance.now() - drawn);
   if (wait > 0) { later = setTimeout(() => showNow(talk), wait); return; }
   drawn = performance.now();
   const { thought, text } = parted({ content: talk.text });
@@ -256,6 +260,7 @@ function showNow(talk) {
   if (thought) parts.push(el("details", { class: "thought", open: !text }, el("summary", {}, "Thinking"), el("div", {}, thought.trim())));
   parts.push(markdownOf(text));
   body.replaceChildren(...parts);
+  pause = Math.max(120, 5 * (performance.now() - drawn)); // a text that takes long to draw is drawn less often
   toEnd();
 }
 
@@ -272,8 +277,13 @@ async function listen(id) {
   const controller = listening = new AbortController();
   heard = null;
   while (id !== null && !controller.signal.aborted) {
+    await inSight();
+    const seen = new AbortController();
+    untilHidden(seen);
+    controller.signal.addEventListener("abort", () => seen.abort());
+    if (controller.signal.aborted) return;
     try {
-      for await (const event of events(pathOf(id, "live"), { signal: controller.signal })) {
+      for await (const event of events(pathOf(id, "live"), { signal: seen.signal })) {
         const value = JSON.parse(event.data);
         if (event.name === "turn") heard = { id, asked: value.asked, text: value.text };
         else if (event.name === "token" && heard) heard.text += value.text;
@@ -286,7 +296,8 @@ async function listen(id) {
     } catch (error) {
       if (controller.signal.aborted || error.status === 404) return;
     }
-    await new Promise((done) => setTimeout(done, 2000));
+    seen.abort();
+    if (!document.hidden) await new Promise((done) => setTimeout(done, 2000));
   }
 }
 

@@ -4,7 +4,7 @@ import { $, button, count, el, seconds, toast } from "./dom.js";
 import { drafts, files, inBrowser, move, queues, samplings } from "./kept.js";
 import { call, events, pathOf, trouble } from "./net.js";
 import { agentOf, on, state, tell } from "./state.js";
-import { create, refresh } from "./verbs.js";
+import { create, once, refresh } from "./verbs.js";
 
 const took = new Map(); // agent's id -> what its last turn from here took, in words
 const MOST_BYTES = 1 << 20; // of one file
@@ -17,7 +17,7 @@ function grow() {
   prompt.style.height = `${Math.min(prompt.scrollHeight + 2, window.innerHeight * 0.4)}px`;
 }
 function fill(text) {
-  prompt.value = text;
+  if (prompt.value !== text) prompt.value = text;
   grow();
 }
 prompt.addEventListener("input", () => { drafts.set(state.chosen, prompt.value); grow(); });
@@ -51,22 +51,25 @@ function fenced(text) { // in more marks than the text itself has in a row
   const fence = "`".repeat(most + 1);
   return `${fence}\n${text}${text.endsWith("\n") ? "" : "\n"}${fence}`;
 }
-function clear(id) {
-  drafts.set(id, "");
-  files.set(id, []);
-  if (state.chosen === id) { fill(""); showFiles(); }
+// What was typed on while it was sent stays; what it began with is with the server.
+function clear(id, sent) {
+  const typed = drafts.get(id);
+  if (typed.startsWith(sent.typed)) drafts.set(id, typed.slice(sent.typed.length).trimStart());
+  files.set(id, files.get(id).filter(({ name, text }) => !sent.files.some((one) => one.name === name && one.text === text)));
+  if (state.chosen === id) { fill(drafts.get(id)); showFiles(); }
 }
 
-async function ask() {
+const ask = () => once("ask", askNow);
+async function askNow() {
   const text = whole();
-  if (!text) return;
+  if (!text || state.talks.get(state.chosen)?.untaken === text) return; // the same is on its way
+  const sent = { typed: prompt.value, files: files.get(state.chosen) };
   let id = state.chosen;
-  if (id === null || !agentOf(id)) {
+  drafts.set(id, prompt.value);
+  if (id === null || (!agentOf(id) && state.made !== id)) {
     try {
       const from = id;
-      id = (await create(id === null ? {} : { id })).id;
-      if (from !== id) move(from, id);
-      if (state.chosen === id) fill(drafts.get(id));
+      id = (await create(id === null ? {} : { id }, (made) => { if (from !== made) move(from, made); })).id;
     } catch (error) {
       toast(trouble(error));
       return;
@@ -74,12 +77,12 @@ async function ask() {
   }
   if (state.talks.has(id) || queues.get(id).length) {
     queues.set(id, [...queues.get(id), text]);
-    clear(id);
+    clear(id, sent);
     show();
     if (!state.talks.has(id)) next(id);
     return;
   }
-  await send(id, text, () => clear(id));
+  send(id, text, () => clear(id, sent));
 }
 
 // `taken` is called when the text is in the history; until then whoever has it keeps it.
@@ -90,12 +93,12 @@ async function send(id, text, taken) {
 }
 
 async function talk(id, asked, body, taken = () => {}) {
-  const now = { controller: new AbortController(), asked, text: "" };
+  const now = { controller: new AbortController(), asked, text: "", untaken: asked };
   state.talks.set(id, now);
   took.delete(id);
   tell("talk", id);
   let isTaken = false;
-  const take = () => { if (!isTaken) { isTaken = true; taken(); } };
+  const take = () => { if (!isTaken) { isTaken = true; now.untaken = null; taken(); } };
   let hasEnded = false;
   try {
     for await (const event of events(pathOf(id, "generate"), { body: { ...body, stream: true }, signal: now.controller.signal })) {
@@ -108,16 +111,17 @@ async function talk(id, asked, body, taken = () => {}) {
   } catch (error) {
     if (error.name !== "AbortError") {
       toast(trouble(error));
-      if (isTaken && asked && !drafts.get(id)) { // how much of it the server has is not known
-        drafts.set(id, asked);
-        if (state.chosen === id) fill(asked);
+      if (isTaken && asked) { // how much of it the server has is not known
+        if (drafts.get(id)) queues.set(id, [asked, ...queues.get(id)]); // and something else is typed by now
+        else drafts.set(id, asked);
+        if (state.chosen === id) fill(drafts.get(id));
       }
     }
   }
   state.talks.delete(id);
   tell("talk", id);
   await tell("answered", id);
-  refresh().catch(() => {});
+  refresh();
   return hasEnded;
 }
 
@@ -141,7 +145,10 @@ on("go-on", (id) => { if (!state.talks.has(id)) talk(id, "", { go_on: true, ...s
 function next(id) {
   const [first] = queues.get(id);
   if (first === undefined || state.talks.has(id)) return;
-  send(id, first, () => { queues.set(id, queues.get(id).slice(1)); show(); });
+  send(id, first, () => { // which may have been moved meanwhile, or taken back
+    const at = queues.get(id).indexOf(first);
+    if (at >= 0) take(id, at);
+  });
 }
 
 function showQueue() {
@@ -151,7 +158,7 @@ function showQueue() {
   $("queue").replaceChildren(...waiting.map((text, i) => el("li", {}, el("span", { title: text }, text),
     i || state.talks.has(id) ? null : button("Send now", () => next(id)),
     button("Edit", () => { take(id, i); drafts.set(id, [text, prompt.value].filter(Boolean).join("\n")); fill(drafts.get(id)); prompt.focus(); }, { "aria-label": "Take it back and edit it" }),
-    button("✕", () => { take(id, i); toast("it is not sent", () => { queues.set(id, waiting); show(); }); }, { "aria-label": "Do not send this" }))));
+    button("✕", () => { take(id, i); toast("it is not sent", () => { queues.set(id, queues.get(id).toSpliced(i, 0, text)); show(); }); }, { "aria-label": "Do not send this" }))));
 }
 function take(id, i) {
   queues.set(id, queues.get(id).filter((_, at) => at !== i));
@@ -167,7 +174,7 @@ async function add(list) {
     try {
       const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
       if (text.includes("\0")) throw new TypeError("it has zeros");
-      if (!files.set(id, [...files.get(id), { name: file.name, text }])) toast(`${file.name} is too large for this browser to keep`);
+      if (!files.set(id, [...files.get(id), { name: file.name, text }])) toast(`${file.name} is too large for this browser to keep over a reload; it goes with the message all the same`);
     } catch {
       toast(`${file.name} is no text`);
     }
@@ -248,8 +255,11 @@ export function askNew() {
 const keepMake = () => inBrowser.set("make", { name: $("make-name").value, system: $("make-system").value });
 $("make-name").addEventListener("input", keepMake);
 $("make-system").addEventListener("input", keepMake);
-$("make-form").addEventListener("submit", async (event) => {
+$("make-form").addEventListener("submit", (event) => {
   event.preventDefault();
+  once("make", make);
+});
+async function make() {
   const body = { model: $("make-model").value || undefined, id: $("make-name").value || undefined, system: $("make-system").value || undefined };
   try {
     await create(body);
@@ -259,7 +269,7 @@ $("make-form").addEventListener("submit", async (event) => {
   } catch (error) {
     $("make-trouble").textContent = trouble(error);
   }
-});
+}
 $("new-more").addEventListener("click", askNew);
 
 // A chat without a name becomes an agent with its first message.

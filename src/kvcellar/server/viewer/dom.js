@@ -35,6 +35,15 @@ export function toast(text, act = null) {
   toast.timer = setTimeout(() => { $("toast").hidden = true; }, act === null ? 7000 : 12000);
 }
 
+// A browser has six connections to a server for all of its tabs: those that nobody looks at hold none.
+export async function inSight() {
+  while (document.hidden) await new Promise((done) => document.addEventListener("visibilitychange", done, { once: true }));
+}
+export function untilHidden(controller) {
+  const hide = () => { if (document.hidden) controller.abort(); };
+  document.addEventListener("visibilitychange", hide, { signal: controller.signal });
+}
+
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);

@@ -3,9 +3,9 @@
 import "./cellar.js";
 import "./chat.js";
 import { askNew, newChat, stop } from "./composer.js";
-import { $, el, percent, toast } from "./dom.js";
+import { $, el, inSight, percent, toast, untilHidden } from "./dom.js";
 import { openFamily } from "./family.js";
-import { inBrowser, inTab } from "./kept.js";
+import { inBrowser, inTab, move } from "./kept.js";
 import { events } from "./net.js";
 import "./side.js";
 import { agentOf, model, on, state, tell } from "./state.js";
@@ -18,7 +18,9 @@ export const watch = { silence: 25000 };
 
 async function follow() {
   for (let wait = 500; ; wait = Math.min(4000, wait * 2)) {
+    await inSight();
     const controller = new AbortController();
+    untilHidden(controller);
     let timer;
     const heard = () => {
       clearTimeout(timer);
@@ -33,11 +35,11 @@ async function follow() {
       }
       dead("The server has stopped.");
     } catch (error) {
-      dead(error instanceof TypeError ? "The server does not answer." : `Not connected: ${error.message}.`);
+      if (!document.hidden) dead(error instanceof TypeError ? "The server does not answer." : `Not connected: ${error.message}.`);
     }
     clearTimeout(timer);
     controller.abort();
-    await new Promise((done) => setTimeout(done, wait));
+    if (!document.hidden) await new Promise((done) => setTimeout(done, wait));
   }
 }
 
@@ -63,7 +65,10 @@ function take(snapshot) {
 // The agent that was looked at before, or the latest; where that is gone, its place stays a new chat's.
 function chooseAgain(isFirst) {
   const before = inTab.get("chosen");
-  choose(agentOf(before) ? before : isFirst && before === null ? state.snapshot.agents.at(-1)?.id ?? null : null);
+  if (before !== null && !agentOf(before)) move(before, null); // what is typed for it goes along
+  const id = agentOf(before) ? before : isFirst && before === null ? state.snapshot.agents.at(-1)?.id ?? null : null;
+  choose(id);
+  if (id === null) tell("chosen", null); // also where that is what it was: what is typed there is shown
 }
 
 let hasChosen = false; // who asks for a new chat before the first snapshot keeps it

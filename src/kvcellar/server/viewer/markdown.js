@@ -5,6 +5,8 @@ import { marked } from "./vendor/marked.js";
 import highlight from "./vendor/highlight.js";
 import { button, copy, el } from "./dom.js";
 
+const MOST_RENDERED = 100000; // characters of one message
+const MOST_MARKS = 2000; // in one paragraph
 const MOST_HIGHLIGHTED = 20000; // characters of one piece of code
 
 const CLEAN = {
@@ -23,7 +25,21 @@ marked.use({
   },
 });
 
+// A text that the renderer cannot take (a thousand quotes in each other) or that would take it long is plain.
 export function render(text) {
+  try {
+    if (text.length <= MOST_RENDERED && !isTangled(text)) return rendered(text);
+  } catch (error) {
+    console.warn("shown as plain text", error);
+  }
+  return el("div", { class: "plain" }, text);
+}
+
+// Marks of emphasis that never close take the square of their number.
+const isTangled = (text) => text.replace(/^ *(```|~~~)[\s\S]*?^ *\1/gm, "").split(/\n\s*\n/)
+  .some((paragraph) => paragraph.length > MOST_MARKS && paragraph.match(/[*_~[\]]/g)?.length > MOST_MARKS);
+
+function rendered(text) {
   const made = window.DOMPurify.sanitize(marked.parse(text), CLEAN);
   for (const link of made.querySelectorAll("a")) {
     if (!link.getAttribute("href")) { link.replaceWith(...link.childNodes); continue; }

@@ -23,12 +23,25 @@ export function lookAtNew(id) {
   setTimeout(() => { if (state.made === id) state.made = null; }, 10000);
 }
 
-export async function refresh() {
-  tell("snapshot", await call("GET", "/v1/cache"));
+// What was done is done, also where the server then has no answer; the stream brings the rest.
+export const refresh = () => call("GET", "/v1/cache").then((snapshot) => tell("snapshot", snapshot), () => {});
+
+// Whoever asks twice, by a double click, is answered once.
+const busy = new Set();
+export async function once(name, act) {
+  if (busy.has(name)) return undefined;
+  busy.add(name);
+  try {
+    return await act();
+  } finally {
+    busy.delete(name);
+  }
 }
 
-export async function create(body = {}) {
+// `made` is called before anything is shown of it.
+export async function create(body = {}, made = () => {}) {
   const agent = await call("POST", "/v1/agents", { ...(state.model ? { model: state.model } : {}), ...body });
+  made(agent.id);
   lookAtNew(agent.id);
   await refresh();
   return agent;
@@ -68,12 +81,14 @@ const DO = {
 
 export async function verb(name, body, id = state.chosen) {
   if (!id) return;
-  try {
-    await DO[name](id, body);
-    await refresh();
-  } catch (error) {
-    toast(trouble(error));
-  }
+  await once(`${name} ${id}`, async () => {
+    try {
+      await DO[name](id, body);
+      await refresh();
+    } catch (error) {
+      toast(trouble(error));
+    }
+  });
 }
 
 // What rewind, keep and delete have dropped can be brought back, the last first; also after a reload.
@@ -88,7 +103,8 @@ function dropped(id, said) {
   keepUndoable();
   toast(`${said}; Undo brings it back`, undo);
 }
-export async function undo() {
+export const undo = () => once("undo", undoLast);
+async function undoLast() {
   const id = undoable.at(-1);
   if (id === undefined) return;
   try {
