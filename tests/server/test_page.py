@@ -35,6 +35,9 @@ def add(a, b):  # adds
     return a + b
 ```
 
+- [x] done
+- [ ] open
+
 | a | b |
 |---|---|
 | 1 | 2 |
@@ -44,6 +47,7 @@ def add(a, b):  # adds
 <style>body { display: none }</style>
 <form action="//evil"><button>Press</button></form>
 [bad](javascript:document.title='owned') ![spy](https://evil/spy.png)
+![<img src=x onerror="document.title='owned'">](https://evil/"onerror="x)
 <a href="#" id="prompt" style="position:fixed">x</a>
 ```html"><script>document.title='owned'</script>
 <b>
@@ -84,6 +88,7 @@ def test_markdown_is_shown_and_nothing_of_a_stranger_runs(open_page, shown):
     expect(body.locator(".code").first.locator(".bar span")).to_have_text("python")
     expect(body.locator(".hljs-keyword").first).to_have_text("def")
     expect(body.get_by_role("link", name="link")).to_have_attribute("rel", re.compile("noopener"))
+    expect(body.locator("li")).to_have_text(["☑ done", "☐ open"])
     for tag in ("img", "script", "style", "form", "iframe", "svg", "input"):
         assert body.locator(tag).count() == 0, tag
     assert body.locator("[onerror], [style], [id]").count() == 0
@@ -320,6 +325,36 @@ def test_a_file_is_dropped_on_the_page(open_page, shown):
         }"""
     )
     expect(page.locator("#files li")).to_contain_text("dropped.txt, 5 characters")
+
+
+def test_a_marked_agent_that_is_pruned_is_marked_no_more_and_keys_go_on(open_page, shown):
+    shown.post("/v1/agents", {"id": "stem"})
+    shown.post("/v1/agents/stem/generate", {"text": "One.", **SHORT})
+    for name in ("stem-a", "stem-b", "stem-c"):
+        shown.post("/v1/agents/stem/fork", {"id": name})
+    page = open_page()
+    chosen(page, "stem")
+    page.keyboard.press("t")
+    for _ in range(2):
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press(" ")
+    expect(page.locator("#compare-open")).to_be_enabled()
+    page.keyboard.press("Delete")
+    expect(page.locator("#branch-list li")).to_have_count(3)
+    expect(page.locator("#compare-open")).to_be_disabled()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator('#branch-list [data-id="stem-a"] .open')).to_be_focused()
+
+
+def test_a_name_as_long_as_a_name_can_be_leaves_room_to_talk(open_page, shown):
+    name = "N" * 128
+    shown.post("/v1/agents", {"id": name})
+    page = open_page(width=390, height=844)
+    chosen(page, name)
+    assert page.locator("#agent-title").bounding_box()["height"] < 60
+    chosen(page, name)  # once more: the list goes, though nothing else changes
+    expect(page.locator("#side")).not_to_have_class("open")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 # Nothing is lost, and nothing is sent twice -------------------------------------------------------

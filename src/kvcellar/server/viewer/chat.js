@@ -25,6 +25,7 @@ function showHead() {
   const swatch = el("i", { class: "swatch" });
   swatch.style.background = colour(agent.id);
   $("agent-title").replaceChildren(swatch, agent.id);
+  $("agent-title").title = agent.id;
   const siblings = agent.parent === null ? 0 : state.snapshot.agents.filter((one) => one.parent === agent.parent).length - 1;
   const parts = [`${agent.model}, ${count(agent.n_tokens)} tokens`];
   if (agent.parent) {

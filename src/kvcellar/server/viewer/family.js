@@ -28,13 +28,14 @@ export function openFamily() {
 let mark = "";
 function show() {
   const rows = below(rootOf(state.chosen));
+  for (const id of marked) if (!agentOf(id)) marked.delete(id);
   const now = JSON.stringify([state.chosen, [...marked], rows.map(({ agent, depth }) => [agent.id, depth, agent.n_tokens, agent.parent_position, agent.state])]);
   if (now === mark && $("family").open) return;
   mark = now;
   const focused = document.activeElement?.closest?.("#branch-list li")?.dataset.id;
   const longest = Math.max(1, ...rows.map(({ agent }) => agent.n_tokens));
   $("branch-list").replaceChildren(...rows.map(({ agent, depth }) => rowOf(agent, depth, longest)));
-  if (focused) $("branch-list").querySelector(`[data-id="${CSS.escape(focused)}"] .open`)?.focus();
+  if (focused) ($("branch-list").querySelector(`[data-id="${CSS.escape(focused)}"] .open`) ?? $("branch-list").querySelector(".open")).focus();
   $("compare-open").disabled = marked.size !== 2;
   $("family-said").textContent = `${count(rows.length)} agents` + (marked.size ? `; ${[...marked].join(" and ")} marked` : "");
   requestAnimationFrame(() => draw(rows, longest));
@@ -107,7 +108,7 @@ $("compare-open").addEventListener("click", async () => {
   try {
     const both = await Promise.all([...marked].map((id) => call("GET", pathOf(id))));
     compare(both);
-    $("compare").showModal();
+    if (!$("compare").open) $("compare").showModal();
   } catch (error) {
     toast(trouble(error));
   }
@@ -121,7 +122,7 @@ function compare(both) {
   for (const [i, side] of ["left", "right"].entries()) {
     const rest = both[i].messages.slice(n).map((said) => {
       const { thought, text } = parted(said);
-      const calls = (said.tool_calls ?? []).map((one) => `→ ${one.function.name}(${JSON.stringify(one.function.arguments)})`);
+      const calls = (said.tool_calls ?? []).map((one) => `→ ${one.function?.name ?? one.name}(${JSON.stringify(one.function?.arguments ?? one.arguments)})`);
       return el("div", { class: `said-by ${said.role}` }, el("div", { class: "by" }, said.role), el("div", { class: "body plain" }, [thought && `(${thought.trim()})`, text, ...calls].filter(Boolean).join("\n")));
     });
     $(side).setAttribute("aria-label", both[i].id);

@@ -67,8 +67,10 @@ function chooseAgain(isFirst) {
   const before = inTab.get("chosen");
   if (before !== null && !agentOf(before)) move(before, null); // what is typed for it goes along
   const id = agentOf(before) ? before : isFirst && before === null ? state.snapshot.agents.at(-1)?.id ?? null : null;
+  const isOpen = $("side").classList.contains("open");
   choose(id);
   if (id === null) tell("chosen", null); // also where that is what it was: what is typed there is shown
+  openSide(isOpen); // who is looking for an agent goes on looking
 }
 
 let hasChosen = false; // who asks for a new chat before the first snapshot keeps it

@@ -16,12 +16,15 @@ const CLEAN = {
   RETURN_DOM_FRAGMENT: true,
 };
 
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/"/g, "&quot;");
+
 marked.use({
   gfm: true,
   breaks: true,
   renderer: {
-    html: ({ text }) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"), // markup of a model is text
-    image: ({ href, text }) => `<a href="${encodeURI(href)}">${text || "picture"}</a>`,
+    html: ({ text }) => escaped(text), // markup of a model is text
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "), // no forms
+    image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text) || "picture"}</a>`,
   },
 });
 

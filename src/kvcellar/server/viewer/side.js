@@ -57,7 +57,7 @@ const short = (text, isEnd = false) => {
 
 $("tree").addEventListener("click", (event) => {
   const item = event.target.closest("li");
-  if (item) choose(item.dataset.id);
+  if (item) tell("choose", item.dataset.id);
 });
 $("tree").addEventListener("keydown", (event) => {
   const items = [...$("tree").children];
