@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,6 +242,23 @@ def test_the_end_of_a_thought_is_forced_token_by_token_as_the_template_writes_it
     for token in tokenizer.encode(f"and {marks.begin} is text of many tokens"):
         assert guide.allowed().all()
         guide.accept(token)
+
+
+def test_whoever_looks_on_reads_a_mark_that_is_a_token_as_it_is_spelt(thinker):
+    thinker.post("/v1/agents", {"id": "watched"})
+    with thinker.http.stream("GET", "/v1/agents/watched/live") as response:
+        lines = response.iter_lines()
+        live_text = thinker.service.agents.live
+        thinker.until(lambda: "watched" in live_text._listeners, "a listener")
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(chat, thinker, agent_id="watched")
+            told = [
+                json.loads(one[6:])
+                for one in takewhile(lambda one: one != "event: end", lines)
+                if one.startswith("data: ")
+            ]
+            asked.result()
+    assert "".join(one["text"] for one in told) == f"{THOUGHT}Good day 0."
 
 
 def test_an_agent_keeps_what_its_template_was_given(thinker):

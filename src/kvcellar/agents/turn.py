@@ -32,6 +32,7 @@ from kvcellar.agents.residence import BroughtBack, bring_back
 from kvcellar.agents.volatile import apply_rules
 from kvcellar.agents.work import OTHER_BYTES, Work
 from kvcellar.engine import Event, EventStream, FinishEvent, Request, TokenEvent
+from kvcellar.engine.token_bytes import token_bytes
 from kvcellar.errors import AgentError, EngineClosedError, PromptError, StoreError
 from kvcellar.history import History
 from kvcellar.models.prompts import encode, render
@@ -295,9 +296,17 @@ class RunningTurn:
                 self._first_s = time.perf_counter() - self._started_s
                 self._back.release(self._host)
             self._agent.expected.append(event.token.token_id)
-            self._turns.live.say(self._agent.agent_id, event.token.text)
+            self._turns.live.say(self._agent.agent_id, self._shown(event.token.text))
         elif isinstance(event, FinishEvent):
             self._finish = event
+
+    def _shown(self, text: str) -> str:
+        """Return a piece of the answer with its marks as they are spelt; special ones are none."""
+        marks, tokenizer = self._turn.marks, self._host.tokenizer
+        if not marks or tokenizer is None or text.isascii():
+            return text
+        names = token_bytes(tokenizer)
+        return text.translate({ord(mark): names.of(i).decode() for i, mark in marks.items()})
 
     @contextlib.asynccontextmanager
     async def queued(self, request: Request) -> AsyncIterator[RunningTurn]:
