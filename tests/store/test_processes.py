@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from kvcellar.errors import StoreError
 from kvcellar.store import Store, StoreConfig
+from kvcellar.store import folder as folders
 from kvcellar.store.folder import Folder
 from tests.processes import started
 from tests.store.fakes import History, load_all, make_key, save, tokens_of
@@ -110,3 +112,21 @@ def test_a_new_folder_is_marked_under_the_lock(
     monkeypatch.setattr(Folder, "_write", watched)
     Folder(tmp_path / "store")
     assert held == [True]
+
+
+def test_a_reference_that_is_deleted_while_the_folder_is_read_is_in_no_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamp_of = folders.stamp_of
+
+    def stamped_late(entry: os.DirEntry[str]) -> str:
+        if Path(entry.path) == gone:
+            gone.unlink()
+        return stamp_of(entry)
+
+    folder = Folder(tmp_path)
+    kept, gone = folder.of_reference("kept"), folder.of_reference("gone")
+    for path in (kept, gone):
+        path.write_bytes(b"x")
+    monkeypatch.setattr(folders, "stamp_of", stamped_late)
+    assert list(folder.reference_paths()) == [kept]

@@ -179,7 +179,11 @@ class Folder:
 
     def reference_paths(self) -> dict[Path, str]:
         """Return the latest states' files, each with a stamp that every publication changes."""
-        return {path: stamp_of(entry) for path, entry in _files(self.references)}
+        found: dict[Path, str] = {}
+        for path, entry in _files(self.references):
+            with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                found[path] = stamp_of(entry)
+        return found
 
     def block_paths(self) -> Iterator[tuple[Kind, bytes, Path]]:
         """Yield all files of blocks and boundary states, with the address that their name says."""
