@@ -8,6 +8,7 @@ import pydoc
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -300,6 +301,15 @@ def test_an_agent_that_is_there_is_gone_on_with_and_not_given_another_system_mes
         cellar.agent("kept", system="Two.")
 
 
+def test_threads_that_ask_for_one_name_at_once_get_one_agent(cellar):
+    def talk(number: int) -> str:
+        return cellar.agent("together", system="One.").say(f"x{number}", **GREEDY).text
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(talk, range(6)))
+    assert len(cellar.agent("together").messages) == 13
+
+
 # Completions --------------------------------------------------------------------------------------
 
 
@@ -339,6 +349,8 @@ def test_what_cannot_be_opened_leaves_nothing_open(tmp_path):
         kv.open(kvdtype="int8")
     with pytest.raises(ConfigError, match="kv_dtype"):
         kv.open(kv_dtype="int3", store=tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"a memory budget of 1\.00 MB leaves nothing"):
+        kv.open(memory=1_000_000, store=tmp_path / "store")
     assert threading.active_count() <= n_threads + 1  # templates' renderer stays
     with kv.open(store=tmp_path / "store") as opened:
         assert opened.context > 0

@@ -69,3 +69,11 @@ def test_torch_says_which_devices_there_are(monkeypatch):
     assert "print" in doctor._ASK_TORCH
     subprocess.run(["python", "-c", doctor._ASK_TORCH], check=True)
     assert found()[1]["devices"]["said"].startswith("cpu")
+
+
+def test_a_folder_that_is_called_like_a_module_is_not_one(tmp_path, monkeypatch):
+    (tmp_path / "called_like_one").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("called_like_one") is not None
+    said = doctor._extra("torch", ("called_like_one",))
+    assert (said.state, said.said) == ("less", "not installed: called_like_one")

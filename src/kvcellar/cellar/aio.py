@@ -60,7 +60,7 @@ class AsyncCellar:
         options: LoadOptions,
         *,
         store: str | Path | None = None,
-        memory: str | None = None,
+        memory: str | int | None = None,
         progress: ProgressFn | None = None,
     ) -> None:
         """Create a cellar that has nothing open yet; ``kvcellar.open_async`` says what it takes."""
@@ -73,9 +73,10 @@ class AsyncCellar:
         self.model = adapted(path, next(iter(options.adapters), ""))
         self._options = replace(options, model=path)
         self._folder = default_store() if store is None else Path(store).expanduser()
-        self._memory = memory
+        self._memory = None if memory is None else str(memory)
         self._progress = progress
         self._resources = contextlib.ExitStack()
+        self._making = asyncio.Lock()
         self._agents: AgentManager | None = None
         self._host: ModelHost | None = None
 
@@ -138,14 +139,15 @@ class AsyncCellar:
             StoreError: it cannot be saved; nothing was made.
         """
         directory, lifecycle = self.manager.directory, self.manager.lifecycle
-        if name is None or not await directory.has(name):
-            try:
-                info = await lifecycle.create(name, model=self.model, system=system)
-                return AsyncAgent(self, info.agent_id)
-            except NameTakenError:  # by another process, just now
-                if name is None:
-                    raise
-                await directory.refresh()
+        async with self._making:  # two who ask for one name at once get one agent
+            if name is None or not await directory.has(name):
+                try:
+                    info = await lifecycle.create(name, model=self.model, system=system)
+                    return AsyncAgent(self, info.agent_id)
+                except NameTakenError:  # by another process, just now
+                    if name is None:
+                        raise
+                    await directory.refresh()
         found = AsyncAgent(self, name)
         if system is not None and found.system != system:
             raise AgentError(

@@ -18,13 +18,13 @@ _OF_THE_CELLAR = ("store", "memory", "progress")
 class Settings(TypedDict, total=False):
     """Settings of ``kvcellar.open``: three of the cellar, the others of its model.
 
-    ``store`` is a folder, ``memory`` a size, ``progress`` is called while the model loads. Each of
-    the others is as :class:`kvcellar.models.LoadOptions` has it; where ``adapters`` has one, it is
-    what answers.
+    ``store`` is a folder, ``memory`` a size or bytes, ``progress`` is called while the model
+    loads. Each of the others is as :class:`kvcellar.models.LoadOptions` has it; where ``adapters``
+    has one, it is what answers.
     """
 
     store: str | Path | None
-    memory: str | None
+    memory: str | int | None
     progress: ProgressFn | None
     backend: str
     device: str | None

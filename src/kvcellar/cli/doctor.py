@@ -136,12 +136,22 @@ def _kernel() -> Finding:
 
 def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
     """Find out whether what an extra installs is there."""
-    missing = [one for one in modules if importlib.util.find_spec(one) is None]
+    versions = {one: _version(one) for one in modules}
+    missing = [one for one, version in versions.items() if version is None]
     if missing:
         helps = f"pip install 'kvcellar[{extra}]'"
         return Finding(extra, LESS, f"not installed: {', '.join(missing)}", helps)
-    found = (f"{one} {metadata.version(one.replace('_', '-'))}" for one in modules)
-    return Finding(extra, GOOD, ", ".join(found))
+    return Finding(extra, GOOD, ", ".join(f"{one} {version}" for one, version in versions.items()))
+
+
+def _version(module: str) -> str | None:
+    """Return the version of an installed module; None also of a folder that is called like one."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        return metadata.version(module.replace("_", "-"))
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _devices() -> Finding:
