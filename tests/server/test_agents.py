@@ -14,6 +14,7 @@ from kvcellar.agents import Turn
 from kvcellar.agents.live import Begun, LiveText, Over, Said
 from kvcellar.agents.records import Agent
 from kvcellar.engine import SamplingParams
+from kvcellar.errors import UnknownAgentError
 from tests.server.live import serving
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -331,6 +332,23 @@ def test_agents_are_found_by_what_was_said(live):
     assert [one["id"] for one in live.get("/v1/agents?search=%3Cthings%3E")["data"]] == ["finder"]
     assert live.get("/v1/agents?search=FINDE")["data"][0]["found"] == []
     assert live.get("/v1/agents?search=never-said")["data"] == []
+
+
+def test_an_agent_that_goes_while_others_are_searched_is_not_found(live, monkeypatch):
+    for name in ("stays", "goes"):
+        make(live, name)
+        live.post(f"/v1/agents/{name}/generate", {"text": "A needle.", **SHORT})
+    directory = live.service.agents.directory
+    conversation = directory.conversation
+
+    def gone(agent_id, model):
+        if agent_id == "goes":
+            raise UnknownAgentError("no agent")
+        return conversation(agent_id, model)
+
+    monkeypatch.setattr(type(directory), "conversation", lambda _, *asked: gone(*asked))
+    found = [one["id"] for one in live.get("/v1/agents?search=a%20needle")["data"]]
+    assert "stays" in found and "goes" not in found
 
 
 def test_what_a_turn_took_is_remembered_beside_it_also_after_a_restart(tmp_path):

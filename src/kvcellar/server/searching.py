@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcellar.agents import salt_of, without_salt
+from kvcellar.errors import UnknownAgentError
 from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.service import Service
 from kvcellar.server.snapshot import agent_as_json
@@ -28,7 +29,11 @@ def find_text(service: Service, text: str, salt: str = "") -> list[dict[str, Any
     for info in reversed(service.agents.directory.infos()):
         if info.damage is not None or salt_of(info.agent_id) != salt:
             continue
-        messages = without_tools(service.agents.directory.conversation(info.agent_id, info.model))
+        try:
+            said = service.agents.directory.conversation(info.agent_id, info.model)
+        except UnknownAgentError:
+            continue  # it has gone since they were listed
+        messages = without_tools(said)
         places = list(_places(messages, wanted))
         if places or wanted in without_salt(info.agent_id).casefold():
             found.append({**agent_as_json(service, info), "found": places})
