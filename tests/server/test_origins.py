@@ -126,7 +126,7 @@ async ([url]) => {
     {method: "POST", headers: key, body: JSON.stringify({...ask, ...more})});
   const whole = await post({});
   const streamed = await post({stream: true});
-  const refused = await post({max_tokens: 0});
+  const refused = await post({max_tokens: "many"});
   const gone = await fetch(url + "/v1/agents/nobody", {method: "DELETE", headers: key});
   return {
     whole: whole.status, agent: whole.headers.get("x-agent-id"),

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
 from kvcellar.agents import publishing
 from kvcellar.server.routes import observe, viewer
@@ -175,9 +176,7 @@ def asks(live: Live, ready: dict[str, Any], known: list[Any]) -> dict[str, Calla
     imported = {"content": ready["file"], "params": {"id": "imported"}}
     return {
         "GET /": lambda: http.get("/"),
-        "GET /viewer/viewer.css": lambda: http.get("/viewer/viewer.css"),
-        "GET /viewer/main.js": lambda: http.get("/viewer/main.js"),
-        "GET /viewer/favicon.svg": lambda: http.get("/viewer/favicon.svg"),
+        "GET /viewer/{name:path}": lambda: http.get("/viewer/main.js"),
         "GET /events": lambda: first_line(live, "/events"),
         "GET /health": lambda: get("/health"),
         "GET /ready": lambda: http.get("/ready"),
@@ -207,11 +206,13 @@ def asks(live: Live, ready: dict[str, Any], known: list[Any]) -> dict[str, Calla
         f"DELETE {response}": lambda: http.delete(f"/v1/responses/{ready['gone']}"),
         "GET /v1/agents": lambda: get("/v1/agents"),
         "GET /v1/agents, dropped": lambda: get("/v1/agents?dropped=true"),
+        "GET /v1/agents, search": lambda: get("/v1/agents?search=poet"),
         "POST /v1/agents": lambda: post("/v1/agents", {"id": "new", "system": "Be kind."}),
         "POST /v1/agents/import": lambda: http.post("/v1/agents/import", **imported),
         "GET /v1/agents/{agent_id:path}": lambda: get("/v1/agents/poet"),
         "GET /v1/agents/{agent_id:path}, nobody": lambda: http.get("/v1/agents/nobody"),
         "DELETE /v1/agents/{agent_id:path}": lambda: http.delete("/v1/agents/deleted"),
+        f"GET {agent}/live": lambda: first_line(live, "/v1/agents/sleeper/live"),
         f"GET {agent}/why": lambda: get("/v1/agents/poet/why"),
         f"GET {agent}/export": lambda: http.get("/v1/agents/waiting/export"),
         f"POST {agent}/fork": lambda: post("/v1/agents/forked/fork", {"id": "child"}),
@@ -237,6 +238,7 @@ def routes_of(live: Live) -> set[str]:
         f"{method} {route.path}"
         for module in modules
         for route in module.router.routes
+        if isinstance(route, APIRoute)  # conversations, which are included, go the way of responses
         for method in route.methods
         if method != "HEAD"
     }

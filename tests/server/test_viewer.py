@@ -156,7 +156,7 @@ def test_a_fork_stays_chosen_when_an_older_snapshot_comes_late(open_page, shown)
     page.keyboard.press("f")
     expect(title).to_contain_text("late-")
     fork = title.inner_text()
-    page.evaluate("page.takeFromStream(older)")
+    page.evaluate("fork => { page.state.made = fork; page.takeFromStream(older); }", fork)
     assert title.inner_text() == fork
     expect(page.locator(f'#tree [data-id="{fork}"]')).to_be_visible()
     page.evaluate("page.takeFromStream(page.state.snapshot)")
