@@ -3,8 +3,9 @@
 ``kvcellar.open`` makes a :class:`Cellar`, ``kvcellar.open_async`` its twin for asyncio.
 """
 
-from kvcellar.cellar.aio import AsyncAgent, AsyncBranches, AsyncCellar, AsyncStream
+from kvcellar.cellar.aio import AsyncAgent, AsyncBranches, AsyncCellar
 from kvcellar.cellar.answers import Answer, Sampling, Why
+from kvcellar.cellar.streams import AsyncStream
 from kvcellar.cellar.sync import Agent, Branches, Cellar, Stream
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
@@ -17,7 +17,6 @@ from kvcellar.agents import (
     ModelHost,
     ModelRegistry,
     Turn,
-    TurnEnd,
 )
 from kvcellar.agents.hosting import limit_of
 from kvcellar.cellar.answers import (
@@ -25,11 +24,11 @@ from kvcellar.cellar.answers import (
     Sampling,
     Why,
     answer_of_request,
-    answer_of_turn,
     params_of,
 )
 from kvcellar.cellar.html import agent_html, cellar_html
 from kvcellar.cellar.shown import shown
+from kvcellar.cellar.streams import AsyncStream, all_of
 from kvcellar.engine import EngineStats, FinishEvent, GeneratedToken, Request, TokenEvent
 from kvcellar.errors import AgentError, ConfigError, NameTakenError, PromptError
 from kvcellar.history import History
@@ -204,7 +203,9 @@ class AsyncCellar:
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         encoded = await asyncio.to_thread(lambda: [self._encoded(one) for one in listed])
         space = self.host.space
-        found = await _all([self._run(Request(prompt, params, space=space)) for prompt in encoded])
+        found = await all_of(
+            [self._run(Request(prompt, params, space=space)) for prompt in encoded]
+        )
         return found[0] if isinstance(prompts, str) else found
 
     def _encoded(self, prompt: Prompt) -> History:
@@ -438,58 +439,6 @@ class AsyncAgent:
         return Why(f"{miss.tokens_lost} tokens were computed again: {miss.advice}", miss)
 
 
-class AsyncStream:
-    """Text of an answer as it comes: iterate over it. Behind the end ``answer`` is the whole."""
-
-    def __init__(self, events: AsyncGenerator[TokenEvent | TurnEnd, None]) -> None:
-        """Read the events of a turn."""
-        self._events = events
-        self._tokens: list[GeneratedToken] = []
-        self._answer: Answer | None = None
-
-    def __aiter__(self) -> AsyncStream:
-        return self
-
-    async def __anext__(self) -> str:
-        """Return the next piece of text.
-
-        Raises:
-            KVCellarError: the turn ended with an error; what was said is in the history.
-        """
-        async for event in self._events:
-            if isinstance(event, TurnEnd):
-                rest = event.finish.text[sum(len(one.text) for one in self._tokens) :]
-                self._answer = answer_of_turn(event, self._tokens)
-                if rest:  # held back for a stop text that never came
-                    return rest
-            else:
-                self._tokens.append(event.token)
-                if event.token.text:
-                    return event.token.text
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """End the answer where it has not ended; what was said by then is in the history."""
-        await self._events.aclose()
-
-    @property
-    def answer(self) -> Answer:
-        """The whole answer.
-
-        Raises:
-            AgentError: it has not ended.
-        """
-        if self._answer is None:
-            raise AgentError("the answer has not ended; iterate to the end of the stream first")
-        return self._answer
-
-
 class AsyncBranches(Sequence[AsyncAgent]):
     """Branches of one agent, which answer in one batch."""
 
@@ -530,7 +479,7 @@ class AsyncBranches(Sequence[AsyncAgent]):
             if seed is not None:
                 settings["seed"] = seed + number
             calls.append(agent.say(text, role=role, **settings))
-        return await _all(calls)
+        return await all_of(calls)
 
     async def keep(self, index: int) -> AsyncAgent:
         """Keep one of the branches and delete the others; ``undo`` of it brings them back.
@@ -542,12 +491,3 @@ class AsyncBranches(Sequence[AsyncAgent]):
         await kept._keep([one.name for one in self._agents])
         self._agents = [kept]
         return kept
-
-
-async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Wait for all of some calls; then raise the first error, if there was one."""
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in found if not isinstance(one, BaseException)]

@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
 from kvcellar.agents import AgentInfo, Message
-from kvcellar.cellar.aio import AsyncAgent, AsyncBranches, AsyncCellar, AsyncStream, Prompt
+from kvcellar.cellar.aio import AsyncAgent, AsyncBranches, AsyncCellar, Prompt
 from kvcellar.cellar.answers import Answer, Sampling, Why
+from kvcellar.cellar.streams import AsyncStream
 from kvcellar.engine import EngineStats
 from kvcellar.errors import ConfigError
 

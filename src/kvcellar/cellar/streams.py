@@ -1,0 +1,75 @@
+"""Answers as they come, and several that are waited for together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import TypeVar
+
+from kvcellar.agents import TurnEnd
+from kvcellar.cellar.answers import Answer, answer_of_turn
+from kvcellar.engine import GeneratedToken, TokenEvent
+from kvcellar.errors import AgentError
+
+T = TypeVar("T")
+
+
+class AsyncStream:
+    """Text of an answer as it comes: iterate over it. Behind the end ``answer`` is the whole."""
+
+    def __init__(self, events: AsyncGenerator[TokenEvent | TurnEnd, None]) -> None:
+        """Read the events of a turn."""
+        self._events = events
+        self._tokens: list[GeneratedToken] = []
+        self._answer: Answer | None = None
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> str:
+        """Return the next piece of text.
+
+        Raises:
+            KVCellarError: the turn ended with an error; what was said is in the history.
+        """
+        async for event in self._events:
+            if isinstance(event, TurnEnd):
+                rest = event.finish.text[sum(len(one.text) for one in self._tokens) :]
+                self._answer = answer_of_turn(event, self._tokens)
+                if rest:  # held back for a stop text that never came
+                    return rest
+            else:
+                self._tokens.append(event.token)
+                if event.token.text:
+                    return event.token.text
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the answer where it has not ended; what was said by then is in the history."""
+        await self._events.aclose()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer.
+
+        Raises:
+            AgentError: it has not ended.
+        """
+        if self._answer is None:
+            raise AgentError("the answer has not ended; iterate to the end of the stream first")
+        return self._answer
+
+
+async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Wait for all of some calls; then raise the first error, if there was one."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in found if not isinstance(one, BaseException)]
