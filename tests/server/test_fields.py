@@ -227,6 +227,35 @@ def test_a_field_that_nobody_knows_is_said_to_be_ignored(live, path):
     assert "more than 20 fields" in refusal(live, path, **many)
 
 
+@pytest.mark.parametrize(
+    ("route", "setting", "named"),
+    [
+        ("/v1/chat/completions", {"reasoning": {"effort": "low", "x": 1}}, "reasoning.x"),
+        ("/v1/chat/completions", {"stream_options": {"include_usag": True}}, "stream_options"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "response_format.json_schema.x",
+        ),
+        ("/v1/messages", {"output_config": {"effort": "low", "x": 1}}, "output_config.x"),
+        ("/v1/responses", {"text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
+    ],
+)
+def test_what_nobody_knows_inside_of_a_setting_is_named(live, route, setting, named):
+    asked = (
+        {"input": "x"}
+        if route == "/v1/responses"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    most = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
+    body = {**asked, most: 2, **setting}
+    if "stream_options" in setting:
+        body["stream"] = True
+    response = live.http.post(route, json=body)
+    assert response.is_success, response.text
+    assert named in response.headers["x-kvcellar-ignored"]
+
+
 def test_the_agents_own_routes_take_no_field_that_they_do_not_know(live):
     made = live.post("/v1/agents", {"system": "x"})["id"]
     for path, body in (

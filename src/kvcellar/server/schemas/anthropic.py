@@ -14,6 +14,7 @@ from kvcellar.server.schemas.base import (
     Open,
     QuestionBody,
     SessionId,
+    Setting,
     Stops,
     TemplateKwargs,
     TopK,
@@ -100,21 +101,21 @@ class ToolChoiceField(Open):
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(Open):
+class OutputFormat(Setting):
     """Format of an answer: a JSON schema."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Open):
+class OutputConfig(Setting):
     """Format of an answer, and how much the model thinks before it."""
 
     format: OutputFormat | None = None
     effort: Effort | None = None
 
 
-class ThinkingConfig(Open):
+class ThinkingConfig(Setting):
     """Wish for thinking: whether, for how many tokens, and whether that is shown.
 
     Clients know more ways of showing than one; all but ``omitted`` show it as it is.

@@ -83,6 +83,20 @@ class Open(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
+class Setting(Open):
+    """A setting of an answer that has fields of its own; those that nobody knows are named."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def unknown(self, name: str) -> Iterator[str]:
+        """Yield the fields below it that nobody here knows, behind the setting's own name."""
+        yield from (f"{name}.{extra}" for extra in self.__pydantic_extra__ or {})
+        for field, info in type(self).model_fields.items():
+            inner = getattr(self, field)
+            if isinstance(inner, Setting):
+                yield from inner.unknown(f"{name}.{info.alias or field}")
+
+
 class Body(Open):
     """A whole request: every text and key in it is valid Unicode, every number finite."""
 
@@ -139,6 +153,10 @@ class QuestionBody(Body):
             for name in _names_of(other) if other.route else ():
                 elsewhere.setdefault(name, other.route)
         unknown: list[str] = []
+        for field, info in type(self).model_fields.items():
+            setting = getattr(self, field)
+            if isinstance(setting, Setting):
+                unknown += setting.unknown(info.alias or field)
         for name, value in extra.items():
             if refuse_or_ignore(name, value, declared, elsewhere):
                 unknown.append(name)

@@ -14,6 +14,7 @@ from kvcellar.server.schemas.base import (
     Open,
     QuestionBody,
     SessionId,
+    Setting,
     Stop,
     Stops,
     TemplateKwargs,
@@ -51,7 +52,7 @@ class SamplingFields(QuestionBody):
     min_tokens: int | None = Field(None, ge=0, description="Before them no end token comes.")
 
 
-class StreamOptions(Open):
+class StreamOptions(Setting):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
@@ -219,7 +220,7 @@ class NamedTool(Open):
         return self
 
 
-class JsonSchema(Open):
+class JsonSchema(Setting):
     """A schema with a name."""
 
     name: str | None = None
@@ -227,7 +228,7 @@ class JsonSchema(Open):
     strict: bool | None = None
 
 
-class JsonFormat(Open):
+class JsonFormat(Setting):
     """Format of an answer: text, JSON, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -261,7 +262,7 @@ class FormFields(SamplingFields):
     regex: Pattern | None = None
 
 
-class ReasoningWish(Open):
+class ReasoningWish(Setting):
     """Wish for thinking, as OpenRouter's requests say it."""
 
     effort: Effort | None = None
@@ -270,7 +271,7 @@ class ReasoningWish(Open):
     exclude: bool | None = None
 
 
-class ThinkingSwitch(Open):
+class ThinkingSwitch(Setting):
     """Switch of thinking, as requests to DeepSeek's and GLM's servers say it."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]

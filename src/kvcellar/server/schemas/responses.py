@@ -14,6 +14,7 @@ from kvcellar.server.schemas.base import (
     MostTokens,
     Open,
     SessionId,
+    Setting,
     TemplateKwargs,
 )
 from kvcellar.server.schemas.openai import NamedTool, SamplingFields
@@ -97,7 +98,7 @@ class FlatTool(Open):
         return self
 
 
-class TextFormat(Open):
+class TextFormat(Setting):
     """Format of an answer: text, JSON, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -106,13 +107,13 @@ class TextFormat(Open):
     strict: bool | None = None
 
 
-class TextConfig(Open):
+class TextConfig(Setting):
     """Wrapper around an answer's format."""
 
     format: TextFormat | None = None
 
 
-class ReasoningConfig(Open):
+class ReasoningConfig(Setting):
     """Wish for thinking: how much, and whether that is summed up."""
 
     effort: Effort | None = None
