@@ -417,6 +417,7 @@ def test_every_thread_of_ours_is_known_to_a_test_of_its_failure():
         "kvcellar-restore": "agents/race.py",  # tests/agents/test_failures.py
         "kvcellar-models": "agents/models.py",  # tests/agents/test_failures.py
         "kvcellar-cellar": "cellar/sync.py",  # tests/cellar/test_cellar.py
+        "kvcellar-close": "cellar/sync.py",  # ends with what it closes
         "progress": "cli/terminal.py",  # tests/cli/test_terminal.py
     }
 

@@ -95,7 +95,7 @@ class Cellar:
             self._loop.close()
             raise
         except BaseException:  # Ctrl-C does not wait for a model that loads, which goes once it is
-            threading.Thread(target=_give_up, args=(cellar, self._loop)).start()
+            _aside(_give_up, cellar, self._loop)
             raise
         self._garbage = weakref.finalize(self, _close_anywhere, cellar, self._loop)
 
@@ -211,7 +211,12 @@ def _close_anywhere(cellar: AsyncCellar, loop: _Loop) -> None:
     if threading.current_thread() is threading.main_thread():
         _close(cellar, loop)
     else:
-        threading.Thread(target=_close, args=(cellar, loop)).start()
+        _aside(_close, cellar, loop)
+
+
+def _aside(close: Callable[[AsyncCellar, _Loop], None], cellar: AsyncCellar, loop: _Loop) -> None:
+    """Close in a thread that nobody waits for."""
+    threading.Thread(target=close, args=(cellar, loop), name="kvcellar-close").start()
 
 
 def _give_up(cellar: AsyncCellar, loop: _Loop) -> None:

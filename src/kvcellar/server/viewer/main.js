@@ -75,7 +75,11 @@ function chooseAgain(isFirst) {
 
 let hasChosen = false; // who asks for a new chat before the first snapshot keeps it
 on("snapshot", take);
-on("choose", (id) => { hasChosen = true; choose(id); });
+on("choose", (id) => {
+  hasChosen = true;
+  choose(id);
+  if (id === null) tell("chosen", null); // also where nobody was chosen yet: what was typed for it is shown
+});
 
 // What is shown is as it was, and says so, until the stream is back.
 function dead(why) {
