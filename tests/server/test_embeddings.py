@@ -73,6 +73,9 @@ def test_ollamas_client_gets_the_same_vectors(live, want):
     np.testing.assert_allclose(np.array(found.embeddings), want, atol=1e-5)
     old = made.embeddings("demo", TEXTS[1])
     np.testing.assert_allclose(np.array(old.embedding), want[1], atol=1e-5)
+    pinned = [{"type": "text", "text": "y = 2\n" * 400, "cache_control": {"type": "ephemeral"}}]
+    live.post("/v1/messages", {"messages": [{"role": "user", "content": pinned}], "max_tokens": 1})
+    assert live.service.pins.n_tokens > 600
     long = "x = 1\n" * 5000
     (context,) = {m["context_length"] for m in live.get("/v1/models")["data"]}
     assert made.embed("demo", long).prompt_eval_count == context

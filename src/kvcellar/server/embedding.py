@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class _Source:
     vocab_size: int
     embedder: Embedder | TextEmbedder
     pooling: Pooling
+    make_room: Callable[[int], None]
 
 
 @asynccontextmanager
@@ -56,7 +58,9 @@ async def _source(service: Service, name: str | None) -> AsyncIterator[_Source]:
         name = next(iter(beside), None)
     if name in beside:
         one = beside[name]
-        yield _Source(name, one.tokenizer, one.context, one.vocab_size, one, one.pooling)
+        yield _Source(
+            name, one.tokenizer, one.context, one.vocab_size, one, one.pooling, lambda _: None
+        )
         return
     async with models.registry.use(models.resolve(name)) as host:
         known, embedder = models.public(host.name), host.embedder
@@ -66,7 +70,10 @@ async def _source(service: Service, name: str | None) -> AsyncIterator[_Source]:
             )
             raise ApiError(400, message, "unsupported_model", param="model")
         n_known = host.engine.runner.vocab_size
-        yield _Source(known, host.tokenizer, host.context, n_known, embedder, host.pooling)
+        make_room = partial(service.pins.make_room, host)  # what is pinned gives way to a text, too
+        yield _Source(
+            known, host.tokenizer, host.context, n_known, embedder, host.pooling, make_room
+        )
 
 
 async def embed(
@@ -111,6 +118,7 @@ async def embed(
 
         with service.admitted():
             try:
+                source.make_room(max(map(len, texts), default=0))
                 work, kind = source.embedder.embed, pooling or source.pooling
                 vectors = await asyncio.to_thread(work, texts, kind, on_step)
             finally:
