@@ -33,7 +33,7 @@ class Agent:
     messages: tuple[Message, ...] = ()
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the chat template was given beside messages and tools."""
+    """Arguments that the chat template was given beside messages and tools."""
     turns: tuple[TurnRecord, ...] = ()
     parent: str | None = None
     parent_position: int | None = None

@@ -24,7 +24,7 @@ MOST_BYTES = 4 << 30
 """Main memory that KV of sequences that wait may take."""
 
 START_S_PER_BYTE = 1 / 5.0e9
-"""What a copy is believed to take before one was made: half of what pinned memory gives."""
+"""Seconds that a copy takes for each byte, assumed before one was made: half of pinned speed."""
 
 LEAST_TOKENS = 64
 """Tokens below which nothing is moved, and of a step from whose time one learns."""

@@ -9,7 +9,7 @@ from typing import Any
 from kvcellar.errors import ConfigError
 
 MARK = "+"
-"""What stands between the name of a model and that of an adapter."""
+"""Character between the name of a model and that of its adapter."""
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 

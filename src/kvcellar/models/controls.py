@@ -25,7 +25,7 @@ _STANDS = ("\ufdee", "\ufdef")
 """How the names begin by which the template's own control tokens are told from others."""
 
 _SAID = ("content", "reasoning", "reasoning_content", "thinking")
-"""What of an answer the model wrote itself, with tags such as ``<think>``."""
+"""Fields of an answer's message that hold text of the model, with tags such as ``<think>``."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ _BATCH_TOKENS = 8192
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU}
 _READ = ("Transformer", "Pooling", "Dense", "Normalize")
 WORKING_BYTES = 256 << 20
-"""What a batch takes besides the weights, for whoever divides memory."""
+"""Bytes that a batch takes besides the weights, for whoever divides memory."""
 
 Dense = tuple[torch.Tensor, torch.Tensor | None, torch.nn.Module]
 

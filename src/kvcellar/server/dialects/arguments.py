@@ -173,23 +173,30 @@ class TaggedReader:
         return said + ('"' if self._is_text else ""), found.end()
 
 
-class PythonReader:
-    """Reads the arguments of a Python call, all at once."""
+class _WholeReader:
+    """Reads arguments that mean something only when all of them are there, step by step.
+
+    Attributes:
+        tells_at_end: whether nothing is told of them before.
+        is_done: whether their end was read.
+        trouble: why they are none; empty where they may be.
+    """
 
     tells_at_end = True
 
-    def __init__(self, dialect: Dialect, properties: Mapping[str, Any]) -> None:
-        """Stand behind the opening parenthesis."""
+    def __init__(self, n_ahead: int) -> None:
+        """Stand in front of them; a step looks at ``n_ahead`` characters at most."""
         self.is_done, self.trouble = False, ""
-        self._dialect = dialect
-        self._names = list(properties)
+        self._n_ahead = n_ahead
         self._text = ""
         self._at = 0
-        self._quote = ""
-        self._open: list[str] = []
 
     def push(self, text: str) -> tuple[str, int]:
-        """Take what there is, up to the closing parenthesis, which stays."""
+        """Take what there is, up to what closes them, which stays.
+
+        Returns:
+            The arguments as JSON, once they are whole, and how many characters were taken.
+        """
         try:
             return self._push(text)
         except ValueError as error:
@@ -199,13 +206,11 @@ class PythonReader:
     def _push(self, text: str) -> tuple[str, int]:
         self._text += text
         while self._at < len(self._text):
-            n = self._step(self._text[self._at :])
+            n = self._step(self._text[self._at : self._at + self._n_ahead])
             if n < 0:
-                inside = self._text[: self._at]
-                n_read = len(text) - (len(self._text) - self._at)
                 self.is_done = True
-                plain = _spelt_out(self._dialect, inside, is_json=False)
-                return _encodable(_as_json(python_arguments(plain, self._names))), n_read
+                n_read = len(text) - (len(self._text) - self._at)
+                return self._value(self._text[: self._at]), n_read
             if not n:
                 break
             self._at += n
@@ -213,6 +218,29 @@ class PythonReader:
 
     def _step(self, text: str) -> int:
         """Count the characters of the next step; 0: more text is needed; -1: it ends here."""
+        raise AssertionError("each kind has its own")
+
+    def _value(self, text: str) -> str:
+        """Return all of the arguments as JSON; raise ValueError where they are none."""
+        raise AssertionError("each kind has its own")
+
+
+class PythonReader(_WholeReader):
+    """Reads the arguments of a Python call, all at once."""
+
+    def __init__(self, dialect: Dialect, properties: Mapping[str, Any]) -> None:
+        """Stand behind the opening parenthesis."""
+        super().__init__(n_ahead=4)  # three quotes, and whether more follows
+        self._dialect = dialect
+        self._names = list(properties)
+        self._quote = ""
+        self._open: list[str] = []
+
+    def _value(self, text: str) -> str:
+        plain = _spelt_out(self._dialect, text, is_json=False)
+        return _encodable(_as_json(python_arguments(plain, self._names)))
+
+    def _step(self, text: str) -> int:
         char = text[0]
         if self._quote:
             if char == "\\":
@@ -243,45 +271,21 @@ class PythonReader:
         return 1
 
 
-class BareReader:
+class BareReader(_WholeReader):
     """Reads arguments with bare keys, all at once."""
-
-    tells_at_end = True
 
     def __init__(self, dialect: Dialect, form: CallForm, quote: str) -> None:
         """Stand behind the opening brace."""
-        self.is_done, self.trouble = False, ""
         self._dialect = dialect
         self._quote = dialect.spelt(quote)
-        self._text = ""
-        self._at = 0
+        super().__init__(n_ahead=len(self._quote) + 1)
         self._is_quoted = self._is_in_json = False
         self._depth = 0
 
-    def push(self, text: str) -> tuple[str, int]:
-        """Take what there is, up to the closing brace, which stays."""
-        try:
-            return self._push(text)
-        except ValueError as error:
-            self.trouble = str(error)
-            return "", 0
-
-    def _push(self, text: str) -> tuple[str, int]:
-        self._text += text
-        while self._at < len(self._text):
-            n = self._step(self._text[self._at : self._at + len(self._quote) + 1])
-            if n < 0:
-                self.is_done = True
-                value = bare_arguments(self._text[: self._at], self._quote)
-                n_read = len(text) - (len(self._text) - self._at)
-                return _encodable(_spelt_out(self._dialect, _as_json(value))), n_read
-            if not n:
-                break
-            self._at += n
-        return "", len(text)
+    def _value(self, text: str) -> str:
+        return _encodable(_spelt_out(self._dialect, _as_json(bare_arguments(text, self._quote))))
 
     def _step(self, text: str) -> int:
-        """Count the characters of the next step; 0: more text is needed; -1: it ends here."""
         char = text[0]
         if self._is_in_json:
             if char == "\\":

@@ -14,7 +14,7 @@ from kvcellar.backends.torch.gpu.plans import Ints, rounded_up
 R = TypeVar("R")
 
 MOST_DRIVER_BYTES = 64 << 20
-"""Of one graph: other programs use the card at the same time, and their memory is not ours."""
+"""Most bytes that one graph is counted with for the driver: beyond it another program took them."""
 
 _ONE = threading.Lock()
 """Held while a graph is recorded: CUDA records one at a time in a process."""

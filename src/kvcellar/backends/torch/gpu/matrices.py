@@ -23,7 +23,7 @@ from kvcellar.kernel.blocks import INPUTS
 from kvcellar.models.weights import SHARED
 
 NO_CODES, IQ4, E2M1 = 0, 1, 2
-"""What a number stands for: itself, or one of 16 of IQ4's or of MXFP4's."""
+"""Kinds of stored numbers: values themselves, or indexes into 16 values of IQ4 or of MXFP4."""
 
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
