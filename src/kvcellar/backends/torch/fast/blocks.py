@@ -7,12 +7,12 @@ by at most half a step of its inputs, which is a 254th of the largest of 32, tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,35 @@ class StoredExperts:
 
 Kept: TypeAlias = Stored | StoredExperts
 """A parameter that is multiplied as a file has it."""
+
+
+class Unread(NamedTuple):
+    """Parameters of a model that were not read, and what the file has in their place.
+
+    Attributes:
+        parameters: kept from being freed: while they are there, nothing has their ids.
+        blocks: id of a parameter -> a matrix as it is stored.
+        experts: the same, of experts' matrices.
+    """
+
+    parameters: list[Tensor]
+    blocks: dict[int, Stored]
+    experts: dict[int, StoredExperts]
+
+
+def unread_of(model: nn.Module, kept: Mapping[str, Kept]) -> Unread:
+    """Find the parameters of a model, by name, that a file's own forms stand for."""
+    unread = Unread([], {}, {})
+    for name, one in model.named_parameters():
+        form = kept.get(name)
+        if form is None:
+            continue
+        unread.parameters.append(one)
+        if isinstance(form, StoredExperts):
+            unread.experts[id(one)] = form
+        else:
+            unread.blocks[id(one)] = form
+    return unread
 
 
 class BlockLinear(nn.Module):

@@ -16,9 +16,8 @@ from kvcellar.backends.torch.fast.blocks import (
     BlockLinear,
     Kept,
     Placer,
-    Stored,
-    StoredExperts,
     fitted,
+    unread_of,
 )
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.fast.finding import Finder, outermost
@@ -234,17 +233,8 @@ class _Holder:
         self._head, self._embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self._arena, self._placer = Arena(), Placer()
         self._is_packed = is_packed(weights)
-        # Parameters that were not read take nothing; while they are there, nothing has their ids.
-        self._unread = [
-            (one, blocks[key]) for key, one in model.named_parameters() if key in blocks
-        ]
-        self._blocks: dict[int, Stored] = {}
-        self._experts: dict[int, StoredExperts] = {}
-        for one, kept in self._unread:
-            if isinstance(kept, StoredExperts):
-                self._experts[id(one)] = kept
-            else:
-                self._blocks[id(one)] = kept
+        self._unread = unread_of(model, blocks)
+        self._blocks, self._experts = self._unread.blocks, self._unread.experts
         by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
         is_written = self._is_packed or codes_weights()
         is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.adapters.active import is_active
-from kvcellar.backends.torch.fast.blocks import BlockLinear
-from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.fast.rotations import Rotation
 from kvcellar.backends.torch.fast.routed import KernelMixture
 from kvcellar.backends.torch.kernel import dtype_of
@@ -60,15 +58,24 @@ class KernelNorm(nn.Module):
         return out
 
 
-class KernelEmbedding(nn.Module):
-    """An embedding whose rows are read out of packed or coded weights, its head's or its own."""
+class HeldRows(Protocol):
+    """Protocol of a linear layer whose weights can be read row by row."""
+
+    in_features: int
+    out_features: int
+
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights of outputs, ``[...] -> [..., in_features]``."""
+        ...
+
+
+class HeldEmbedding(nn.Module):
+    """An embedding whose rows are read out of a held linear layer, its head's or its own."""
 
     embed_scale: Tensor | None
 
-    def __init__(
-        self, rows: KernelLinear | BlockLinear, dtype: torch.dtype, scale: Tensor | None
-    ) -> None:
-        """Read rows of weights in 12 bits, 8 or 4, or in a file's blocks.
+    def __init__(self, rows: HeldRows, dtype: torch.dtype, scale: Tensor | None) -> None:
+        """Read rows of weights as they are held: packed, coded, or in a file's blocks.
 
         Args:
             rows: one output for each row: the last layer where they are its, too.
@@ -82,9 +89,24 @@ class KernelEmbedding(nn.Module):
         self.register_buffer("embed_scale", scale, persistent=False)
 
     @property
+    def device(self) -> torch.device:
+        """Device of the rows."""
+        return torch.device("cpu")
+
+    @property
     def weight(self) -> Tensor:
         """All rows ``[num_embeddings, embedding_dim]``, not scaled: made anew each time."""
-        return self.held.rows(torch.arange(self.num_embeddings), self.dtype)
+        ids = torch.arange(self.num_embeddings, device=self.device)
+        return self.held.rows(ids, self.dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look rows up, ``[...] -> [..., embedding_dim]``."""
+        rows = self.held.rows(ids, self.dtype)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(self.dtype)
+
+
+class KernelEmbedding(HeldEmbedding):
+    """An embedding of the CPU kernel's, which looks at the ids before it reads."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look rows up, ``[...] -> [..., embedding_dim]``.
@@ -97,8 +119,7 @@ class KernelEmbedding(nn.Module):
                 f"ids are between {int(ids.min())} and {int(ids.max())}, and the embedding has "
                 f"{self.num_embeddings} rows; check the tokens"
             )
-        rows = self.held.rows(ids, self.dtype)
-        return rows if self.embed_scale is None else rows * self.embed_scale.to(self.dtype)
+        return super().forward(ids)
 
 
 class KernelMlp(nn.Module):

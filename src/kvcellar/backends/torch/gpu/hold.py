@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.fast.blocks import Kept, Stored, StoredExperts, fitted
+from kvcellar.backends.torch.fast.blocks import Kept, fitted, unread_of
 from kvcellar.backends.torch.fast.finding import outermost
 from kvcellar.backends.torch.fast.hold import Held, beside_experts, find_parts, names_of
 from kvcellar.backends.torch.fast.holdable import held_embeddings, held_linears, linear_of
@@ -111,17 +111,8 @@ class _CardHolder:
         self.n_held = 0
         self._model, self._weights, self._device = model, weights, device
         self._head, self._embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        # Parameters that were not read take nothing; while they are there, nothing has their ids.
-        self._unread = [
-            (one, blocks[key]) for key, one in model.named_parameters() if key in blocks
-        ]
-        self._blocks: dict[int, Stored] = {}
-        self._experts: dict[int, StoredExperts] = {}
-        for one, kept in self._unread:
-            if isinstance(kept, StoredExperts):
-                self._experts[id(one)] = kept
-            else:
-                self._blocks[id(one)] = kept
+        self._unread = unread_of(model, blocks)
+        self._blocks, self._experts = self._unread.blocks, self._unread.experts
         self.linears = {
             name: (one.in_features, one.out_features, one.bias is not None)
             for name, one in held_linears(model).items()

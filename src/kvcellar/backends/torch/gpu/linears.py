@@ -10,6 +10,7 @@ import triton
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.experts import HeldExperts, Rows, weighed
+from kvcellar.backends.torch.fast.layers import HeldEmbedding
 from kvcellar.backends.torch.gpu import between, multiply
 from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
 from kvcellar.backends.torch.gpu.matrices import CardMatrices, joined
@@ -112,35 +113,14 @@ class CardLinear(nn.Module):
         return out
 
 
-class CardEmbedding(nn.Module):
-    """An embedding whose rows are read out of a matrix on a card, its head's or its own."""
-
-    embed_scale: Tensor | None
-
-    def __init__(self, rows: CardLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
-        """Read rows of a matrix.
-
-        Args:
-            rows: one output for each row: the last layer where they are its, too.
-            dtype: of the rows that are returned.
-            scale: factor on them, or None.
-        """
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = rows.out_features, rows.in_features
-        self.dtype = dtype
-        self.held = rows
-        self.register_buffer("embed_scale", scale, persistent=False)
+class CardEmbedding(HeldEmbedding):
+    """An embedding on a card, for which nothing waits: ids are taken as they are."""
 
     @property
-    def weight(self) -> Tensor:
-        """All rows ``[num_embeddings, embedding_dim]``, not scaled: made anew each time."""
-        device = next(self.held.buffers()).device
-        return self.held.rows(torch.arange(self.num_embeddings, device=device), self.dtype)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look rows up, ``[...] -> [..., embedding_dim]``; nothing waits for the device."""
-        rows = self.held.rows(ids, self.dtype)
-        return rows if self.embed_scale is None else rows * self.embed_scale.to(self.dtype)
+    def device(self) -> torch.device:
+        """Device of the rows."""
+        assert isinstance(self.held, nn.Module)
+        return next(self.held.buffers()).device
 
 
 class CardExperts(HeldExperts):
