@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -67,7 +68,7 @@ def test_a_broken_store_a_broken_torch_and_a_folder_that_is_none_end_with_1(tmp_
 def test_torch_says_which_devices_there_are(monkeypatch):
     monkeypatch.undo()
     assert "print" in doctor._ASK_TORCH
-    subprocess.run(["python", "-c", doctor._ASK_TORCH], check=True)
+    subprocess.run([sys.executable, "-c", doctor._ASK_TORCH], check=True)
     assert found()[1]["devices"]["said"].startswith("cpu")
 
 
