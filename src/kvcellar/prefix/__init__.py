@@ -3,7 +3,7 @@
 An index says which cells hold the KV of tokens that were computed before. It refers to cells and
 holds no bytes: the caller retains what ``insert_prefix`` adopted and releases what ``evict`` gave
 up, each once. ``RadixIndex`` is the default, ``HashedIndex`` looks up hash-chained blocks, and
-``NaiveIndex`` never finds anything.
+``NaiveIndex`` never finds anything. What one holds can be told to other machines, as a digest.
 
 How a sequence uses one: ``match_prefix`` its tokens but the last, ``lock_handle``, share the cells,
 compute the rest; ``insert_prefix`` what it has computed as soon as others may want it, lock that
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcellar.errors import ConfigError
+from kvcellar.prefix.digest import PrefixDigest, chunk_hashes, digest_of
 from kvcellar.prefix.hashed import HashedIndex
 from kvcellar.prefix.naive import NaiveIndex
 from kvcellar.prefix.protocol import (
@@ -34,11 +35,14 @@ __all__ = [
     "HashedIndex",
     "Inserted",
     "NaiveIndex",
+    "PrefixDigest",
     "PrefixHandle",
     "PrefixIndex",
     "PrefixMatch",
     "RadixIndex",
     "SizeInfo",
+    "chunk_hashes",
+    "digest_of",
     "key_of",
     "make_index",
 ]

@@ -53,6 +53,10 @@ class HashedBlock(PathNode):
         self.digest = digest
         self.tokens = tokens
 
+    def ids(self) -> IntArray:
+        """Return the block's tokens."""
+        return np.frombuffer(self.tokens, dtype="<i8").astype(np.int64, copy=False)
+
 
 class HashedIndex(PathTree):
     """Token histories to cells, by a hash over each block that is chained over those before it.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.errors import CacheFullError
-from kvcellar.prefix.nodes import check_sights
+from kvcellar.prefix.nodes import PathNode, check_sights
 from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
 from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray
@@ -84,6 +84,10 @@ class NaiveIndex:
     def chains(self) -> list[IntArray]:
         """Return no stretches."""
         return []
+
+    def by_use(self) -> Iterator[PathNode]:
+        """Yield nothing."""
+        return iter(())
 
     def relocate(self, moved: Relocation) -> None:
         """Do nothing: no cell is held."""

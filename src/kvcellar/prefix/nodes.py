@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from kvcellar.sight import Sight
 from kvcellar.types import BoolArray, IntArray
 
 
-class PathNode:
+class PathNode(ABC):
     """Tokens ``[start, stop)`` of every history that goes through it, and the cells of their KV.
 
     Attributes:
@@ -55,6 +57,10 @@ class PathNode:
         self.n_children = 0
         self.pins = 0
         self.n_locked_children = 0
+
+    @abstractmethod
+    def ids(self) -> IntArray:
+        """Return the node's tokens, ``[stop - start]``; not to be written to."""
 
     @property
     def is_locked(self) -> bool:
@@ -142,6 +148,17 @@ def owned(part: IntArray) -> IntArray:
 def joined(parts: Sequence[IntArray]) -> IntArray:
     """Return one array of some, or of none."""
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def by_use(nodes: Iterable[PathNode], order: OrderedDict[PathNode, None]) -> Iterator[PathNode]:
+    """Yield nodes, each behind its parent: the locked ones, then those used last first.
+
+    Args:
+        nodes: all but the root.
+        order: the unlocked ones, the last used last, none behind its parent.
+    """
+    yield from sorted((node for node in nodes if node.is_locked), key=lambda node: node.start)
+    yield from reversed(order)
 
 
 def chains_of(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.history import History
 from kvcellar.sight import Sight
 from kvcellar.types import IntArray
+
+if TYPE_CHECKING:
+    from kvcellar.prefix.nodes import PathNode
 
 Tokens = History | IntArray | Sequence[int]
 """Token ids. A history or an int64 array costs nothing to take; a long list costs milliseconds."""
@@ -150,6 +153,10 @@ class PrefixIndex(Protocol):
 
     def chains(self) -> list[IntArray]:
         """Return the cells of stretches of histories in which nothing branches off."""
+        ...
+
+    def by_use(self) -> Iterator[PathNode]:
+        """Yield what is stored, each node behind its parent, what was used last first."""
         ...
 
     def relocate(self, moved: Relocation) -> None:

@@ -44,6 +44,10 @@ class RadixNode(PathNode):
         self.tokens = tokens
         self.children: dict[bytes, RadixNode] = {}
 
+    def ids(self) -> IntArray:
+        """Return the node's tokens."""
+        return self.tokens
+
 
 class RadixIndex(PathTree):
     """Token histories to cells, by a compressed radix tree. See :class:`PathTree` for the rest."""

@@ -23,6 +23,7 @@ from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix.nodes import (
     PathNode,
+    by_use,
     can_resume,
     chains_of,
     check_block_size,
@@ -414,12 +415,8 @@ class PathTree(ABC):
 
     def size_info(self) -> SizeInfo:
         """Return how much is stored, and how much of it could go."""
-        cells = (
-            tuple(self._evictable_cells)
-            if self._windowed
-            else (self._n_evictable,) * len(self.sights)
-        )
-        return SizeInfo(self._n_evictable, self._n_stored - self._n_evictable, cells)
+        cells = self._evictable_cells if self._windowed else [self._n_evictable] * len(self.sights)
+        return SizeInfo(self._n_evictable, self._n_stored - self._n_evictable, tuple(cells))
 
     def held_cells(self) -> tuple[IntArray, ...]:
         """Return every cell that the index refers to, per layer group, in no order."""
@@ -438,6 +435,10 @@ class PathTree(ABC):
             The cells of each stretch's positions, ``[n_groups, n]``, -1 for none.
         """
         return chains_of(self._nodes(), self._root, self._lru)
+
+    def by_use(self) -> Iterator[PathNode]:
+        """Yield every node, each behind its parent: the locked, then those used last first."""
+        return by_use(self._nodes(), self._lru)
 
     def relocate(self, moved: Relocation) -> None:
         """Refer to cells where they are now that they were copied elsewhere.
@@ -468,8 +469,7 @@ class PathTree(ABC):
     def check(self) -> None:
         """Assert the invariants."""
         nodes = list(self._nodes())
-        locked_below: dict[PathNode, int] = {}
-        children: dict[PathNode, int] = {}
+        locked_below, children = dict[PathNode, int](), dict[PathNode, int]()
         for node in nodes:
             assert node.parent is not None and node.owner is self
             assert node.start == node.parent.stop, "a node starts where its parent stops"
