@@ -22,7 +22,7 @@ WITH_MODEL = model='$(MODEL)'; \
 demo: $(VENV)/.runtime ## Set up, then watch a model branch: one trunk, four forks
 	@$(WITH_MODEL) demo "$$model"
 
-serve: $(VENV)/.server ## Set up, then serve a model (MODEL=, ARGS=): OpenAI, Anthropic, agents, and a page to look at
+serve: $(VENV)/.runtime ## Set up, then serve a model (MODEL=, ARGS=): OpenAI, Anthropic, agents, and a page to look at
 	@$(WITH_MODEL) serve "$$model" $(ARGS)
 
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
@@ -76,10 +76,10 @@ kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux
 	@cmake --build build/kernel-check-arm -j
 	qemu-aarch64 build/kernel-check-arm/check_kernel 200
 
-clients: $(VENV)/.server ## Claude Code, Codex, OpenCode, Aider and others, from npm and PyPI: a coding session of each
+clients: $(VENV)/.runtime ## Claude Code, Codex, OpenCode, Aider and others, from npm and PyPI: a coding session of each
 	@$(BIN)/python tools/run_clients.py $(ARGS)
 
-lm-eval: $(VENV)/.server ## Scores of lm-eval, from PyPI, through the server and by transformers: they have to agree
+lm-eval: $(VENV)/.runtime ## Scores of lm-eval, from PyPI, through the server and by transformers: they have to agree
 	@$(BIN)/python tools/run_lm_eval.py $(ARGS)
 
 bench: $(VENV)/.dev ## Every benchmark, the quick way
@@ -104,21 +104,18 @@ $(BIN)/python:
 # torch first and alone: the pinned release, so that no other requirement brings another build.
 $(VENV)/.torch: pyproject.toml | $(BIN)/python
 	@echo "installing torch ..."
-	@$(PIP) "$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["torch"][0])')"
+	@$(PIP) "$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"][0])')"
 	@touch $@
 
 # The CPU attention kernel is built here, if there is a compiler; again when its sources change.
 KERNEL := $(wildcard src/kvcellar/kernel/native/*.* src/kvcellar/kernel/native/*/*)
 
-# One installation each, since each builds the kernel, and it is good for all that needs less.
-$(VENV)/.runtime: EXTRAS := torch
-$(VENV)/.server: EXTRAS := torch,server
-$(VENV)/.server: LESS := $(VENV)/.runtime
-$(VENV)/.dev: EXTRAS := torch,mlx,executorch,server,dev
-$(VENV)/.dev: LESS := $(VENV)/.runtime $(VENV)/.server
+# One installation each, since each builds the kernel; the larger one is good for both.
+$(VENV)/.dev: EXTRAS := [all,dev]
+$(VENV)/.dev: LESS := $(VENV)/.runtime
 
-$(VENV)/.runtime $(VENV)/.server $(VENV)/.dev: $(VENV)/.torch setup.py $(KERNEL)
-	@echo "installing kvcellar[$(EXTRAS)] ..."
-	@$(PIP) -e '.[$(EXTRAS)]'
+$(VENV)/.runtime $(VENV)/.dev: $(VENV)/.torch setup.py $(KERNEL)
+	@echo "installing kvcellar$(EXTRAS) ..."
+	@$(PIP) -e '.$(EXTRAS)'
 	@$(BIN)/python -c 'from kvcellar.kernel import levels as k; k.is_available() or print("warning: " + k.why_not())' >&2
 	@touch $(LESS) $@

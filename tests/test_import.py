@@ -60,5 +60,5 @@ def test_a_backend_whose_package_is_missing_says_how_to_install_it():
     )
     assert (
         "BackendError: backend 'torch' needs the package 'torch'; install it with: "
-        "pip install 'kvcellar[torch]'"
+        "pip install kvcellar"
     ) in done.stderr

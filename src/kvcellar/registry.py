@@ -225,7 +225,10 @@ def needed_packages(backend: str, who: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if not error.name or error.name.partition(".")[0] == "kvcellar":
             raise
-        way = f"pip install 'kvcellar[{backend}]'" if backend in _own_names() else error.name
+        if backend == "torch":
+            way = "pip install kvcellar"
+        else:
+            way = f"pip install 'kvcellar[{backend}]'" if backend in _own_names() else error.name
         raise BackendError(
             f"{who} needs the package {error.name!r}; install it with: {way}"
         ) from error

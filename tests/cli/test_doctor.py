@@ -41,15 +41,19 @@ def test_each_thing_is_said_in_a_line_and_the_way_out_below(tmp_path):
     assert any(f"{tmp_path}/store, 0 blocks" in line for line in lines)
 
 
-def test_an_extra_that_is_not_there_is_less_and_says_its_command(monkeypatch):
+def test_what_is_not_there_is_less_and_says_its_command(monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "mlx_lm" else real(name)
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name in ("mlx_lm", "uvicorn") else real(name),
     )
     code, things = found()
     assert code == 0
     assert things["mlx"]["state"] == "less" and "mlx_lm" in things["mlx"]["said"]
     assert things["mlx"]["helps"] == "pip install 'kvcellar[mlx]'"
+    assert things["server"]["state"] == "less" and "uvicorn" in things["server"]["said"]
+    assert things["server"]["helps"] == "pip install kvcellar"
 
 
 def test_a_broken_store_a_broken_torch_and_a_folder_that_is_none_end_with_1(tmp_path, monkeypatch):
@@ -76,5 +80,5 @@ def test_a_folder_that_is_called_like_a_module_is_not_one(tmp_path, monkeypatch)
     (tmp_path / "called_like_one").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.util.find_spec("called_like_one") is not None
-    said = doctor._extra("torch", ("called_like_one",))
+    said = doctor._packages("torch", ("called_like_one",))
     assert (said.state, said.said) == ("less", "not installed: called_like_one")

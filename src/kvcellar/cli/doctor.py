@@ -51,11 +51,14 @@ _TORCH_S = 120.0
 
 _NEEDS = {
     "torch": ("torch", "transformers", "safetensors", "gguf"),
+    "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
     "mlx": ("mlx", "mlx_lm"),
     "executorch": ("executorch", "torchao"),
-    "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
 }
-"""Extra -> what it installs that is imported; ``pip install 'kvcellar[EXTRA]'`` installs it."""
+"""What can be used -> the modules that it needs."""
+
+_BASE = ("torch", "server")
+"""What ``pip install kvcellar`` brings; the rest are extras: ``pip install 'kvcellar[mlx]'``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,8 @@ def findings(store: Path | None = None) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("machine", GOOD, f"{cores} cores, {format_size(machine_bytes())} of memory")
     yield _kernel()
-    for extra, modules in _NEEDS.items():
-        yield _extra(extra, modules)
+    for name, modules in _NEEDS.items():
+        yield _packages(name, modules)
     if importlib.util.find_spec("torch") is not None:
         yield _devices()
     yield _home()
@@ -134,14 +137,14 @@ def _kernel() -> Finding:
     return Finding("CPU kernel", GOOD, f"{levels.level().name} (of {names})")
 
 
-def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
-    """Find out whether what an extra installs is there."""
+def _packages(name: str, modules: tuple[str, ...]) -> Finding:
+    """Find out whether the packages are there that something needs."""
     versions = {one: _version(one) for one in modules}
     missing = [one for one, version in versions.items() if version is None]
     if missing:
-        helps = f"pip install 'kvcellar[{extra}]'"
-        return Finding(extra, LESS, f"not installed: {', '.join(missing)}", helps)
-    return Finding(extra, GOOD, ", ".join(f"{one} {version}" for one, version in versions.items()))
+        helps = "pip install kvcellar" if name in _BASE else f"pip install 'kvcellar[{name}]'"
+        return Finding(name, LESS, f"not installed: {', '.join(missing)}", helps)
+    return Finding(name, GOOD, ", ".join(f"{one} {version}" for one, version in versions.items()))
 
 
 def _version(module: str) -> str | None:

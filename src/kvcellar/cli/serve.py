@@ -164,7 +164,7 @@ def _check_installed() -> None:
         import kvcellar.server.run  # noqa: F401
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"the server needs {error.name}, which is not installed; pip install 'kvcellar[server]'"
+            f"the server needs {error.name}, which is not installed; pip install kvcellar"
         ) from error
 
 

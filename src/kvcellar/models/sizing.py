@@ -189,7 +189,7 @@ def find_config(name_or_path: str | Path) -> Path:
     except ModuleNotFoundError as error:
         raise BackendError(
             f"looking {name_or_path!r} up needs the package {error.name!r}; install it with: "
-            f"pip install 'kvcellar[torch]'"
+            f"pip install kvcellar"
         ) from error
     return folder / "config.json"
 
