@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Workers take neighbouring tests, which share what they load. Imports are compiled once, whatever the shell says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help demo serve test quick check lint format types imports docs kernel-check kernel-check-arm clients lm-eval bench wheel clean
+.PHONY: help demo serve test quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,7 +38,7 @@ quick: $(VENV)/.dev ## Lint, and the tests that matter most: no kernel, no runti
 	HYPOTHESIS_PROFILE=quick $(PYTEST) $(QUICK) -k "not no_sequence_of_verbs and not runTest" \
 		-m "not slow and not kernel and not mlx and not executorch and not browser"
 
-check: lint types imports docs ## What needs no test run
+check: lint types imports docs site ## What needs no test run
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -62,6 +62,9 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py --check
 	$(BIN)/python tools/draw_rooms.py --check
 	$(BIN)/python tools/write_kernel_stub.py --check
+
+site: $(VENV)/.dev ## The manual as a site, in build/site: links and anchors checked, nothing fetched
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 CHECK := src/kvcellar/kernel/native/check
 
