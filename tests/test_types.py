@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -166,7 +167,16 @@ def test_a_setting_that_cannot_work_is_named(make, message):
 def test_a_config_is_the_models_facts_and_the_callers_policy():
     config = make_config(PARAMS, 128, "bfloat16", 16, window_slack=3)
     assert config == CacheConfig(PARAMS, 128, "bfloat16", 16, 3)
+
+
+def test_k_and_v_are_stored_in_the_model_s_own_type_where_nothing_else_is_asked_for():
+    in_half = replace(PARAMS, kv_dtype="bfloat16")
+    assert make_config(in_half, 128).kv_dtype == "bfloat16"
+    assert make_config(in_half, 128, "int8").kv_dtype == "int8"
     assert make_config(PARAMS, 128).kv_dtype == "float32"
+    assert in_half == PARAMS, "a cache of another type is one of the same model"
+    with pytest.raises(ConfigError, match="one of float32, bfloat16, float16, got kv_dtype='int8'"):
+        replace(PARAMS, kv_dtype="int8")
 
 
 def test_usage_says_what_is_free():

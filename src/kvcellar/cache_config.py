@@ -98,7 +98,7 @@ class CacheConfig:
 
     params: ModelCacheParams
     capacity: int
-    kv_dtype: str = "float32"
+    kv_dtype: str
     min_chunk: int = MIN_CHUNK
     window_slack: int = WINDOW_SLACK
     block_size: int = 16
@@ -177,7 +177,7 @@ class CacheConfig:
 def make_config(
     params: ModelCacheParams,
     capacity: int,
-    kv_dtype: str = "float32",
+    kv_dtype: str | None = None,
     min_chunk: int = MIN_CHUNK,
     *,
     window_slack: int = WINDOW_SLACK,
@@ -187,7 +187,9 @@ def make_config(
     prefix: SharedPrefix | None = None,
     n_slots: int = SLOTS,
 ) -> CacheConfig:
-    """Join the model's facts and the caller's policy.
+    """Join the model's facts and the caller's policy, as :class:`CacheConfig` names them.
+
+    Without a ``kv_dtype`` K and V are stored in the type that the model computes them in.
 
     Raises:
         ConfigError: a value that cannot work; the message names it.
@@ -195,7 +197,7 @@ def make_config(
     return CacheConfig(
         params,
         capacity,
-        kv_dtype,
+        params.kv_dtype if kv_dtype is None else kv_dtype,
         min_chunk,
         window_slack,
         block_size,

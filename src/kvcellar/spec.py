@@ -39,7 +39,6 @@ class ModelCacheSpec:
         stored_bytes: weights as they are stored.
         weight_bytes: weights in memory, once loaded.
         dtype: their type in memory; of those in a file's blocks the one that is computed in.
-        kv_dtype: how K and V are stored where nothing else is asked for.
         counted: what the weights are, and how they were counted.
         n_heads: query heads.
         hidden_size: numbers per token between layers.
@@ -59,7 +58,6 @@ class ModelCacheSpec:
     stored_bytes: int
     weight_bytes: int
     dtype: str
-    kv_dtype: str
     counted: str
     n_heads: int
     hidden_size: int
@@ -69,6 +67,11 @@ class ModelCacheSpec:
     stored_types: Mapping[str, int] = field(default_factory=dict)
     is_in_blocks: bool = False
     n_parameters: int = 0
+
+    @property
+    def kv_dtype(self) -> str:
+        """Storage type of K and V where nothing else is asked for."""
+        return self.params.kv_dtype
 
     @property
     def held_in(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvcellar.checks import flag, number, seen, whole, wholes
 from kvcellar.errors import ConfigError
-from kvcellar.kv_dtype import KvDtype
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype
 from kvcellar.sight import Sight
 from kvcellar.states import STATE_SIGHT, StateGroup
 
@@ -264,6 +264,8 @@ class ModelCacheParams:
         shared: ``(layer, source)`` for each layer that stores no rows and attends over those of an
             earlier one, as that one sees them.
         state: the recurrent layers, which have numbers of their own; None: there are none.
+        kv_dtype: type in which the model computes K and V, and in which caches store them where
+            nothing else is asked for; models that differ in nothing else are equal.
     """
 
     n_layers: int
@@ -273,6 +275,7 @@ class ModelCacheParams:
     groups: tuple[LayerGroup, ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
     state: StateGroup | None = None
+    kv_dtype: str = field(default="float32", compare=False)
 
     def __post_init__(self) -> None:
         n_layers = whole(self.n_layers, "n_layers of a model", most=MOST_CELLS)
@@ -285,6 +288,11 @@ class ModelCacheParams:
             raise ConfigError(f"groups must be a tuple of LayerGroup, got {seen(self.groups)}")
         if self.state is not None and not isinstance(self.state, StateGroup):
             raise ConfigError(f"state must be a StateGroup or None, got {seen(self.state)}")
+        if self.kv_dtype not in FLOAT_KV_DTYPES:
+            raise ConfigError(
+                f"a model computes K and V in one of {', '.join(FLOAT_KV_DTYPES)}, got "
+                f"kv_dtype={seen(self.kv_dtype)}"
+            )
         self._check_shape()
         object.__setattr__(self, "shared", _layer_pairs(self.shared))
         if not self.groups:

@@ -53,7 +53,7 @@ def config_of(
         for i, sight in enumerate(sights)
     )
     params = ModelCacheParams(n + 1, 1, 1, 1, groups)
-    return CacheConfig(params, capacity, min_chunk=min_chunk, window_slack=slack)
+    return CacheConfig(params, capacity, "float32", min_chunk=min_chunk, window_slack=slack)
 
 
 def sight_of(window: Window) -> Sight:

@@ -95,7 +95,7 @@ SHARED = ModelCacheParams(
 
 @ALL_CACHES
 def test_a_layer_that_shares_rows_reads_by_the_plan_of_the_one_that_stores_them(make):
-    cache = make(CacheConfig(SHARED, 64, min_chunk=8, window_slack=0))
+    cache = make(CacheConfig(SHARED, 64, "float32", min_chunk=8, window_slack=0))
     begin(cache, 3)
     plans = [cache.run_layer(layer, [1, 2, 3]) and cache.plans[layer] for layer in (0, 1)]
     assert [cache.steps.stores(layer) for layer in range(4)] == [True, True, False, False]
@@ -108,7 +108,7 @@ def test_a_layer_that_shares_rows_reads_by_the_plan_of_the_one_that_stores_them(
 
 @ALL_CACHES
 def test_a_layer_that_shares_rows_comes_after_the_one_that_stores_them(make):
-    cache = make(CacheConfig(SHARED, 64, min_chunk=8, window_slack=0))
+    cache = make(CacheConfig(SHARED, 64, "float32", min_chunk=8, window_slack=0))
     begin(cache, 3)
     refused = "layer 2 attends over the rows of layer 0, which has not written those of this forw"
     with pytest.raises(StepError, match=refused):

@@ -136,7 +136,7 @@ def test_files_go_both_ways(model: Any, family: str, tmp_path: Path) -> None:
     _, metadata = ours.load_prompt_cache(a, model, return_metadata=True)
     assert metadata == {"said": "yes"}
     with pytest.raises(CacheFullError):
-        ours.load_prompt_cache(a, model, max_kv_size=10)
+        ours.load_prompt_cache(a, model, capacity=10)
 
 
 def test_a_file_of_a_quantised_cache_goes_both_ways(model_of: Any, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_what_cannot_work_is_refused_and_a_full_cache_says_so(model_of: Any) -> 
     model = model_of("llama")
     with pytest.raises(ConfigError, match="int3"):
         ours.make_prompt_cache(model, kv_dtype="int3")
-    cache = ours.make_prompt_cache(model, max_kv_size=16)
+    cache = ours.make_prompt_cache(model, capacity=16)
     with pytest.raises(CacheFullError, match="16"):
         greedy(model, text(20), 2, cache)
 
@@ -282,10 +282,11 @@ def test_what_cannot_work_is_refused_and_a_full_cache_says_so(model_of: Any) -> 
         ours.make_prompt_cache(Recurrent())
 
 
-def test_mlx_lms_signature_is_kept() -> None:
-    assert list(inspect.signature(ours.make_prompt_cache).parameters)[:2] == list(
-        inspect.signature(theirs.make_prompt_cache).parameters
+def test_the_capacity_stands_where_mlx_lm_has_its_own_limit() -> None:
+    of_theirs, of_ours = (
+        list(inspect.signature(one.make_prompt_cache).parameters) for one in (theirs, ours)
     )
+    assert of_theirs[:2] == ["model", "max_kv_size"] and of_ours[:2] == ["model", "capacity"]
 
 
 # mlx-lm's documented examples, with our cache in place of theirs ----------------------------------

@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def mixed_logits(model: LoadedModel, texts: list[tuple[str, list[int]]]) -> list[np.ndarray]:
     """Logits of several texts, each with an adapter or none, a few tokens of each in every step."""
-    config = LoadOptions().config_for(model.params, "float32", 256, n_running=len(texts))
+    config = LoadOptions().config_for(model.params, 256, n_running=len(texts))
     found: list[list[np.ndarray]] = [[] for _ in texts]
     with make_seq_session("torch", config) as session:
         runner: Any = model.bind(session)
@@ -110,7 +110,7 @@ def test_one_adapter_runs_a_whole_session_where_it_is_bound(base, tmp_path):
     path = write_adapter(tmp_path / "one", base)
     model = load_model(base, adapters={"one": path}, dtype="float32")
     ids = list(range(3, 20))
-    config = LoadOptions().config_for(model.params, "float32", 64)
+    config = LoadOptions().config_for(model.params, 64)
     with make_decode_session("torch", config) as session:
         runner = model.bind(session, adapter="one")
         found = runner.forward(ids, range(len(ids)), range(len(ids)))
@@ -273,7 +273,7 @@ def test_layers_are_named_by_the_rules_of_peft():
 
 def test_tokens_of_adapters_are_counted(base, tmp_path):
     model = load_model(base, adapters={"one": write_adapter(tmp_path / "one", base)})
-    config = LoadOptions().config_for(model.params, "float32", 64)
+    config = LoadOptions().config_for(model.params, 64)
     with make_decode_session("torch", config) as session:
         runner: Any = model.bind(session)
         refused = pytest.raises(ConfigError, match="'two' is not loaded; there are: one")

@@ -33,7 +33,7 @@ def want_of(network, tokens, pooling):
 @contextmanager
 def embedding(model, capacity=512):
     """An embedder of a model, and the engine that it uses."""
-    config = LoadOptions(model.name).config_for(model.params, "float32", capacity)
+    config = LoadOptions(model.name).config_for(model.params, capacity)
     with make_seq_session(model.backend, config) as session:
         engine = Engine(model.bind(session), session.cache, max_positions=model.max_positions)
         with EngineService(engine) as service:

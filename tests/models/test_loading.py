@@ -20,6 +20,7 @@ import transformers
 
 from kvcellar.backends.torch.fast.experts import KernelExperts
 from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.cache_config import make_config
 from kvcellar.engine import encode_chat
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import levels
@@ -295,6 +296,7 @@ def test_the_bundled_model_loads_by_name_and_equals_transformers():
 def test_the_bundled_model_answers_in_a_chat():
     model = load_model("demo", dtype="bfloat16")
     assert model.dtype == "bfloat16"
+    assert make_config(model.params, 8).kv_dtype == model.kv_dtype == "bfloat16"
     prompt = encode_chat(model.tokenizer, [{"role": "user", "content": "Write a function."}])
     with Player(model, "contiguous") as player:
         tokens, _ = player.greedy(player.feed(prompt), 3)

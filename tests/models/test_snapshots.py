@@ -63,15 +63,15 @@ def test_an_option_that_is_no_size_is_refused(said, why):
 
 def test_the_cache_of_a_model_is_made_with_as_many():
     options = LoadOptions(snapshot_bytes=40_000)
-    assert options.config_for(model(1000), "float32", 512, n_running=2).n_slots == 4 + 10
+    assert options.config_for(model(1000), 512, n_running=2).n_slots == 4 + 10
 
 
 def test_it_is_said_from_where_conversations_go_on():
     options = LoadOptions(snapshot_bytes=40_000)
-    config = options.config_for(model(1000), "float32", 512, n_running=64)
+    config = options.config_for(model(1000), 512, n_running=64)
     assert what_resumes(config, 64) == (
         "recurrent layers (1): a conversation goes on from the nearest snapshot of their states; "
         "10 of 4.00 KB fit, 40.00 KB in all (--snapshots)"
     )
-    config = options.config_for(ModelCacheParams(2, 2, 64), "float32", 512)
+    config = options.config_for(ModelCacheParams(2, 2, 64), 512)
     assert what_resumes(config, 64) == ""

@@ -166,9 +166,7 @@ def open_host(
     )
     chosen = chosen or choose_capacity(options, config)  # loading says what is wrong with a model
     n_running = (config or EngineConfig()).max_num_seqs
-    cache_config = options.config_for(
-        loaded.params, loaded.kv_dtype, chosen.cells, budgets[0], n_running
-    )
+    cache_config = options.config_for(loaded.params, chosen.cells, budgets[0], n_running)
     fingerprint = loaded.fingerprint(
         cache_file=default_home() / "fingerprints.json",
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{options.name}: {what}"),
@@ -258,9 +256,7 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
     spec = size_model(options)
     cells = spec.max_positions if options.capacity is None else options.capacity
     config = config or EngineConfig()
-    cache_config = options.config_for(
-        spec.params, spec.kv_dtype, cells, n_running=config.max_num_seqs
-    )
+    cache_config = options.config_for(spec.params, cells, n_running=config.max_num_seqs)
     block_size = cache_config.block_size if options.cache == "paged" else 1
     config.make_index((FULL,), block_size)
     if options.memory_bytes is not None:
@@ -314,7 +310,7 @@ def _make_drafter(
         from kvcellar.backends.torch.eagle3.loading import load_eagle3
 
         head = load_eagle3(path or None, target)
-        own = make_config(head.params, config.capacity, head.kv_dtype, budget=budget)
+        own = make_config(head.params, config.capacity, budget=budget)
         session = stack.enter_context(make_tree_session("torch", own))
         return Eagle3Drafter(head.bind(session), session.cache)
     asked = replace(options, model=name, kv_dtype=None, chat_template=None, adapters={})
@@ -324,6 +320,6 @@ def _make_drafter(
             f"{name!r} cannot draft for {target.name!r}: their vocabularies differ; choose a model "
             f"of the same family"
         )
-    own = make_config(model.params, config.capacity, model.kv_dtype, budget=budget)
+    own = make_config(model.params, config.capacity, budget=budget)
     session = stack.enter_context(make_tree_session(options.backend, own))
     return DraftModel(model.bind(session), session.cache, target.vocab_size)

@@ -57,7 +57,7 @@ def bound_model(
     limit_bytes = limit_of(memory, options)
     adapter = one_adapter(options.adapters)
     capacity = 1 if options.capacity is None else options.capacity
-    options.config_for(ModelCacheParams(1, 1, 128), "float32", capacity)
+    options.config_for(ModelCacheParams(1, 1, 128), capacity)
     model, chosen, reserve_bytes = _load(options, limit_bytes, n_sequences)
     budget = None
     if limit_bytes is not None:
@@ -65,7 +65,7 @@ def bound_model(
         held = _held_bytes(options)
         budget = MemoryBudget(limit_bytes, base_bytes=held, reserve_bytes=reserve_bytes)
     cells = _checked(chosen.cells, model, n_sequences)
-    config = options.config_for(model.params, model.kv_dtype, cells, budget, n_sequences)
+    config = options.config_for(model.params, cells, budget, n_sequences)
     with CACHES[options.cache](options.backend, config) as session:
         cache: Cache = session.cache
         with shown_warnings():

@@ -37,7 +37,7 @@ from kvcellar.types import LayerGroup, ModelCacheParams
 
 __all__ = ["load_prompt_cache", "make_prompt_cache", "save_prompt_cache"]
 
-DEFAULT_MAX_KV_SIZE = 1 << 20
+MOST_TOKENS = 1 << 20
 """The most tokens where neither the caller nor the model says; memory grows with use."""
 
 save_prompt_cache = theirs.save_prompt_cache
@@ -46,7 +46,7 @@ save_prompt_cache = theirs.save_prompt_cache
 
 def make_prompt_cache(
     model: Any,
-    max_kv_size: int | None = None,
+    capacity: int | None = None,
     *,
     kv_dtype: str | None = None,
     rollback: int = 64,
@@ -55,8 +55,8 @@ def make_prompt_cache(
 
     Args:
         model: of mlx-lm. Its attention layers are those that it makes caches for itself.
-        max_kv_size: the most tokens; None: as many as the model was made for. A full cache raises,
-            it does not forget.
+        capacity: the most tokens; None: as many as the model was made for. A full cache raises, it
+            does not forget.
         kv_dtype: how K and V are stored (``int8``, ``k8v4``, ``int4:rot:first4:last64`` ...); None:
             as the model computes them.
         rollback: by how many tokens the layers with a window can be cut back.
@@ -92,9 +92,12 @@ def make_prompt_cache(
         layers.setdefault((k[1], k[3], v[3], window), []).append(index)
     groups = tuple(LayerGroup(tuple(found), *facts) for facts, found in layers.items())
     params = ModelCacheParams(len(made), groups=groups)
-    capacity = max_kv_size or getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    made_for = getattr(getattr(model, "args", None), "max_position_embeddings", None)
     config = make_config(
-        params, capacity or DEFAULT_MAX_KV_SIZE, kv_dtype or stored, window_slack=rollback
+        params,
+        capacity or made_for or MOST_TOKENS,
+        kv_dtype or stored,
+        window_slack=rollback,
     )
     shared = MlxRunCache(config)
     of_layer = [shared.steps.groups[shared.steps.group_of(index)] for index in range(len(made))]
@@ -125,7 +128,7 @@ def load_prompt_cache(
     Raises:
         ConfigError: it is of a model with other layers, or of a cache with a hole in its history.
         RewindError: it lacks tokens that a layer of this model attends.
-        CacheFullError: it holds more than ``max_kv_size``.
+        CacheFullError: it holds more than ``capacity``.
     """
     load: Any = theirs.load_prompt_cache
     found, metadata = load(str(file_name), return_metadata=True)

@@ -35,7 +35,7 @@ __all__ = ["make_cache"]
 
 def make_cache(
     model: Any,
-    max_kv_size: int | None = None,
+    capacity: int | None = None,
     *,
     kv_dtype: str | None = None,
     rollback: int = 64,
@@ -44,7 +44,7 @@ def make_cache(
 
     Args:
         model: of transformers.
-        max_kv_size: the most tokens of a row; None: as many as the model was made for. A full
+        capacity: the most tokens of a row; None: as many as the model was made for. A full
             cache raises, it does not forget.
         kv_dtype: how K and V are stored (``int8``, ``k8v4``, ``int4:rot:first4:last64`` ...);
             None: as the model computes them.
@@ -58,7 +58,7 @@ def make_cache(
     computed = str(model.dtype).removeprefix("torch.")
     config = make_config(
         _for_masks(facts.params),
-        max_kv_size or facts.max_positions,
+        capacity or facts.max_positions,
         kv_dtype or (computed if computed in FLOAT_KV_DTYPES else "float32"),
         window_slack=rollback,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class LoadedModel(ABC):
         name: what ``load_model`` was asked for.
         path: the folder it came from.
         backend: id of the backend that runs it.
-        params: what a cache for it must know.
+        params: what a cache for it must know; their ``kv_dtype`` follows from the two below.
         config: the config object of transformers, of the text part.
         tokenizer: the tokenizer of transformers.
         vocab_size: rows of the embedding: ids from 0 to ``vocab_size - 1`` exist.
@@ -61,6 +61,10 @@ class LoadedModel(ABC):
     sampling: Mapping[str, float]
     chat_template: str | None
     adapters: Mapping[str, Adapter] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        computed = own_kv_dtype(self.dtype, self.weights)
+        object.__setattr__(self, "params", replace(self.params, kv_dtype=computed))
 
     def bind(
         self,
@@ -152,7 +156,7 @@ class LoadedModel(ABC):
     @property
     def kv_dtype(self) -> str:
         """Storage type of K and V where nothing else is asked for."""
-        return own_kv_dtype(self.dtype, self.weights)
+        return self.params.kv_dtype
 
     @property
     def has_session_ropes(self) -> bool:

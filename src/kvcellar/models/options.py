@@ -129,7 +129,6 @@ class LoadOptions:
     def config_for(
         self,
         params: ModelCacheParams,
-        kv_dtype: str,
         capacity: int,
         budget: MemoryBudget | None = None,
         n_running: int = 1,
@@ -138,7 +137,6 @@ class LoadOptions:
 
         Args:
             params: the model's facts.
-            kv_dtype: how K and V are stored where the options do not say.
             capacity: cells, where the options leave them to whoever knows the memory.
             budget: whom the cache asks before it grows.
             n_running: answers that run at a time.
@@ -148,7 +146,7 @@ class LoadOptions:
         """
         given = {"block_size": self.block_size, "layout": self.layout}
         paged: dict[str, Any] = {name: it for name, it in given.items() if it is not None}
-        kv_dtype = self.kv_dtype or kv_dtype
+        kv_dtype = self.kv_dtype or params.kv_dtype
         kv = parse_kv_dtype(kv_dtype)
         n_slots = slots_for(params, capacity, kv, self.snapshot_bytes, n_running)
         return make_config(params, capacity, kv_dtype, budget=budget, n_slots=n_slots, **paged)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +247,13 @@ def _spec_of(
     return ModelCacheSpec(
         name=name,
         family=str(raw.get("model_type")),
-        params=params,
+        params=replace(params, kv_dtype=own_kv_dtype(dtype, weights)),
         max_positions=facts.max_positions,
         stored_bytes=(
             _computed_bytes(sizes, stored_dtype, format) if files_bytes is None else files_bytes
         ),
         weight_bytes=weight_bytes,
         dtype=dtype,
-        kv_dtype=own_kv_dtype(dtype, weights),
         counted=counted + how,
         n_heads=facts.n_heads,
         hidden_size=facts.hidden_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,12 +69,11 @@ def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCache
     return ModelCacheSpec(
         name=base.name if base else str(path),
         family=base.family if base else "custom",
-        params=params,
+        params=replace(params, kv_dtype=base.kv_dtype if base and "dtype" not in raw else dtype),
         max_positions=file.number("max_positions", base.max_positions if base else 0),
         stored_bytes=file.number("stored_bytes", stored),
         weight_bytes=weight_bytes,
         dtype=dtype,
-        kv_dtype=base.kv_dtype if base and "dtype" not in raw else dtype,
         counted=f"{from_base}{', '.join(raw) or 'nothing'} from {path.name}",
         n_heads=n_heads,
         hidden_size=hidden,

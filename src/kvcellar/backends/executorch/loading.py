@@ -284,12 +284,11 @@ def size_program(path: Path) -> ModelCacheSpec:
     return ModelCacheSpec(
         name=str(path),
         family=str(config.model_type),
-        params=params,
+        params=replace(params, kv_dtype=own_kv_dtype(str(facts["dtype"]))),
         max_positions=int(facts["max_positions"]),
         stored_bytes=size_bytes,
         weight_bytes=size_bytes,
         dtype=str(facts["dtype"]),
-        kv_dtype=own_kv_dtype(str(facts["dtype"])),
         counted="a program, the size of its file",
         n_heads=int(config.num_attention_heads),
         hidden_size=int(config.hidden_size),

@@ -72,12 +72,11 @@ def size_eagle3(
     return ModelCacheSpec(
         name=str(folder),
         family="eagle3",
-        params=ModelCacheParams(1, config.n_kv_heads, config.head_dim),
+        params=ModelCacheParams(1, config.n_kv_heads, config.head_dim, kv_dtype=dtype),
         max_positions=config.max_positions,
         stored_bytes=stored,
         weight_bytes=weight_bytes,
         dtype=dtype,
-        kv_dtype=dtype,
         counted=f"{n_params:,} parameters, sizes from its files",
         n_heads=config.n_heads,
         hidden_size=config.hidden_size,

@@ -71,7 +71,7 @@ def load_adapters(
     """
     heads = [name for name in names_of_heads(network) if name in layers]
     loaded = hang_updates(network, parts, layers, adapters, heads)
-    config = LoadOptions().config_for(facts.params, "float32", 4 * _TRIED)
+    config = LoadOptions().config_for(facts.params, 4 * _TRIED)
     length = facts.rope.length_for(4 * _TRIED)
     with make_decode_session("torch", config) as session:
         vocab_size = int(network.get_input_embeddings().num_embeddings)

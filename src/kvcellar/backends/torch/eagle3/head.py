@@ -43,7 +43,6 @@ class Eagle3Head(Eagle3Weights):
     Attributes:
         feature_layers: whose inputs it reads of its target.
         params: what a cache for it must know.
-        kv_dtype: how its cache stores K and V: as the weights.
         kernel: runs levels of a few tokens of a small head; None: torch runs them all.
     """
 
@@ -51,8 +50,12 @@ class Eagle3Head(Eagle3Weights):
         """Take the weights over from a network; it is not needed any more."""
         super().__init__(network)
         self.feature_layers = feature_layers
-        self.params = ModelCacheParams(1, self.config.n_kv_heads, self.config.head_dim)
-        self.kv_dtype = str(self.fc.dtype).removeprefix("torch.")
+        self.params = ModelCacheParams(
+            1,
+            self.config.n_kv_heads,
+            self.config.head_dim,
+            kv_dtype=str(self.fc.dtype).removeprefix("torch."),
+        )
         is_small = sum(matrix.numel() for matrix in self.matrices) <= MOST_HELD_TWICE
         self.kernel = make_eagle3_kernel(self) if is_small else None
 
