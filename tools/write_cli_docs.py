@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from kvcellar.cli import app
+from kvcellar.cli.exits import ExitCode
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
@@ -25,22 +26,20 @@ INTRO = """\
 
 Results go to stdout. Progress and notes go to stderr: to a terminal all of them, elsewhere the
 stages of long work alone, a line each. What is wrong with the input is said in one line on stderr.
-
-| exit code | means |
-| --- | --- |
-| 0 | done |
-| 1 | `store verify` has found damage |
-| 2 | wrong input; nothing was done |
-| 130 | ended by Ctrl-C |
-| 141 | the reader of the pipe has left |
 """
+
+
+def exit_codes() -> str:
+    """Return the table of exit codes."""
+    rows = [f"| {code.value} | {code.says} |" for code in ExitCode]
+    return "\n".join(["| exit code | means |", "| --- | --- |", *rows, ""])
 
 
 def page() -> str:
     """Return the whole page."""
     root = typer.main.get_command(app)
     commands: dict[str, Any] = root.commands  # type: ignore[attr-defined]
-    parts = [INTRO, f"## kvcellar\n\n{root.help}\n", table(root), code(root.epilog)]
+    parts = [INTRO, exit_codes(), f"## kvcellar\n\n{root.help}\n", table(root), code(root.epilog)]
     for name, command in all_commands(commands):
         parts += [f"## kvcellar {name}\n", code(usage(name, command)), f"{command.help}\n"]
         parts += [table(command), code(command.epilog)]

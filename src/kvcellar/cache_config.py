@@ -108,8 +108,7 @@ class CacheConfig:
     n_slots: int = SLOTS
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, ModelCacheParams):
-            raise ConfigError(f"params must be a ModelCacheParams, got {seen(self.params)}")
+        _check_params(self.params)
         for name in ("capacity", "min_chunk", "window_slack", "block_size", "n_slots"):
             value = whole(getattr(self, name), name, most=MOST_CELLS)
             object.__setattr__(self, name, value)
@@ -174,6 +173,12 @@ class CacheConfig:
         )
 
 
+def _check_params(params: object) -> None:
+    """Raise ConfigError unless these are a model's facts."""
+    if not isinstance(params, ModelCacheParams):
+        raise ConfigError(f"params must be a ModelCacheParams, got {seen(params)}")
+
+
 def make_config(
     params: ModelCacheParams,
     capacity: int,
@@ -194,6 +199,7 @@ def make_config(
     Raises:
         ConfigError: a value that cannot work; the message names it.
     """
+    _check_params(params)
     return CacheConfig(
         params,
         capacity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvcellar.cli import app as kvcellar_app
 from kvcellar.cli.commands import add_command
 from kvcellar.cli.groups import ChatSampling, SamplingOptions
 
@@ -54,6 +56,32 @@ def test_a_groups_option_without_a_default_has_to_be_given():
 def test_the_help_lists_the_options_of_a_group_and_the_examples():
     said = run(go, "--help").output
     assert "Go somewhere." in said and "--port" in said and "go --host here" in said
+
+
+def helps(group, path=("kvcellar",)):
+    """``(names, help's end)`` of every command and group."""
+    yield path, group.epilog
+    for name, command in getattr(group, "commands", {}).items():
+        yield from helps(command, (*path, name))
+
+
+def test_every_help_ends_with_examples_that_the_parser_takes():
+    root = typer.main.get_command(kvcellar_app)
+    for path, end in helps(root):
+        heading, *examples = end.splitlines()
+        assert heading == "Examples:" and examples, path
+        typed = [
+            shlex.split(example[example.index("kvcellar ") :].split(" | ")[0])
+            for example in examples
+            if "kvcellar " in example  # others are what one types beside it
+        ]
+        assert any(words[: len(path)] == list(path) for words in typed), path
+        for words in typed:
+            command, rest = root, words[1:]
+            while hasattr(command, "commands"):
+                command, rest = command.commands[rest[0]], rest[1:]
+            with command.make_context(command.name, rest):
+                pass
 
 
 def test_two_groups_with_one_option_are_refused_when_the_command_is_made():

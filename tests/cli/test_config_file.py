@@ -76,6 +76,18 @@ def test_arguments_flags_and_commands_of_groups_have_defaults_too(config, tmp_pa
             "[all]\nmemroy = '1GB'\n",
             "no option 'memroy' in [all] of the config file {file}; did",
         ),
+        (
+            "[all]\nxyzzy = 1\n",
+            "no option 'xyzzy' in [all] of the config file {file}; the nearest are ",
+        ),
+        (
+            "[inspect]\nmemory = ['1GB', '2GB']\n",
+            "memory in [inspect] of the config file {file} takes one value, and there is ['1GB'",
+        ),
+        (
+            "[all]\nmemory = { most = '1GB' }\n",
+            "memory in [all] of the config file {file} takes one value, and there is {{'most'",
+        ),
         ("port = 1\n", "no key 'port' of the config file {file}; did you mean 'export'?"),
         ("all = 1\n", "all in {file} has to be a table"),
         ("[serve\n", "the config file {file} cannot be read: Expected"),
@@ -93,6 +105,20 @@ def test_a_value_of_the_wrong_kind_is_refused_as_if_it_were_typed(config):
     config.write_text('[inspect]\ncontext = "many"\n')
     result = run("inspect", "demo")
     assert result.exit_code == 2 and "'--context': Input should be" in result.stderr
+
+
+def test_what_may_be_several_may_be_one(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('[all]\nstop = "def"\n[serve]\nmodels = "demo"\nadapter = ["a=b", "c=d"]\n')
+    found = defaults_of(typer.main.get_command(app), file)
+    assert found["serve"] == {"models": ["demo"], "adapter": ["a=b", "c=d"]}
+    assert found["generate"] == {"stop": ["def"]}
+
+
+def test_a_name_that_nothing_comes_near_is_answered_in_a_line_one_can_read(config):
+    config.write_text("[all]\nxyzzy = 1\n")
+    said = run("demo", "--json").stderr
+    assert len(said) < 300 and "kvcellar COMMAND --help" in said
 
 
 def test_the_file_lies_where_settings_of_programs_lie(monkeypatch):

@@ -27,6 +27,7 @@ from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.groups import CacheOptions, ModelOptions
 from kvcellar.cli.store import AsJson, Folder, size_text
 from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
+from kvcellar.errors import ConfigError
 
 NewId = Annotated[
     str | None, typer.Argument(metavar="NEW", help="Name of the new one. Default: made up.")
@@ -279,6 +280,8 @@ def import_command(
     as_json: AsJson = False,
 ) -> None:
     """Take in an agent from a file; all of it is verified first."""
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}; give one that `kvcellar agents export` wrote")
     with opened_agents(store) as agents, progress_bar("verifying") as report:
         info = asyncio.run(agents.sleep.import_file(file, new_id, progress=report))
     show_agent(info, as_json)

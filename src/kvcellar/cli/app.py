@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -26,21 +27,18 @@ from kvcellar.cli import (
 )
 from kvcellar.cli.commands import examples
 from kvcellar.cli.config_file import defaults_of
+from kvcellar.cli.exits import ExitCode, code_of
 from kvcellar.cli.start import show_start
 from kvcellar.cli.terminal import print_error
 from kvcellar.errors import KVCellarError
 from kvcellar.version import __version__
 
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
-EXIT_CLOSED_PIPE = 141
-
 
 class Commands(TyperGroup):
     """Ends every command alike: one line for what is wrong, never a traceback for it.
 
-    Options have the user's own defaults, where the config file has some. Exit codes: 2 for wrong
-    input, 130 for Ctrl-C, 141 where the reader of a pipe has left.
+    Options have the user's own defaults, where the config file has some. Exit codes are those of
+    :class:`~kvcellar.cli.exits.ExitCode`.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -51,14 +49,14 @@ class Commands(TyperGroup):
             return result
         except KVCellarError as error:
             print_error(str(error))
-            raise typer.Exit(EXIT_ERROR) from error
+            raise typer.Exit(code_of(error)) from error
         except KeyboardInterrupt as error:
             if sys.stderr.isatty():
                 sys.stderr.write("\n")
-            raise typer.Exit(EXIT_INTERRUPTED) from error
+            raise typer.Exit(ExitCode.INTERRUPTED) from error
         except BrokenPipeError as error:
             _abandon_stdout()
-            raise typer.Exit(EXIT_CLOSED_PIPE) from error
+            raise typer.Exit(ExitCode.CLOSED_PIPE) from error
 
     def main(
         self,
@@ -76,7 +74,7 @@ class Commands(TyperGroup):
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except KVCellarError as error:  # of the config file
             print_error(str(error))
-            code = EXIT_ERROR
+            code = code_of(error)
         except typer.exceptions.TyperException as error:  # of the parser
             if not standalone_mode:
                 raise
@@ -94,7 +92,7 @@ def _explain(error: typer.exceptions.TyperException) -> int:
         message = f"{message.rstrip('.')}; see {context.command_path} --help"
     if message:
         print_error(message[0].lower() + message[1:])
-    return EXIT_ERROR
+    return ExitCode.WRONG_INPUT
 
 
 def _abandon_stdout() -> None:
@@ -145,5 +143,9 @@ for noun in (generate, chat, agents, serve, demo, export, inspect, models, store
 
 
 def main() -> None:
-    """Run the console script ``kvcellar``."""
-    app(prog_name="kvcellar")
+    """Run the console script ``kvcellar``; an error of our own has a code that nothing else has."""
+    try:
+        app(prog_name="kvcellar")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(ExitCode.BUG)

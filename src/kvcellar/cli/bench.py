@@ -15,7 +15,7 @@ import typer
 
 from kvcellar.budget import format_size
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command, option
+from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.engine.quality import (
@@ -74,7 +74,11 @@ class ReadingOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(help="Measure a model on this machine.", no_args_is_help=True)
+    group = typer.Typer(
+        help="Measure a model on this machine.",
+        no_args_is_help=True,
+        epilog=examples("kvcellar bench kv-quality", "kvcellar bench weights-quality"),
+    )
     add_command(
         group,
         "kv-quality",

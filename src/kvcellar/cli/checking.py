@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcellar.cli.commands import option
+from kvcellar.cli.exits import ExitCode
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.errors import ConfigError
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from kvcellar.models.check import Verdict
     from kvcellar.models.options import ProgressFn
-
-EXIT_INEXACT = 1
 
 Model = Annotated[
     str | None,
@@ -121,7 +120,7 @@ def check_command(
         _show(rows)
     failed = (row.verdict for row in rows if not row.verdict.is_exact)
     if any(each.differences or not all_tiny for each in failed):
-        raise typer.Exit(EXIT_INEXACT)
+        raise typer.Exit(ExitCode.FOUND)
 
 
 def _families(export: bool) -> list[_Row]:

@@ -19,6 +19,9 @@ from kvcellar.home import default_config
 ALL = "all"
 """The table of what is meant for every command."""
 
+_FEW_NAMES = 12
+"""So many names are listed where none comes near; of more, the nearest."""
+
 Defaults = dict[str, Any]
 """Parameter -> value, and for groups command -> its defaults, as the parser takes them."""
 
@@ -39,7 +42,7 @@ def defaults_of(group: Any, file: Path | None = None) -> Defaults:
     found = _of_group(group, tables, (), file)
     if not isinstance(everywhere, Mapping):
         raise ConfigError(f"{ALL} in {file} has to be a table, [{ALL}]")
-    known = _spread(group, everywhere, found)
+    known = _spread(group, everywhere, found, f"[{ALL}] of the config file {file}")
     for name in everywhere.keys() - known:
         raise _unknown(f"option {name!r} in [{ALL}]", name, _all_names(group), file)
     return found
@@ -73,43 +76,59 @@ def _of_group(
         if hasattr(command, "commands"):
             found[name] = _of_group(command, table, path, file)
             continue
-        names = _names(command)
+        names, at = _names(command), f"[{'.'.join(path)}] of the config file {file}"
         for option in table:
             if option not in names:
                 raise _unknown(f"option {option!r} in [{'.'.join(path)}]", option, names, file)
-        found[name] = {names[option]: value for option, value in table.items()}
+        found[name] = {
+            names[option].name: _taken(names[option], option, value, at)
+            for option, value in table.items()
+        }
     return found
 
 
-def _spread(group: Any, everywhere: Mapping[str, Any], found: Defaults) -> set[str]:
+def _spread(group: Any, everywhere: Mapping[str, Any], found: Defaults, at: str) -> set[str]:
     """Give every command what is meant for all and it has; return the options that one had."""
     known: set[str] = set()
     for name, command in group.commands.items():
         mine = found.setdefault(name, {})
         if hasattr(command, "commands"):
-            known |= _spread(command, everywhere, mine)
+            known |= _spread(command, everywhere, mine, at)
             continue
         for option, parameter in _names(command).items():
             if option in everywhere:
-                mine.setdefault(parameter, everywhere[option])
+                mine.setdefault(parameter.name, _taken(parameter, option, everywhere[option], at))
                 known.add(option)
     return known
 
 
-def _names(command: Any) -> dict[str, str]:
+def _taken(parameter: Any, option: str, value: Any, at: str) -> Any:
+    """Return a value of the file as the parser takes it: one of what may be several, as a list.
+
+    Raises:
+        ConfigError: there are several where the option takes one.
+    """
+    if getattr(parameter, "multiple", False) or parameter.nargs != 1:
+        return value if isinstance(value, list) else [value]
+    if isinstance(value, list | Mapping):
+        raise ConfigError(f"{option} in {at} takes one value, and there is {value!r}")
+    return value
+
+
+def _names(command: Any) -> dict[str, Any]:
     """Return name as it is typed, without dashes -> parameter, of what a command takes.
 
     Flags that switch off have their own name, ``--raw`` of ``--chat``; a file says false instead.
     """
-    named: dict[str, str] = {}
+    named: dict[str, Any] = {}
     for parameter in command.params:
         if parameter.name in ("help", None):
             continue
         for option in parameter.opts:
             if option.startswith("--"):
-                named[option[2:]] = parameter.name
+                named[option[2:]] = parameter
             elif not option.startswith("-"):
-                named[option.lower()] = parameter.name
+                named[option.lower()] = parameter
     return named
 
 
@@ -126,5 +145,11 @@ def _unknown(what: str, name: str, there: Iterable[str], file: Path) -> ConfigEr
     """Return the refusal of a name, with those that come near."""
     names = sorted(there)
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+    if near:
+        hint = f"did you mean {near[0]!r}?"
+    elif len(names) <= _FEW_NAMES:
+        hint = f"there are: {', '.join(names)}"
+    else:
+        some = difflib.get_close_matches(name, names, n=3, cutoff=0)
+        hint = f"the nearest are {', '.join(some)}; kvcellar COMMAND --help has all of a command"
     return ConfigError(f"there is no {what} of the config file {file}; {hint}")

@@ -19,6 +19,7 @@ import typer
 
 from kvcellar.budget import format_size, machine_bytes
 from kvcellar.cli.commands import add_command
+from kvcellar.cli.exits import ExitCode
 from kvcellar.cli.store import AsJson, Folder
 from kvcellar.cli.terminal import write
 from kvcellar.errors import KVCellarError, StoreError
@@ -105,7 +106,7 @@ def doctor_command(store: Folder = None, as_json: AsJson = False) -> None:
             if one.helps:
                 write(f"{'':<{7 + width}}  {one.helps}\n")
     if any(one.state == BROKEN for one in found):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FOUND)
 
 
 def findings(store: Path | None = None) -> Iterator[Finding]:

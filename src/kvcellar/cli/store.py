@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.cli.commands import add_command, examples, option
+from kvcellar.cli.exits import ExitCode
 from kvcellar.cli.terminal import print_warning, progress_bar, write
-from kvcellar.errors import ConfigError, StoreError
+from kvcellar.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcellar.store import Store
 
-EXIT_FAULTS = 1
 
 Folder = Annotated[
     Path | None,
@@ -117,7 +117,7 @@ def verify_command(store: Folder = None, as_json: AsJson = False) -> None:
         for name, n in found.incomplete.items():
             print_warning(f"{name}: {n} tokens can be restored, the rest is computed again")
     if not found.is_good:
-        raise typer.Exit(EXIT_FAULTS)
+        raise typer.Exit(ExitCode.FOUND)
 
 
 def gc_command(
@@ -160,7 +160,7 @@ def _opened(folder: Path | None, limit: str | None = None) -> Iterator[Store]:
         config = dataclasses.replace(config, cold_bytes=parse_size(limit))
     path = (folder or default_store()).expanduser()
     if not path.is_dir():
-        raise StoreError(
+        raise ConfigError(
             f"there is no store in {path}; it is made when the first history is saved, or give "
             f"another folder with --store"
         )
