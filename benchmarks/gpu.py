@@ -130,11 +130,11 @@ def _together(bench: Bench, n: int, length: int, *, forks: bool) -> float:
 
 
 def quantised(bench: Bench) -> Found:
-    """Measure decoding over cells in 8 and 4 bits against the longest decode of plain ones."""
+    """Measure decoding over cells in fp8, 8 and 4 bits against the longest decode of plain ones."""
     longest = bench.lengths[-1]
     base = bench.found[f"decode_{longest}_ms"]
     found = {}
-    for kv_dtype in ("int8", "int4"):
+    for kv_dtype in ("fp8", "int8", "int4"):
         (ms,), _ = _decoded(bench, kv_dtype, (longest,))
         found[f"{kv_dtype}_kv_over_bf16"] = round(ms / base, 3)
     return found

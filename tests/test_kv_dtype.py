@@ -6,14 +6,14 @@ import pytest
 
 from kvcellar import LayerGroup, ModelCacheParams, make_config
 from kvcellar.errors import ConfigError
-from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KV_DTYPES, SideDtype, parse_kv_dtype
+from kvcellar.kv_dtype import KV_DTYPES, SideDtype, parse_kv_dtype
 
 
 @pytest.mark.parametrize("name", KV_DTYPES)
 def test_one_name_says_both_sides(name: str) -> None:
     kv = parse_kv_dtype(name)
     assert kv.k == kv.v == SideDtype(name)
-    assert kv.is_quantised == (name not in FLOAT_KV_DTYPES)
+    assert kv.is_quantised == name.startswith("int")
 
 
 def test_k_and_v_are_chosen_separately() -> None:
@@ -45,6 +45,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None
 def test_settings_without_a_meaning_are_refused() -> None:
     with pytest.raises(ConfigError, match="float type, which has none"):
         parse_kv_dtype("bfloat16:g32")
+    with pytest.raises(ConfigError, match="float type, which has none"):
+        parse_kv_dtype("fp8:rot")
     with pytest.raises(ConfigError, match="which only a quantised K needs"):
         parse_kv_dtype("k16v4:rot")
 
@@ -54,6 +56,7 @@ def test_settings_without_a_meaning_are_refused() -> None:
     [
         ("float32", 64, 256),
         ("bfloat16", 64, 128),
+        ("fp8", 64, 64),
         ("int8", 64, 64 + 4),  # one group of 64
         ("int8", 128, 128 + 2 * 4),
         ("int8:g32", 64, 64 + 2 * 4),

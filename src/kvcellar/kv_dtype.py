@@ -12,6 +12,9 @@ same rows give the same bytes everywhere, and a snapshot taken on one restores o
 The error of a number is at most half a scale and what float16 cannot say of very small scales.
 ``packed`` holds int8 values as bytes, and int4 values two to a byte, the first in the low bits.
 
+fp8 is a float type of 8 bits without scales, E4M3 of the Open Compute Project's specification:
+rounded to nearest, ties to even; what is larger than ``MOST_FP8`` becomes that, NaN stays NaN.
+
 A rotated K is multiplied by a Hadamard matrix first, in blocks of the largest power of two that
 divides the row: pairs of numbers ``(a, b)`` at distance 1, 2, 4, ... become ``(a + b, a - b)``, and
 the result is multiplied by the square root of one over the block's length. Twice is nothing.
@@ -26,9 +29,9 @@ from functools import lru_cache
 from kvcellar.errors import ConfigError
 
 FLOAT_KV_DTYPES = ("float32", "bfloat16", "float16")
-"""Names of the float storage types."""
+"""Names of the float storage types in which models compute, too."""
 
-KV_DTYPES = (*FLOAT_KV_DTYPES, "int8", "int4")
+KV_DTYPES = (*FLOAT_KV_DTYPES, "fp8", "int8", "int4")
 """Names that say how K and V are both stored; ``k8v4`` and the like say each by itself."""
 
 GROUP_SIZES = (32, 64, 128)
@@ -40,7 +43,10 @@ MOST_EXACT = 4096
 AFFINE_BYTES = 4
 """A float16 scale and a float16 bias."""
 
-_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float16": 16, "float32": 32}
+MOST_FP8 = 448.0
+"""Largest number of fp8."""
+
+_BITS = {"int8": 8, "int4": 4, "fp8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
 _SIDES = {"4": "int4", "8": "int8", "16": "bfloat16", "32": "float32"}
 _PREFERRED_GROUP = {"int8": 64, "int4": 32}
 _ENDS = re.compile(r"(first|last)(\d{1,5})")
@@ -71,7 +77,7 @@ class SideDtype:
     @property
     def is_quantised(self) -> bool:
         """True if rows are integers with scales and biases."""
-        return self.name not in FLOAT_KV_DTYPES
+        return self.name in _PREFERRED_GROUP
 
     def group_of(self, dim: int) -> int:
         """Return the numbers per group of a row of ``dim``.
@@ -165,9 +171,7 @@ def parse_kv_dtype(name: str) -> KvDtype:
             group_size = int(option[1:])
         else:
             raise _unknown(name)
-    sides = [
-        SideDtype(side, group_size if side not in FLOAT_KV_DTYPES else None) for side in (k, v)
-    ]
+    sides = [SideDtype(side, group_size if side in _PREFERRED_GROUP else None) for side in (k, v)]
     if options and not any(side.is_quantised for side in sides):
         raise ConfigError(f"kv_dtype {name!r} is a float type, which has none of these options")
     if is_rotated:

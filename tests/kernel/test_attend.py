@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from kvcellar.backends.reference.quantise import quantise
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import attend, levels
-from kvcellar.kv_dtype import KV_DTYPES, SideDtype
+from kvcellar.kv_dtype import SideDtype
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of
 from tests.kernel.cases import (
     BASE,
     FLOATS,
     N_CELLS,
+    READ,
     Case,
     SideBytes,
     cases,
@@ -87,7 +88,7 @@ def test_what_is_not_seen_leaves_no_trace(level, case, data):
     np.testing.assert_allclose(got[:, ~sees], want[:, ~sees], atol=tolerance(case) * top)
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", READ)
 @given(data=st.data())
 @settings(max_examples=10)
 def test_results_do_not_change_with_the_number_of_threads(level, dtype, data):
@@ -173,7 +174,7 @@ def few_cells(n: int, name: str = "bfloat16", first: float | None = None) -> Cas
     return Case(plan, SideBytes(side, k, 0), SideBytes(side, v, 0), 8, *kinds, 7)
 
 
-@pytest.mark.parametrize("name", KV_DTYPES)
+@pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_a_few_cells_agree_with_float64(level, n, name):
     agree(few_cells(n, name))
@@ -315,7 +316,7 @@ def main_and_exact(kv_dtype: str, kind: AttendKind, n_new: int = 3) -> Case:
 
 
 @pytest.mark.parametrize("kind", AttendKind)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", READ)
 def test_exact_cells_at_both_ends_are_read_in_place_of_main_ones(level, kv_dtype, kind):
     case = main_and_exact(kv_dtype, kind)
     agree(case)

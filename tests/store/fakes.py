@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvcellar.backends.reference.fp8 import to_fp8
 from kvcellar.backends.reference.quantise import quantise
 from kvcellar.errors import StoreError
 from kvcellar.kv_dtype import SideDtype
@@ -88,6 +89,8 @@ class History:
         floats = factor * np.sin(states * layers + heads * 3 + numbers).astype(np.float32)
         if dtype.name == "bfloat16":
             return Side(bits_of(floats))
+        if dtype.name == "fp8":
+            return Side(to_fp8(floats))
         if dtype.is_quantised:
             return Side(*quantise(floats, dtype.bits, dtype.group_of(dim)))
         return Side(floats.astype(dtype.name))

@@ -26,7 +26,7 @@ from tests.store.fakes import (
     tokens_of,
 )
 
-DTYPES = ["float32", "float16", "bfloat16", "int8", "int4", "k8v4", "k16v8", "int4:rot"]
+DTYPES = ["float32", "float16", "bfloat16", "fp8", "int8", "int4", "k8v4", "k16v8", "int4:rot"]
 
 
 @st.composite

@@ -26,7 +26,14 @@ MAX_ROWS = 8
 MAX_TAIL = 256
 """Tokens that are computed again to see whether the states behind them are right."""
 
-_TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1, "int8": 0.15, "int4": 0.5}
+_TOLERANCES = {
+    "float32": 0.01,
+    "bfloat16": 0.1,
+    "float16": 0.1,
+    "int8": 0.15,
+    "fp8": 0.2,
+    "int4": 0.5,
+}
 """How far a row may be from what is computed, as a share of its length, by how it is stored. The
 same row computed in a batch of another shape differs by rounding alone; rows of another model, or
 of another token, differ by more than their length."""

@@ -1,8 +1,8 @@
 """Rows that leave a cache and return, as NumPy arrays in the canonical order: one for all backends.
 
 Per layer group K and V are tuples of arrays ``[n_layers, n_kv_heads, n, width]``: one array of a
-float side (bfloat16 as its bits in uint16), or the packed numbers as bytes, the scales and the
-biases of a quantised one.
+float side (bfloat16 as its bits in uint16, fp8 as its bytes), or the packed numbers as bytes, the
+scales and the biases of a quantised one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SideArrays = tuple[NDArray[Any], ...]
 GroupParts = tuple[SideArrays, SideArrays]
 """K and V of some tokens in the layers of one group."""
 
-_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "fp8": np.uint8}
 
 
 class RowPools(Protocol):

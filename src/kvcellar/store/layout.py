@@ -33,7 +33,7 @@ BLOCK_TOKENS = 256
 ROOT_HASH = b"kvcellar root  1"
 Array = NDArray[Any]
 
-_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "fp8": "F8_E4M3"}
 
 
 class Side(NamedTuple):
@@ -41,7 +41,7 @@ class Side(NamedTuple):
 
     Attributes:
         data: ``[n_layers, n_kv_heads, n_tok, dim]`` float32, float16, or uint16 (the bits of
-            bfloat16); of a quantised side ``[..., packed_bytes]`` uint8.
+            bfloat16) or uint8 (those of fp8); of a quantised side ``[..., packed_bytes]`` uint8.
         scales: ``[n_layers, n_kv_heads, n_tok, n_groups]`` float16 of a quantised side, else None.
         biases: as ``scales``.
     """
@@ -207,7 +207,7 @@ class RowLayout:
                 raise ShapeError(
                     f"{name} of layer group {index} ({dtype.name}) comes as {_shapes(got)}; the "
                     f"layout has {_shapes(want)}; give [n_layers, n_kv_heads, n_tok, width], "
-                    f"bfloat16 as its bits in uint16"
+                    f"bfloat16 as its bits in uint16, fp8 as its bytes"
                 )
 
 
@@ -215,6 +215,7 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
     "U8": np.dtype("u1"),
     "I64": np.dtype("<i8"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.backends.reference.fp8 import from_fp8
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise
 from kvcellar.kv_dtype import KvDtype, SideDtype
 from kvcellar.store.layout import Array, GroupRows, Side
@@ -12,14 +13,14 @@ from kvcellar.types import LayerGroup
 
 EXACT, INT8 = "exact", "int8"
 PRECISIONS = (EXACT, INT8)
-"""How a tier holds float rows: as they are, or in 8 bits. Quantised rows stay what they are."""
+"""How a tier holds float rows: as they are, or in 8 bits. Rows of few bits stay what they are."""
 
 
 def stored_dtype(kv: KvDtype, precision: str) -> KvDtype:
     """Return the storage types of a tier with this precision."""
     if precision == EXACT:
         return kv
-    k, v = (side if side.is_quantised else SideDtype("int8") for side in (kv.k, kv.v))
+    k, v = (side if side.bits <= 8 else SideDtype("int8") for side in (kv.k, kv.v))
     return KvDtype(k, v)
 
 
@@ -50,21 +51,26 @@ def _dims(group: LayerGroup) -> tuple[int, int]:
 def _down(side: Side, have: SideDtype, want: SideDtype, dim: int) -> Side:
     if have == want:
         return side
-    floats = _widened(side.data) if have.name == "bfloat16" else side.data
-    return Side(*quantise(floats, want.bits, want.group_of(dim)))
+    return Side(*quantise(_floats(side, have), want.bits, want.group_of(dim)))
 
 
 def _up(side: Side, have: SideDtype, want: SideDtype, dim: int) -> Side:
     if have == want:
         return side
     if not have.is_quantised:
-        floats = _widened(side.data) if have.name == "bfloat16" else side.data
-        return Side(floats.astype(want.name, copy=False))
+        return Side(_floats(side, have).astype(want.name, copy=False))
     assert side.scales is not None and side.biases is not None
     floats = dequantise(QuantisedRows(side.data, side.scales, side.biases), have.bits, dim)
     if want.name == "bfloat16":
         return Side(_narrowed(floats))
     return Side(floats.astype(want.name, copy=False))
+
+
+def _floats(side: Side, have: SideDtype) -> Array:
+    """Return the numbers of a side that is not quantised."""
+    if have.name == "fp8":
+        return from_fp8(side.data)
+    return _widened(side.data) if have.name == "bfloat16" else side.data
 
 
 def _widened(bits: Array) -> NDArray[np.float32]:

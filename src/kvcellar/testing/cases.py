@@ -122,6 +122,8 @@ CASES = (
         in_dtype="float16",
         window_slack=8,
     ),
+    Case("fp8", 4, (group((0, 1), 2, 8, 6), group((2,), 1, 12, window=6)), has_sinks=True,
+         kv_dtype="fp8", window_slack=4),
     Case("int8", 4, (group((0, 1), 2, 64),), kv_dtype="int8"),
     Case("int4-window-sinks", 6, (group((0,), 2, 64, 96), group((1,), 2, 32, window=6)),
          has_sinks=True, kv_dtype="int4", window_slack=5),
@@ -153,6 +155,8 @@ CASES = (
          has_sinks=True, window_slack=5),
     Case("latent-beside-heads", 4, (latent_group((1,), 8, 32), group((0,), 2, 8, window=5)),
          kv_dtype="bfloat16", in_dtype="bfloat16", window_slack=4),
+    Case("latent-fp8-bf16-model", 3, (latent_group((0,), 8, 16),), kv_dtype="fp8",
+         in_dtype="bfloat16"),
     Case("latent-int8-rotated", 6, (latent_group((0,), 32, 64),), kv_dtype="int8:rot"),
     Case("latent-int4", 2, (latent_group((0,), 32, 96),), kv_dtype="int4"),
 )  # fmt: skip

@@ -32,6 +32,8 @@ def stored(values: Array, kv_dtype: str, side: str) -> Array:
     Written down from the definition, with none of kvcellar's arithmetic.
     """
     dim = values.shape[-1]
+    if kv_dtype == "fp8":
+        return _of_eight_bits(values)
     bits, size = bits_and_group(kv_dtype, side, dim)
     if bits >= 16:
         name = {16: "bfloat16", 32: "float32"}[bits]
@@ -44,8 +46,18 @@ def stored(values: Array, kv_dtype: str, side: str) -> Array:
     return out.reshape(values.shape).astype(np.float32)
 
 
+def _of_eight_bits(values: Array) -> Array:
+    """Round to floats with 3 bits behind the point, from steps of 2 to the -9 up to 448."""
+    _, exponent = np.frexp(values.astype(np.float64))
+    step = 2.0 ** np.maximum(exponent - 4, -9)
+    out: Array = np.clip(np.rint(values / step) * step, -448, 448).astype(np.float32)
+    return out
+
+
 def row_bytes(kv_dtype: str, side: str, dim: int) -> int:
     """Bytes of a row: its numbers, and a scale and a bias of 2 bytes each per group."""
+    if kv_dtype == "fp8":
+        return dim
     bits, size = bits_and_group(kv_dtype, side, dim)
     return (dim * bits + 7) // 8 + (4 * (dim // size) if bits < 16 else 0)
 

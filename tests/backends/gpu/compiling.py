@@ -42,6 +42,7 @@ CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
         LayerGroup((0,), 2, 128, 64, window=512, softcap=30.0), 6, "int4", torch.bfloat16, True
     ),
     "int8-rows-of-128": (LayerGroup((0,), 2, 128, 128), 8, "int8", torch.bfloat16, False),
+    "fp8": (LayerGroup((0,), 2, 64, 64), 8, "fp8", torch.bfloat16, False),
     "bf16-rows-of-256": (LayerGroup((0,), 1, 256, 256), 8, "bfloat16", torch.bfloat16, False),
     "fp16-odd-rows": (LayerGroup((0,), 2, 80, 96), 2, "float16", torch.float16, True),
     "k8v4-of-float32": (LayerGroup((0,), 2, 64, 64), 4, "k8v4", torch.float32, False),
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
 }  # fmt: skip
 """(layer group, query heads, storage, type of the model, whether it has sinks) by name."""
 
-QUICK = ("bf16", "int4-window-sinks-cap")
+QUICK = ("bf16", "fp8", "int4-window-sinks-cap")
 
 WEIGHTS: dict[str, tuple[Form, torch.dtype]] = {
     "weights-int8": (PACKED[8], torch.bfloat16),

@@ -37,7 +37,7 @@ HEADS = {
     "window": 4,
     "latent": 3,
 }
-STORAGES = ("bfloat16", "float16", "int8", "int4", "k8v4")
+STORAGES = ("bfloat16", "float16", "fp8", "int8", "int4", "k8v4")
 CASES = (
     *((name, "float32", "layer_first") for name in GROUPS),
     *(("gqa-of-three", kv_dtype, "layer_first") for kv_dtype in STORAGES),
@@ -122,7 +122,7 @@ def test_attention_over_a_random_plan_is_dense_attention(
 @pytest.mark.parametrize(("kv_dtype", "dims", "n_heads"), [
     ("float32", (8, 6), 3), ("float16", (16, 16), 2), ("bfloat16", (12, 16), 1),
     ("int8", (64, 96), 2), ("int4", (64, 96), 3), ("k8v4", (9, 7), 2), ("k4v8", (7, 128), 1),
-    ("int8:g32", (96, 32), 2), ("int4:g64", (64, 128), 2),
+    ("int8:g32", (96, 32), 2), ("int4:g64", (64, 128), 2), ("fp8", (12, 16), 2),
 ])  # fmt: skip
 def test_written_rows_have_the_bytes_that_the_codec_gives(
     kv_dtype: str, dims: tuple[int, int], n_heads: int, layout: str
@@ -151,7 +151,7 @@ def test_written_rows_have_the_bytes_that_the_codec_gives(
 @pytest.mark.parametrize("layout", ["layer_first", "block_first"])
 @pytest.mark.parametrize(("kv_dtype", "dims"), [
     ("float32", (8, 6)), ("bfloat16", (12, 16)), ("int8", (64, 96)), ("k4v8", (7, 9)),
-    ("int4:g32", (64, 32)),
+    ("int4:g32", (64, 32)), ("fp8", (8, 6)),
 ])  # fmt: skip
 def test_moved_cells_hold_what_the_others_held(
     kv_dtype: str, dims: tuple[int, int], layout: str

@@ -15,7 +15,7 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: it comes with torch for CUDA"
 )
 
-QUICK = ("bf16", "int4-window-sinks-cap")
+QUICK = ("bf16", "fp8", "int4-window-sinks-cap")
 WEIGHTS = ("weights-q4_k", "weights-bf16")
 LARGE, SMALL = 232_448, 101_376
 """Bytes of shared memory that a program may have on an H100, and on a card for desktops."""

@@ -1,9 +1,10 @@
 """Codecs: rows of K or V to MLX arrays of bytes, and back.
 
 A side of a pool is a list of *parts*: arrays that share all axes but the last. The float types have
-one; the quantised ones have three, as ``mx.quantize`` lays them out: the packed numbers in words of
-32 bits, the scales and the biases. The numbers in them are those of :mod:`kvcellar.kv_dtype`, so
-their bytes are the same as on any other backend; ``mx.quantized_matmul`` reads them where they lie.
+one, fp8 as bytes; the quantised ones have three, as ``mx.quantize`` lays them out: the packed
+numbers in words of 32 bits, the scales and the biases. The numbers in them are those of
+:mod:`kvcellar.kv_dtype`, so their bytes are the same as on any other backend;
+``mx.quantized_matmul`` reads them where they lie.
 """
 
 from __future__ import annotations
@@ -110,6 +111,23 @@ class FloatCodec:
         return parts[0]
 
 
+class Fp8Codec:
+    """One part: bytes of fp8, which is no type of MLX's arrays."""
+
+    def __init__(self, dim: int) -> None:
+        """Create a codec for rows of ``dim`` numbers."""
+        self.dim = dim
+        self.widths: tuple[tuple[mx.Dtype, int], ...] = ((mx.uint8, dim),)
+
+    def encode(self, rows: mx.array) -> Parts:
+        """Round; NaN, which ``mx.to_fp8`` makes the largest number, stays NaN."""
+        return [mx.where(mx.isnan(rows), mx.array(0x7F, mx.uint8), mx.to_fp8(rows))]
+
+    def view(self, parts: Parts) -> mx.array:
+        """Return the numbers, which bfloat16 holds exactly."""
+        return mx.from_fp8(parts[0], mx.bfloat16)
+
+
 class AffineCodec:
     """Packed integers, scales and biases."""
 
@@ -138,7 +156,7 @@ class AffineCodec:
         return Quantised(parts[0], parts[1], parts[2], self.dim, self.bits)
 
 
-Codec = FloatCodec | AffineCodec
+Codec = FloatCodec | Fp8Codec | AffineCodec
 """Storage of the rows of one side, K or V; ``widths`` has the type and last axis of each part."""
 
 
@@ -146,6 +164,8 @@ def make_codec(side: SideDtype, dim: int) -> Codec:
     """Make the codec of a side for rows of ``dim`` numbers."""
     if side.is_quantised:
         return AffineCodec(side, dim)
+    if side.name == "fp8":
+        return Fp8Codec(dim)
     return FloatCodec(FLOAT_DTYPES[side.name], dim)
 
 

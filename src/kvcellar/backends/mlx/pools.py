@@ -18,7 +18,7 @@ from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError
-from kvcellar.kv_dtype import SideDtype
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES, SideDtype
 from kvcellar.types import LayerGroup
 
 
@@ -93,7 +93,7 @@ class FloatSide(PoolSide):
 
 def make_side(n_heads: int, side: SideDtype, dim: int) -> PoolSide:
     """Create a side without cells."""
-    return (PoolSide if side.is_quantised else FloatSide)(n_heads, side, dim)
+    return (FloatSide if side.name in FLOAT_KV_DTYPES else PoolSide)(n_heads, side, dim)
 
 
 class Pool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.backends.reference.fp8 import from_fp8, to_fp8
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise, rotate
 from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache import grown_size
@@ -22,7 +23,7 @@ FloatArray = NDArray[np.floating[Any]]
 Parts = list[NDArray[Any]]
 """One side's bytes: one array of a float type, or packed numbers, scales and biases."""
 
-STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "fp8": np.uint8}
 """Float kv_dtype -> dtype of the array that stores it."""
 
 
@@ -59,6 +60,8 @@ class Codec:
         """Rows ``[..., dim]`` as they are stored."""
         if self.side.name == "bfloat16":
             return [to_bfloat16_bits(rows)]
+        if self.side.name == "fp8":
+            return [to_fp8(rows)]
         if not self.side.is_quantised:
             return [rows.astype(STORAGE[self.side.name])]
         rows = rotate(rows) if self.side.is_rotated else rows
@@ -68,6 +71,8 @@ class Codec:
         """Rows ``[..., dim]`` in float64: the exact values of what is stored, copied."""
         if self.side.name == "bfloat16":
             return from_bfloat16_bits(parts[0]).astype(np.float64)
+        if self.side.name == "fp8":
+            return from_fp8(parts[0]).astype(np.float64)
         if not self.side.is_quantised:
             return parts[0].astype(np.float64)
         rows = dequantise(QuantisedRows(*parts), self.side.bits, self.dim)

@@ -246,7 +246,7 @@ class TorchCache(RowMoves, StateKeeper):
             prepared = Prepared(plan, own.writes, None, (), None, shapes)
             to = slot, own, group, pool, q.to(v.dtype), exact_writes
             prepared.on_gpu = self._gpu_steps().prepare(*to)
-        elif q is not None and kernel.takes(k.device) and is_read:
+        elif q is not None and kernel.takes(k.device, self.config.kv) and is_read:
             most = kernel.most_queries(self.config.kv, q.dtype)
             compiled, left = kernel.compile_plan(own, most)
             prepared = Prepared(plan, own.writes, None, _reads(left, k), None, shapes, compiled)

@@ -1,8 +1,8 @@
 """Codecs: rows of K or V to tensors of bytes, and back.
 
 A side of a pool is a tuple of *parts*: tensors that share all axes but the last. The float types
-have one; the quantised ones have two, the packed numbers and their scales and biases. Addressing,
-growth and moves work on parts and never look inside.
+have one, fp8 as bytes; the quantised ones have two, the packed numbers and their scales and biases.
+Addressing, growth and moves work on parts and never look inside.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.kv_dtype import SideDtype, rotated_block
+from kvcellar.kv_dtype import MOST_FP8, SideDtype, rotated_block
 
 FLOAT_DTYPES = {
     "float32": torch.float32,
@@ -61,8 +61,37 @@ class Quantised:
         return dequantise(self.packed, self.affine, self.bits, self.dim, dtype)
 
 
-Stored = Tensor | Quantised
-"""Rows as attention gets them: ``shape``, ``dtype``, ``narrow`` and ``to`` work on both."""
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Rows of fp8 as they are stored, read as ``[1, n_kv_heads, L, dim]``.
+
+    Attributes:
+        stored: their bytes, uint8, of that shape.
+    """
+
+    stored: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the rows which are stored here."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the stored bytes; attention never computes in it."""
+        return self.stored.dtype
+
+    def narrow(self, dim: int, start: int, length: int) -> Fp8:
+        """Return views of ``length`` rows along axis ``dim``, which is not the last."""
+        return Fp8(self.stored.narrow(dim, start, length))
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers ``[1, n_kv_heads, L, dim]``, which all three float types hold."""
+        return self.stored.view(torch.float8_e4m3fn).to(dtype)
+
+
+Stored = Tensor | Quantised | Fp8
+"""Rows as attention gets them: ``shape``, ``dtype``, ``narrow`` and ``to`` work on all."""
 
 
 class FloatCodec:
@@ -81,6 +110,24 @@ class FloatCodec:
     def view(self, parts: Parts) -> Tensor:
         """Return the one part."""
         return parts[0]
+
+
+class Fp8Codec:
+    """One part: bytes of fp8, which torch moves and copies on every device."""
+
+    def __init__(self, dim: int) -> None:
+        """Create a codec for rows of ``dim`` numbers."""
+        self.dim = dim
+        self.widths: tuple[tuple[torch.dtype, int], ...] = ((torch.uint8, dim),)
+
+    def encode(self, rows: Tensor) -> Parts:
+        """Round; what is too large becomes the largest, also where torch's cast makes it NaN."""
+        bounded = rows.float().clamp(-MOST_FP8, MOST_FP8)
+        return (bounded.to(torch.float8_e4m3fn).view(torch.uint8),)
+
+    def view(self, parts: Parts) -> Fp8:
+        """Return the one part."""
+        return Fp8(parts[0])
 
 
 class AffineCodec:
@@ -106,7 +153,7 @@ class AffineCodec:
         return Quantised(parts[0], parts[1], self.dim, self.bits)
 
 
-Codec = FloatCodec | AffineCodec
+Codec = FloatCodec | Fp8Codec | AffineCodec
 """Storage of the rows of one side, K or V; ``widths`` has the type and last axis of each part."""
 
 
@@ -114,6 +161,8 @@ def make_codec(side: SideDtype, dim: int) -> Codec:
     """Make the codec of a side for rows of ``dim`` numbers."""
     if side.is_quantised:
         return AffineCodec(side, dim)
+    if side.name == "fp8":
+        return Fp8Codec(dim)
     return FloatCodec(FLOAT_DTYPES[side.name], dim)
 
 

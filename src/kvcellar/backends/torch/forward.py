@@ -38,7 +38,7 @@ def can_plan(cache: object) -> TypeGuard[TorchCache]:
         return False
     if any(group.is_latent for group in cache.config.params.groups):
         return False
-    return not cache.config.kv.k.is_rotated and kernel.takes(_CPU)
+    return not cache.config.kv.k.is_rotated and kernel.takes(_CPU, cache.config.kv)
 
 
 def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> TypeGuard[TorchCache]:

@@ -117,9 +117,10 @@ def attend(
     return out
 
 
-def takes(device: torch.device) -> bool:
-    """Return true if the kernel is there for tensors of this device."""
-    return device.type == "cpu" and levels.is_available()
+def takes(device: torch.device, kv: KvDtype) -> bool:
+    """Return true if the kernel is there for tensors of this device, and reads rows stored so."""
+    is_read = "fp8" not in (kv.k.name, kv.v.name)
+    return device.type == "cpu" and is_read and levels.is_available()
 
 
 def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch import kernel, memory
-from kvcellar.backends.torch.codecs import FLOAT_DTYPES, Codec, Parts, Stored, make_codec
+from kvcellar.backends.torch.codecs import (
+    FLOAT_DTYPES,
+    Codec,
+    FloatCodec,
+    Parts,
+    Stored,
+    make_codec,
+)
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.kernel import attend
@@ -128,7 +135,7 @@ def grown_jointly(
 def make_side(n_heads: int, side: SideDtype, dim: int) -> PoolSide:
     """Create a side without cells."""
     codec = make_codec(side, dim)
-    return PoolSide(n_heads, codec) if side.is_quantised else FloatSide(n_heads, codec)
+    return (FloatSide if isinstance(codec, FloatCodec) else PoolSide)(n_heads, codec)
 
 
 class Placed(NamedTuple):

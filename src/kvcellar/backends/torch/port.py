@@ -125,8 +125,8 @@ class TorchPools:
 
                     cells = there.to(pool.device)
                     launch.move(launch.pool_arguments(pool.placed()), base, cells)
-                elif kernel.takes(pool.device) and not pool.is_joined:  # it moves K rows, then V's
-                    pool.for_kernel().move_cells(base, src_cells)
+                elif kernel.takes(pool.device, self.config.kv) and not pool.is_joined:
+                    pool.for_kernel().move_cells(base, src_cells)  # K rows, then those of V
                 else:
                     pool.gather_into(base, there.to(pool.device))
                 if copies is not None:

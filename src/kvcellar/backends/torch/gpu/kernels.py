@@ -42,6 +42,15 @@ def places(cells, head, s_head, s_cell, s_block, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _from_fp8(stored):
+    """Return the numbers (float32) of bytes of fp8: those of a float16 with them in its middle."""
+    bits = stored.to(tl.uint16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers)
+
+
+@triton.jit
 def _read_rows(
     data, affine, cells, ok, head, s_head, s_cell, s_block, a_head, a_cell, a_block,
     DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
@@ -50,8 +59,10 @@ def _read_rows(
     """Return the rows of N cells of one head, ``[N, PAD]``; zeros where not ok and behind DIM."""
     at = places(cells, head, s_head, s_cell, s_block, BLOCK)[:, None]
     d = tl.arange(0, PAD)[None, :]
-    if BITS >= 16:
-        values = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0.0)
+    if SIZE == 0:
+        values = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0)
+        if BITS == 8:
+            values = _from_fp8(values)
     else:
         if BITS == 8:
             numbers = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0)

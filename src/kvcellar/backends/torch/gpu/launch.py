@@ -44,7 +44,7 @@ class Side(NamedTuple):
         dim: numbers of a row.
         pad: the power of two that a tile has room for.
         bits: of a number.
-        size: numbers that share a scale; 0 where there is none.
+        size: numbers that share a scale; 0 where there is none: floats, of 8 bits fp8.
     """
 
     data: Tensor
@@ -211,7 +211,7 @@ def _write(cells: Tensor, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
     k, v = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (k, v))
     if is_interpreted():  # which cuts numbers off where a GPU rounds them to bfloat16
         k, v = (
-            rows if side.size else rows.to(side.data.dtype)
+            rows if side.bits == 8 or side.size else rows.to(side.data.dtype)
             for rows, side in ((k, pool.k), (v, pool.v))
         )
     n_heads, n_tokens = k.shape[1:3]
@@ -301,7 +301,7 @@ def attend(
 
 def _computes(dtype: torch.dtype, pool: PoolArguments) -> torch.dtype:
     """Return the type of the operands: the queries', or float32 beside another float type."""
-    stored = {side.data.dtype for side in (pool.k, pool.v) if not side.size}
+    stored = {side.data.dtype for side in (pool.k, pool.v) if side.bits > 8}
     if is_interpreted() or not stored <= {dtype}:
         return torch.float32  # interpreted products of bfloat16 are wrong
     return dtype

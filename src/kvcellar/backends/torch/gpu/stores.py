@@ -9,10 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcellar import kv_dtype
 from kvcellar.backends.torch.gpu.kernels import places
 
 ROUNDER = tl.constexpr(12582912.0)
 """1.5 times 2 to the 23rd: added and taken away again, it rounds to the nearest even integer."""
+
+MOST_FP8 = tl.constexpr(kv_dtype.MOST_FP8)
 
 
 @triton.jit
@@ -36,6 +39,19 @@ def _quantise(grouped, ok, BITS: tl.constexpr):
 
 
 @triton.jit
+def _to_fp8(numbers):
+    """Round numbers (float32) to the bytes of fp8; see :mod:`kvcellar.kv_dtype`."""
+    size = tl.minimum(tl.abs(numbers), MOST_FP8)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = ((size * 512.0 + ROUNDER) - ROUNDER).to(tl.int32)
+    found = tl.where(size < 0.015625, small, normal)
+    found = tl.where(numbers != numbers, 0x7F, found)
+    is_negative = numbers.to(tl.int32, bitcast=True) < 0
+    return (found | tl.where(is_negative, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
 def _store_side(
     rows, token, cell, data, affine, r_head, r_token, s_head, s_cell, s_block,
     a_head, a_cell, a_block, N_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
@@ -48,8 +64,8 @@ def _store_side(
     ok = there & (d < DIM)
     row = tl.load(rows + head * r_head + token * r_token + d, mask=ok, other=0.0)
     to = data + places(cell, head, s_head, s_cell, s_block, BLOCK)
-    if BITS >= 16:
-        tl.store(to + d, row, mask=ok)
+    if SIZE == 0:
+        tl.store(to + d, _to_fp8(row.to(tl.float32)) if BITS == 8 else row, mask=ok)
     else:
         SPREAD: tl.constexpr = PAD if SIZE == DIM else SIZE
         GROUPS: tl.constexpr = PAD // SPREAD
@@ -109,7 +125,7 @@ def _copy_side(
     source = data + places(cell, head, s_head, s_cell, s_block, BLOCK) + d
     target = data + places(to_cell, head, s_head, s_cell, s_block, BLOCK) + d
     tl.store(target, tl.load(source, mask=ok), mask=ok)
-    if BITS < 16:
+    if SIZE:
         ok = (head < N_HEADS) & (d < 2 * (DIM // SIZE))
         source = affine + places(cell, head, a_head, a_cell, a_block, BLOCK) + d
         target = affine + places(to_cell, head, a_head, a_cell, a_block, BLOCK) + d
