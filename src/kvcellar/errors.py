@@ -135,6 +135,14 @@ class NameTakenError(AgentError):
     """Another agent has that name already."""
 
 
+class AgentHeldError(AgentError):
+    """Another process is changing the agent, and did for longer than this one waits."""
+
+
+class HistoryChangedError(AgentError):
+    """An agent's history is not the one that a turn was to go on from. Nothing was changed."""
+
+
 class UnknownAgentError(KVCellarError, KeyError):
     """No agent of that name is known."""
 
@@ -144,6 +152,32 @@ class UnknownAgentError(KVCellarError, KeyError):
 
 class StoreError(KVCellarError):
     """The store cannot do what was asked: closed, not writable, in use by others for too long."""
+
+
+class LeaseHeldError(StoreError):
+    """Another process, or another part of this one, is extending the history.
+
+    Attributes:
+        owner: who, in words.
+    """
+
+    def __init__(self, name: str, owner: str) -> None:
+        """Say who holds the lease of a history; an empty owner is not known yet."""
+        self.owner = owner or "another process"
+        super().__init__(
+            f"the history {name!r} is being extended by {self.owner}; try again when that is done"
+        )
+
+
+class LeaseLostError(StoreError):
+    """A lease has ended before it was released; another may have extended the history since."""
+
+    def __init__(self, name: str) -> None:
+        """Say of which history."""
+        super().__init__(
+            f"the lease of the history {name!r} has ended, and another process may have extended "
+            f"it; read it again"
+        )
 
 
 class UnknownReferenceError(KVCellarError, KeyError):

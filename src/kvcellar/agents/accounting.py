@@ -189,14 +189,15 @@ def usage_of(
         drafted_tokens=usage.drafted_tokens if usage is not None else 0,
         accepted_tokens=usage.accepted_tokens if usage is not None else 0,
         miss=agent.miss,
-        notes=(*agent.notes, *_notes_of_template(turn), *_notes_of(back)),
+        notes=(*_notes_of_turn(turn), *agent.notes, *_notes_of(back)),
         rules=() if turn.spoken is None else turn.spoken.changes,
     )
 
 
-def _notes_of_template(turn: Turn) -> tuple[str, ...]:
-    """Say what the template took otherwise than it was sent."""
-    return () if turn.spoken is None else turn.spoken.prefixes.rendered.notes
+def _notes_of_turn(turn: Turn) -> tuple[str, ...]:
+    """Say where else the turn went than it was sent, and what the template took otherwise."""
+    where = () if turn.notice is None else (turn.notice,)
+    return where if turn.spoken is None else (*where, *turn.spoken.prefixes.rendered.notes)
 
 
 def _notes_of(back: BroughtBack) -> list[str]:

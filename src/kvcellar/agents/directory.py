@@ -12,6 +12,7 @@ from typing import NoReturn
 from kvcellar.agents.conversation import Message
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import AgentInfo, TurnRecord, damaged_info
+from kvcellar.agents.leasing import changing
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.names import is_made_up, model_tag, reference_name, salt_of
@@ -232,15 +233,16 @@ class Directory:
         """
         await self.refresh()
         with self.claimed_name(agent):
-            if await asyncio.to_thread(self._store.has_reference, agent.name):
-                raise name_taken(agent)
-            if not agent.is_passing:
-                try:
-                    await self._publisher.publish(agent, host)
-                except BaseException:
-                    await self._publisher.settled(agent)
-                    raise
-            self.add(agent)
+            async with changing(self._publisher, agent, is_read=False):
+                if await asyncio.to_thread(self._store.has_reference, agent.name):
+                    raise name_taken(agent)
+                if not agent.is_passing:
+                    try:
+                        await self._publisher.publish(agent, host)
+                    except BaseException:
+                        await self._publisher.settled(agent)
+                        raise
+                self.add(agent)
 
     @contextlib.contextmanager
     def claimed_name(self, agent: Agent) -> Iterator[None]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.infos import AgentInfo
+from kvcellar.agents.leasing import changing
 from kvcellar.agents.names import derived_id
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
@@ -150,8 +151,7 @@ class DroppedStates:
                 await self.directory.register(back, host)
                 return back.info()
         elif current.created_s == back.created_s:
-            async with current.gate:
-                await self.publisher.refresh(current)
+            async with changing(self.publisher, current):
                 if current.is_beginning_of(back):
                     current.take_history(back)
                     await self.publisher.save(current, host)

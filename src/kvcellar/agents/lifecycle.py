@@ -16,6 +16,7 @@ from kvcellar.agents.freeing import free_cells
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import AgentInfo
 from kvcellar.agents.joining import Joined
+from kvcellar.agents.leasing import changing
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.names import checked_id, derived_id, salt_of
@@ -145,20 +146,32 @@ class Lifecycle:
         """
         directory = self.directory
         parent = directory.known(joined.agent_id, model) or await directory.find(joined.agent_id)
+        child = await self.branch_off(parent, agent_id, joined.n_turns)
+        return child.info()
+
+    async def branch_off(self, parent: Agent, branch_of: str, n_turns: int | None) -> Agent:
+        """Fork an agent under the next free number behind a name.
+
+        Args:
+            parent: the agent; it may be in a turn, here or elsewhere.
+            branch_of: the name, whose clients are answered by the branch too.
+            n_turns: turns to share; None: all.
+
+        Raises:
+            AgentError, StoreError: as ``branch``.
+        """
+        host = self.directory.host_of(parent)
+        now = await self._as_it_is(parent, host)
+        at = now.position_of(None, n_turns)
         for number in itertools.count(2):
-            new_id = derived_id(agent_id, f".{number}")
-            if await directory.has(new_id):
+            new_id = derived_id(branch_of, f".{number}")
+            if await self.directory.has(new_id):
                 continue
+            child = now.forked(new_id, at, n_turns)
+            child.branch_of, child.beside = branch_of, replace(parent, beside=None)
             with contextlib.suppress(NameTakenError):  # by somebody else, just now
-                info = await self.fork(
-                    parent.agent_id,
-                    new_id,
-                    turn=joined.n_turns,
-                    model=parent.model,
-                    branch_of=agent_id,
-                )
-                directory.agent(new_id, parent.model).beside = replace(parent, beside=None)
-                return info
+                await self.directory.register(child, host)
+                return child
         raise AssertionError("there is always another number")
 
     # Going back --------------------------------------------------------------------------------
@@ -183,8 +196,7 @@ class Lifecycle:
             StoreError: what is dropped cannot be saved; nothing was changed.
         """
         agent = await self.directory.find(agent_id)
-        async with agent.gate:
-            await self.publisher.refresh(agent)
+        async with changing(self.publisher, agent):
             before = agent.tokens
             at, n_turns = agent.position_of(position, turn), agent.turns_of(turn)
             if at < len(before) or (n_turns is not None and n_turns < len(agent.turns)):
@@ -209,18 +221,16 @@ class Lifecycle:
             UnknownAgentError: there is none of that name.
         """
         agent = await self.directory.find(agent_id)
-        await self._delete(agent, "delete", agent_id, uuid.uuid4().hex, is_final=is_final)
-
-    async def _delete(
-        self, agent: Agent, verb: str, by: str, act: str, *, is_final: bool = False
-    ) -> None:
-        async with agent.gate:
+        async with changing(self.publisher, agent, is_read=not is_final):
             if not is_final:
-                await self.publisher.refresh(agent)
-                with contextlib.suppress(StoreError):  # a store that is full gets room by it
-                    await self.dropped.drop(agent, verb, by, act)
+                await self._drop(agent, "delete", agent_id, uuid.uuid4().hex)
             await free_cells(self.directory, agent)
             await self._remove(agent)
+
+    async def _drop(self, agent: Agent, verb: str, by: str, act: str) -> None:
+        """Keep what an agent has for ``undo``, unless the store is full, which gets room by it."""
+        with contextlib.suppress(StoreError):
+            await self.dropped.drop(agent, verb, by, act)
 
     async def forget(self, agent_id: str) -> None:
         """Delete an agent and leave what it computed to the cache, for whoever begins alike.
@@ -229,7 +239,7 @@ class Lifecycle:
             UnknownAgentError: there is none of that name.
         """
         agent = await self.directory.find(agent_id)
-        async with agent.gate:
+        async with changing(self.publisher, agent, is_read=False):
             await self._remove(agent)
 
     async def _remove(self, agent: Agent) -> None:
@@ -265,8 +275,13 @@ class Lifecycle:
                 f"turns first"
             )
         act = uuid.uuid4().hex
-        for other in doomed:
-            await self._delete(other, "keep", agent_id, act)
+        async with contextlib.AsyncExitStack() as held:  # all of them, before one of them goes
+            for other in sorted(doomed, key=lambda other: other.name):
+                await held.enter_async_context(changing(self.publisher, other))
+            for other in doomed:
+                await self._drop(other, "keep", agent_id, act)
+                await free_cells(self.directory, other)
+                await self._remove(other)
         return [other.agent_id for other in doomed]
 
     async def finish(self, agent_id: str) -> AgentInfo:
@@ -277,7 +292,7 @@ class Lifecycle:
             StoreError: it could not be written; nothing was changed.
         """
         agent = await self.directory.find(agent_id)
-        async with agent.gate:
+        async with changing(self.publisher, agent):
             before = agent.is_finished, agent.is_waiting
             agent.is_finished, agent.is_waiting = True, False
             try:

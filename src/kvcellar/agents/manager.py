@@ -91,6 +91,7 @@ class AgentManager:
             directory=self.directory,
             lookup=self.lookup,
             publisher=publisher,
+            lifecycle=self.lifecycle,
             dropped=self.dropped,
             work=self.work,
             live=self.live,

@@ -85,6 +85,7 @@ class Turn:
     changed: str | None = field(init=False, default=None)
     spoken: Spoken | None = field(init=False, default=None, repr=False)
     miss: Miss | None = field(init=False, default=None)
+    notice: str | None = field(init=False, default=None)
     snapshots_at: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:

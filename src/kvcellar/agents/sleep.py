@@ -12,6 +12,7 @@ from kvcellar.agents.directory import Directory, name_taken
 from kvcellar.agents.freeing import demote_cells, free_cells
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import AgentInfo
+from kvcellar.agents.leasing import changing
 from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.names import checked_id, salt_of
 from kvcellar.agents.publishing import Publisher
@@ -49,7 +50,7 @@ class Sleep:
             StoreError: it could not be written; its cells are still there.
         """
         agent = await self.directory.find(agent_id)
-        async with agent.gate:
+        async with changing(self.publisher, agent):
             agent.is_paused, agent.is_waiting = True, False
             if progress is not None:
                 progress(0.1, f"saving {len(agent.tokens)} tokens")
@@ -76,9 +77,8 @@ class Sleep:
             ModelError: its model cannot be loaded.
         """
         agent = await self.directory.find(agent_id)
-        async with agent.gate, self.models.use(agent.model) as own:
+        async with changing(self.publisher, agent), self.models.use(agent.model) as own:
             host = own.in_salt(agent.key.salt)
-            await self.publisher.refresh(agent)
             if agent.key != host.key:
                 raise AgentError(
                     f"agent {agent.agent_id!r} was saved with another version of model "
@@ -134,7 +134,7 @@ class Sleep:
             StoreError: it cannot be saved, or the file cannot be written.
         """
         agent = await self.directory.find(agent_id)
-        async with agent.gate:
+        async with changing(self.publisher, agent):
             await self.publisher.publish(agent, self.directory.host_of(agent))
             await self.publisher.settled(agent)
 

@@ -19,12 +19,14 @@ from kvcellar.agents.checking import check_said
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.host import ModelHost
-from kvcellar.agents.joining import continues
+from kvcellar.agents.joining import continues, join
+from kvcellar.agents.leasing import Hold, changing
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
+from kvcellar.agents.lifecycle import Lifecycle
 from kvcellar.agents.live import LiveText
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import salt_of
+from kvcellar.agents.names import derived_id, salt_of
 from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
@@ -33,7 +35,14 @@ from kvcellar.agents.volatile import apply_rules
 from kvcellar.agents.work import OTHER_BYTES, Work
 from kvcellar.engine import Event, EventStream, FinishEvent, Request, TokenEvent
 from kvcellar.engine.token_bytes import token_bytes
-from kvcellar.errors import AgentError, EngineClosedError, PromptError, StoreError
+from kvcellar.errors import (
+    AgentError,
+    AgentHeldError,
+    EngineClosedError,
+    HistoryChangedError,
+    PromptError,
+    StoreError,
+)
 from kvcellar.history import History
 from kvcellar.models.prompts import encode, render
 from kvcellar.store import SaveTicket, Store
@@ -53,6 +62,7 @@ class Turns:
         directory: who there is.
         lookup: finds whose history a conversation continues.
         publisher: saves what a turn has said.
+        lifecycle: makes branches for turns that an agent cannot take.
         dropped: takes what a turn replaces.
         work: threads for long texts.
         live: tells those who look on what comes.
@@ -66,6 +76,7 @@ class Turns:
     directory: Directory
     lookup: Lookup
     publisher: Publisher
+    lifecycle: Lifecycle
     dropped: DroppedStates
     work: Work
     live: LiveText
@@ -108,17 +119,58 @@ class Turns:
         async with self.models.use(turn.model or agent.model) as own:
             host = own.in_salt(salt_of(agent.agent_id))
             agent = self.directory.on_model(agent, host)
-            async with agent.gate:
-                await self.publisher.refresh(agent)
+            async with (
+                self._planned(turn, agent, host) as (agent, hold),
+                self._replacing(turn, agent),
+                self._queued(turn, agent, host, hold) as running,
+            ):
+                yield running
+
+    @contextlib.asynccontextmanager
+    async def _planned(
+        self, turn: Turn, agent: Agent, host: ModelHost
+    ) -> AsyncIterator[tuple[Agent, Hold]]:
+        """Plan a turn and have its agent to itself: the one it is for, or else a branch of that.
+
+        There is a branch where another process does not let go of the agent, and where the history
+        that the turn has to continue has gone another way meanwhile. So no turn is lost, and none
+        is put behind what its client has not seen.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                held = changing(self.publisher, agent, progress=turn.progress)
+                hold = await stack.enter_async_context(held)
                 await self._plan(turn, agent, host)
-                async with self._replacing(turn, agent), self._queued(turn, agent, host) as running:
-                    yield running
+            except (AgentHeldError, HistoryChangedError) as error:
+                await stack.aclose()
+                agent = await stack.enter_async_context(self._branched(turn, agent, error))
+                hold = await stack.enter_async_context(changing(self.publisher, agent))
+                await self._plan(turn, agent, host)
+            yield agent, hold
+
+    @contextlib.asynccontextmanager
+    async def _branched(self, turn: Turn, agent: Agent, why: AgentError) -> AsyncIterator[Agent]:
+        """Make a branch of an agent for a turn that cannot be its own; without a turn it goes."""
+        n_turns = None
+        if turn.messages is not None:
+            n_turns = join(agent, turn.messages, self.rules).n_turns
+        name = agent.branch_of or agent.agent_id
+        branch = await self.lifecycle.branch_off(agent, name, n_turns)
+        before = branch.turns
+        turn.agent_id, turn.is_continuing = branch.agent_id, False
+        said, _, _ = str(why).partition(";")
+        turn.notice = f"{said}, so the answer is in its branch {branch.agent_id}"
+        try:
+            yield branch
+        finally:
+            if branch.turns == before:
+                await self.lifecycle.forget(branch.agent_id)
 
     async def _plan(self, turn: Turn, agent: Agent, host: ModelHost) -> None:
         """Fill in what a turn brings, in a thread where that is much.
 
         Raises:
-            AgentError: it has to continue the history, and does not.
+            HistoryChangedError: it has to continue the history, and does not.
             ContextError: it is longer than the model's context, as its bytes say.
             PromptError, ModelError: as ``generate``.
         """
@@ -135,9 +187,9 @@ class Turns:
             turn.text, turn.messages, turn.tools, turn.template_kwargs = valid_json(given)
             check_said(turn.messages, turn.tools, turn.template_kwargs)
             if turn.is_continuing and not continues(agent, turn.messages or (), self.rules):
-                raise AgentError(
+                raise HistoryChangedError(
                     f"the history of agent {agent.agent_id!r} was changed while this turn waited "
-                    f"for its own; nothing was changed by it; send it again"
+                    f"for its own"
                 )
             plan_turn(
                 turn,
@@ -164,7 +216,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _queued(
-        self, turn: Turn, agent: Agent, host: ModelHost
+        self, turn: Turn, agent: Agent, host: ModelHost, hold: Hold
     ) -> AsyncIterator[RunningTurn]:
         """Bring the history back, have it answered, and save what is new."""
         started_s = time.perf_counter()
@@ -192,7 +244,8 @@ class Turns:
             if turn.on_start is not None:
                 turn.on_start(turn.prompt, back.n_cached + back.n_restored)
             agent.expected = History(turn.prompt)
-            async with RunningTurn(self, turn, agent, host, back, started_s).queued(request) as one:
+            running = RunningTurn(self, turn, agent, host, hold, back, started_s)
+            async with running.queued(request) as one:
                 yield one
         finally:
             back.release(host)
@@ -266,6 +319,7 @@ class RunningTurn:
         turn: Turn,
         agent: Agent,
         host: ModelHost,
+        hold: Hold,
         back: BroughtBack,
         started_s: float,
     ) -> None:
@@ -274,6 +328,7 @@ class RunningTurn:
         self._turn = turn
         self._agent = agent
         self._host = host
+        self._hold = hold
         self._back = back
         self._started_s = started_s
         self._first_s: float | None = None
@@ -362,6 +417,8 @@ class RunningTurn:
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
         took = took_of(agent, event, self._back, self._started_s)
+        if self._hold.is_lost:
+            agent = self._agent = self._beside()
         record_turn(turn, agent, host, event, took)
         n_kept = agent.turns[-1].start
         if n_kept < agent.n_stored:  # a boundary state is at the end of what was stored
@@ -373,6 +430,22 @@ class RunningTurn:
             return None
         is_interrupted = event.reason not in ("stop", "length")
         return self._turns.publisher.after_turn(host, agent, is_interrupted=is_interrupted)
+
+    def _beside(self) -> Agent:
+        """Make a branch for a turn whose agent another process may have extended meanwhile.
+
+        The agent stays as it was when the turn began, and takes over what the other has said.
+        """
+        agent = self._agent
+        new_id = derived_id(agent.agent_id, f"-{uuid.uuid4().hex[:6]}")
+        branch = agent.forked(new_id, len(agent.tokens), None)
+        branch.branch_of = agent.branch_of or agent.agent_id
+        self._turns.directory.add(branch)
+        self._turn.notice = (
+            f"the lease of agent {agent.agent_id!r} ended before this turn did, so another process "
+            f"may have gone on from it; the answer is in its branch {new_id}"
+        )
+        return branch
 
     def _note(self, said: str) -> None:
         self._agent.notes = (*self._agent.notes, said)

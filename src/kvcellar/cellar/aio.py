@@ -279,7 +279,9 @@ class AsyncAgent:
     """An agent: a history with a name, which forks, goes back, sleeps and comes back.
 
     Attributes:
-        name: its name, in the store and over HTTP too.
+        name: its name, in the store and over HTTP too. Where another process did not let go of the
+            agent, an answer is in a branch of it, and this is the branch from then on; the
+            answer's ``usage.notes`` say so.
     """
 
     def __init__(self, cellar: AsyncCellar, name: str) -> None:
@@ -323,7 +325,11 @@ class AsyncAgent:
         """
         params = params_of(sampling)
         turn = Turn(self.name, text, role=role, params=params, model=self._cellar.model)
-        return AsyncStream(self._cellar.manager.turns.generate(turn))
+        return AsyncStream(self._cellar.manager.turns.generate(turn), self._go_on_as)
+
+    def _go_on_as(self, name: str) -> None:
+        """Refer to the agent that has answered: a branch, if another process was talking here."""
+        self.name = name
 
     # Branches ----------------------------------------------------------------------------------
 

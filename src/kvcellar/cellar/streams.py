@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from kvcellar.agents import TurnEnd
@@ -17,9 +17,14 @@ T = TypeVar("T")
 class AsyncStream:
     """Text of an answer as it comes: iterate over it. Behind the end ``answer`` is the whole."""
 
-    def __init__(self, events: AsyncGenerator[TokenEvent | TurnEnd, None]) -> None:
-        """Read the events of a turn."""
+    def __init__(
+        self,
+        events: AsyncGenerator[TokenEvent | TurnEnd, None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Read the events of a turn; ``on_end`` is told whose it was when it has ended."""
         self._events = events
+        self._on_end = on_end
         self._tokens: list[GeneratedToken] = []
         self._answer: Answer | None = None
 
@@ -34,6 +39,7 @@ class AsyncStream:
         """
         async for event in self._events:
             if isinstance(event, TurnEnd):
+                self._on_end(event.agent_id)
                 rest = event.finish.text[sum(len(one.text) for one in self._tokens) :]
                 self._answer = answer_of_turn(event, self._tokens)
                 if rest:  # held back for a stop text that never came

@@ -97,7 +97,9 @@ def chat_command(
             elif line:
                 turn = _turn(agents, agent_id, line, params, path, is_quiet=as_json)
                 with _going_on(is_interactive):
-                    _show_end(asyncio.run(turn), as_json)
+                    end = asyncio.run(turn)
+                    agent_id = end.agent_id  # a branch, where another process talks with it too
+                    _show_end(end, as_json)
 
 
 @contextlib.contextmanager

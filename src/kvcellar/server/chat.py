@@ -256,8 +256,9 @@ class _Answer:
         n_pinned = len(prompt)
         if self._pinned is not None:
             n_pinned = prompt.common_prefix(self._pinned)
-        name, seat = service.models.public(host.name), self._seat
-        agent_id, notice = without_salt(seat.agent_id), without_salt(seat.notice or "") or None
+        name, turn = service.models.public(host.name), self._turn
+        notice = without_salt(turn.notice or self._seat.notice or "") or None
+        agent_id = without_salt(turn.agent_id)
         self._start = Started(agent_id, name, len(prompt), n_cached, n_pinned, notice)
 
     def _bound_of_thoughts(self) -> ThoughtBound | None:

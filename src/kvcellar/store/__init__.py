@@ -17,6 +17,7 @@ from kvcellar.store.layout import (
     States,
     WindowRows,
 )
+from kvcellar.store.leases import Lease, Leases
 from kvcellar.store.matching import BoundaryState, Loaded, Match
 from kvcellar.store.references import DROPPED, Boundary, Reference
 from kvcellar.store.reports import (
@@ -39,6 +40,8 @@ __all__ = [
     "Fingerprint",
     "GcReport",
     "GroupRows",
+    "Lease",
+    "Leases",
     "Loaded",
     "Match",
     "ModelKey",

@@ -55,6 +55,7 @@ class Folder:
         self.references = path / "references"
         self.staging = path / "tmp"
         self.quarantined = path / "quarantine"
+        self.leases = path / "leases"
         self.catalogue = path / "catalogue.sqlite"
         self.journal = path / "journal.sqlite"
         self._lock_path = path / "lock"
@@ -118,8 +119,9 @@ class Folder:
             for suffix in ("", "-wal", "-shm")
         ]
         files = [self.path / "format", self.path / SERVER_LOCK, self._lock_path, *sqlite]
-        for path in (*self._folders(), *files):
-            is_folder = path in self._folders()
+        folders = (*self._folders(), self.leases)
+        for path in (*folders, *files):
+            is_folder = path in folders
             try:
                 mode = path.lstat().st_mode
             except FileNotFoundError:

@@ -22,6 +22,7 @@ from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
 from kvcellar.store.folder import Folder
 from kvcellar.store.layout import ModelKey
+from kvcellar.store.leases import Leases, LocalLeases
 from kvcellar.store.matching import BoundaryState, Finder, Loaded, Match
 from kvcellar.store.references import Reference, checked_json, checked_name
 from kvcellar.store.reports import (
@@ -52,6 +53,11 @@ class Store:
     write: it is in ``take_events`` and in the save's ticket.
 
     Use it as a context manager, or call ``close``.
+
+    Attributes:
+        config: what its owner set.
+        path: the folder.
+        leases: who may extend a history, among all processes.
     """
 
     def __init__(
@@ -85,6 +91,8 @@ class Store:
             cold_precision=self.config.cold_precision,
             max_boundaries=self.config.max_boundaries,
         )
+        self._local_leases = LocalLeases(self._folder)
+        self.leases: Leases = self._local_leases
         self._used: deque[bytes] = deque()
 
     def __enter__(self) -> Store:
@@ -118,6 +126,7 @@ class Store:
                 f"the store was still writing {self._writer.queued_bytes} bytes after "
                 f"{timeout_s:g} s; close it again to wait on"
             )
+        self.leases.close()
         self._cold.close()
 
     # Finding and loading -----------------------------------------------------------------------
@@ -424,6 +433,7 @@ class Store:
         Raises:
             StoreError: another process was writing for too long; nothing was removed.
         """
+        self._local_leases.clear()
         return self._writer.call(
             lambda: upkeep.collect(
                 self._cold, self._saver.wanted(), grace_s, is_emptying_quarantine
