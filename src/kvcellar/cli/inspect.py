@@ -19,6 +19,7 @@ from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.models.options import LoadOptions
 from kvcellar.models.snapshots import snapshots_in
 from kvcellar.models.spec_file import spec_from_file
 from kvcellar.spec import AGENT_SLOTS, PROCESS_BYTES, ModelCacheSpec
@@ -143,6 +144,17 @@ def inspect_command(
         _show(view, names)
 
 
+def sized(options: LoadOptions) -> ModelCacheSpec:
+    """Return what a model costs; torch is imported only where a file has changed since last time.
+
+    Raises:
+        ModelError, ConfigError, BackendError: as ``size_model``.
+    """
+    from kvcellar.models.known_specs import known_spec
+
+    return known_spec(options, levels.level().name if levels.is_available() else "none")
+
+
 def _spec(
     model: str | None, spec_file: Path | None, dtype: str | None, weights: str | None
 ) -> ModelCacheSpec:
@@ -150,9 +162,7 @@ def _spec(
         raise ConfigError("inspect what? name a model, or give --spec with all that it needs")
     base = None
     if model is not None:
-        from kvcellar.models.sizing import size_model
-
-        base = size_model(model, dtype=dtype, weights=weights)
+        base = sized(LoadOptions(model, dtype=dtype, weights=weights))
     if spec_file is None:
         assert base is not None
         return base

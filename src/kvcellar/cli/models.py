@@ -12,6 +12,7 @@ import typer
 from kvcellar.budget import format_size
 from kvcellar.cli.checking import check_command
 from kvcellar.cli.commands import add_command, examples
+from kvcellar.cli.inspect import sized
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
@@ -123,8 +124,6 @@ def _all_models() -> list[FoundModel]:
 
 def _row(model: FoundModel) -> Row:
     """Work out what a model would take."""
-    from kvcellar.models.sizing import size_model
-
     if model.lacks:
         whose = {"ollama": "ollama pull", "lm studio": "LM Studio"}
         way = whose.get(model.place, "kvcellar models pull")
@@ -132,7 +131,7 @@ def _row(model: FoundModel) -> Row:
         return Row(model, None, None, reason)
     backend = "mlx" if model.format == "mlx" else "torch"
     try:
-        spec = size_model(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
+        spec = sized(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
     except KVCellarError as error:
         return Row(model, None, None, str(error))
     kv = parse_kv_dtype(spec.kv_dtype)
