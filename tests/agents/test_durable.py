@@ -162,6 +162,46 @@ def test_what_is_published_is_let_go_of(tmp_path: Path) -> None:
         assert ref.serial and len(stored_state(store, name).tokens) == len(ref.tokens)
 
 
+@pytest.mark.parametrize("reader", ["stored_state", "turn", "listed"])
+def test_a_state_that_is_published_while_it_is_read_is_not_missed(
+    tmp_path: Path, monkeypatch: Any, reader: str
+) -> None:
+    """Its entry goes from the journal as its reference comes: one of the two has to be seen."""
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(ours.lifecycle.create("a"))
+        run(turn(ours, "a", "one"))
+        run(theirs.directory.refresh())
+        ours.store.flush()
+        held = Held(ours.store)
+        run(turn(ours, "a", "two"))
+        asked: list[str] = []
+
+        def publishing(verb: str) -> Any:
+            ask = getattr(theirs.store, verb)
+
+            def answer(*args: Any) -> Any:
+                asked.append(verb)
+                if len(asked) == 2:
+                    held.go.set()
+                    ours.store.flush()
+                    ours.store.record("another@x", 1, b"")  # drops what is superseded
+                return ask(*args)
+
+            return answer
+
+        for verb in ("get", "recorded", "revision", "revisions", "recorded_serials"):
+            monkeypatch.setattr(theirs.store, verb, publishing(verb))
+        name = ours.directory.agent("a").name
+        if reader == "stored_state":
+            assert len(stored_state(theirs.store, name).metadata["turns"]) == 2
+            return
+        if reader == "turn":
+            run(turn(theirs, "a", "three"))
+        else:
+            run(theirs.directory.refresh())
+        assert [m["content"] for m in conversation_of(theirs, "a")][:3:2] == ["one", "two"]
+
+
 def test_a_deleted_agent_does_not_come_back(tmp_path: Path) -> None:
     with manager(tmp_path) as agents:
         run(agents.lifecycle.create("a"))

@@ -87,12 +87,15 @@ def stored_state(store: Store, name: str) -> Reference:
         StoreError: it is damaged.
     """
     ref: Reference | None = None
+    entries = store.recorded(name)  # first: what goes from here meanwhile is in the reference
     try:
         ref = store.get(name)
     except UnknownReferenceError:
-        if name not in store.recorded_serials():
+        if not entries:
             raise
-    for serial, payload in store.recorded(name, 0 if ref is None else ref.serial):
+    for serial, payload in entries:
+        if ref is not None and serial <= ref.serial:
+            continue
         try:
             ref = _followed(ref, name, payload)
         except (DamagedError, BadFactError, KeyError) as error:

@@ -53,8 +53,8 @@ class NewsReader:
             for name, why in self._store.damaged_references().items()
             if not name.startswith(DROPPED)
         }
+        recorded = _of_agents(self._store.recorded_serials())  # first, as in ``stored_state``
         revisions = _of_agents(self._store.revisions())
-        recorded = _of_agents(self._store.recorded_serials())
         news = News()
         for agent in agents:
             if not agent.gate.is_taken and not agent.is_passing:

@@ -57,8 +57,8 @@ class Publisher:
         is_saving = known is None  # then ours is the later state, unless their number is higher
         if known is None:
             known = agent.revision
-        has_news = self.store.revision(agent.name) not in (None, known)
-        if not has_news and not self.store.recorded(agent.name, agent.serial):
+        entries = self.store.recorded(agent.name, agent.serial)  # first, as in ``stored_state``
+        if not entries and self.store.revision(agent.name) in (None, known):
             return None
         with contextlib.suppress(StoreError, UnknownReferenceError):
             ref = stored_state(self.store, agent.name)
