@@ -23,6 +23,7 @@ INTRO = """\
 # The command line
 
 <!-- Written by tools/write_cli_docs.py from the commands' own help; do not edit. -->
+<!-- options checked by tests/test_docs.py -->
 
 Results go to stdout. Progress and notes go to stderr: to a terminal all of them, elsewhere the
 stages of long work alone, a line each. What is wrong with the input is said in one line on stderr.
