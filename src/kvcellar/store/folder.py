@@ -58,6 +58,7 @@ class Folder:
         self.leases = path / "leases"
         self.catalogue = path / "catalogue.sqlite"
         self.journal = path / "journal.sqlite"
+        self.shared = path / "shared.sqlite"
         self._lock_path = path / "lock"
         self._thread_lock = threading.RLock()
         self._depth = 0
@@ -115,7 +116,7 @@ class Folder:
         """
         sqlite = [
             base.with_name(base.name + suffix)
-            for base in (self.catalogue, self.journal)
+            for base in (self.catalogue, self.journal, self.shared)
             for suffix in ("", "-wal", "-shm")
         ]
         files = [self.path / "format", self.path / SERVER_LOCK, self._lock_path, *sqlite]

@@ -10,14 +10,15 @@ from functools import cached_property
 import numpy as np
 
 from kvcellar.history import History, common_prefix
-from kvcellar.store.blocks import Info, Kind, Link, Unsealed, chain
+from kvcellar.store.blocks import Info, Kind, Link, Sealed, Unsealed, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
 from kvcellar.store.layout import ModelKey, Rows, States, WindowRows, rows_size_bytes, slice_rows
+from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.types import IntArray
 
-WARM, COLD = "warm", "cold"
+WARM, COLD, SHARED = "warm", "cold", "shared"
 
 READ_AHEAD = 4
 """Files that the system is asked to read while the one before them is verified."""
@@ -30,7 +31,7 @@ class StoredBlock:
     Attributes:
         info: the block.
         stop: one past the last position that is in common.
-        tier: where it was when the match was made: ``warm`` or ``cold``.
+        tier: where it was when the match was made: ``warm``, ``cold`` or ``shared``.
     """
 
     info: Info
@@ -46,7 +47,7 @@ class ResumePoint:
         info: the state.
         first: the shortest length that can be resumed from it.
         last: the longest.
-        tier: where it was when the match was made: ``warm`` or ``cold``.
+        tier: where it was when the match was made: ``warm``, ``cold`` or ``shared``.
     """
 
     info: Info
@@ -108,6 +109,11 @@ class Match:
         return sum(step.info.size_bytes for step in self.steps if step.tier == WARM)
 
     @cached_property
+    def shared_bytes(self) -> int:
+        """Bytes to fetch from other machines for all of the rows, without boundary states."""
+        return sum(step.info.size_bytes for step in self.steps if step.tier == SHARED)
+
+    @cached_property
     def is_exact(self) -> bool:
         """True if all rows are bit for bit what was saved, and none went through 8 bits."""
         return all(step.info.is_exact for step in self.steps)
@@ -122,7 +128,7 @@ class Loaded:
         stop: one past the last.
         rows: per full-history group ``[n_layers, n_kv_heads, stop - start, ...]``; views of what
             others may read too: not to be written to.
-        tier: where they came from: ``warm`` or ``cold``.
+        tier: where they came from: ``warm``, ``cold`` or ``shared``.
         is_exact: whether they are bit for bit what was saved.
         size_bytes: bytes that were read or touched.
         address: of the block that they are from.
@@ -154,7 +160,7 @@ class BoundaryState:
         states: of recurrent layers after ``n_tokens``.
         is_exact: whether they are bit for bit what was saved.
         address: of the boundary state that they are from.
-        tier: where they came from: ``warm`` or ``cold``.
+        tier: where they came from: ``warm``, ``cold`` or ``shared``.
         size_bytes: bytes that were read or touched.
     """
 
@@ -170,16 +176,34 @@ class BoundaryState:
 class Finder:
     """Reads both tiers as one. For any thread."""
 
-    def __init__(self, warm: WarmTier, cold: ColdTier, on_read: Callable[[bytes], None]) -> None:
-        """Create a finder; ``on_read`` is told the address of every block that was read."""
+    def __init__(
+        self,
+        warm: WarmTier,
+        cold: ColdTier,
+        shared: SharedBlocks | None,
+        on_read: Callable[[bytes], None],
+        on_fetch: Callable[[Sealed], None],
+    ) -> None:
+        """Create a finder.
+
+        Args:
+            warm: looked at first.
+            cold: second.
+            shared: and then the tier of several machines, where there is one.
+            on_read: told the address of every block that was read.
+            on_fetch: told every block that came from the shared tier.
+        """
         self._warm = warm
         self._cold = cold
+        self._shared = shared
         self._on_read = on_read
+        self._on_fetch = on_fetch
 
     # What is there -----------------------------------------------------------------------------
 
     def match(self, key: ModelKey, tokens: History) -> Match:
         """Find the longest stored beginning of a history, to the token."""
+        self._probe(key, tokens)
         steps: list[StoredBlock] = []
         parents = [key.root]
         partial: StoredBlock | None = None
@@ -210,7 +234,20 @@ class Finder:
         if entry is not None:
             return entry.item.info, WARM
         info = self._cold.info(address)
-        return None if info is None else (info, COLD)
+        if info is not None:
+            return info, COLD
+        info = None if self._shared is None else self._shared.info(address)
+        return None if info is None else (info, SHARED)
+
+    def _probe(self, key: ModelKey, tokens: History) -> None:
+        """Ask the shared tier for whole blocks of a history behind those that are known."""
+        if self._shared is None or not key.layout.full_groups:
+            return
+        size = key.layout.block_tokens
+        links = [link for link in chain(key, tokens) if link.stop - link.start == size]
+        known = next((i for i, link in enumerate(links) if self.info(link.address) is None), None)
+        if known is not None:
+            self._shared.probe(key.root, links[known:], tokens)
 
     def _step(self, key: ModelKey, link: Link, tokens: IntArray) -> StoredBlock | None:
         found = self.info(link.address)
@@ -263,6 +300,8 @@ class Finder:
         for info in self._cold.ask(lambda catalogue: catalogue.children(parents, kind)):
             self._cold.note_there(info.address, info.is_exact)
             yield COLD, info
+        for info in () if self._shared is None else self._shared.children(parents, kind):
+            yield SHARED, info
 
     # The rows ----------------------------------------------------------------------------------
 
@@ -300,6 +339,8 @@ class Finder:
         """Let the system read a block that will be opened soon."""
         if step.tier == COLD:
             self._cold.expect(step.info.kind, step.info.address)
+        elif step.tier == SHARED and self._shared is not None:
+            self._shared.expect(step.info.kind, step.info.address)
 
     def load_boundary(self, match: Match, limit: int) -> BoundaryState | None:
         """Load the verified boundary state that allows the greatest length up to ``limit``."""
@@ -328,8 +369,12 @@ class Finder:
         """Open a block or state, its tokens compared; None where it is gone or bad."""
         item: Item | None = self._warm.get(info.address)
         tier = WARM
-        if item is None:
+        if item is None and (self._shared is None or self._cold.info(info.address) is not None):
             item, tier = self._cold.read(info.kind, info.address), COLD
+        if item is None and self._shared is not None:
+            item, tier = self._shared.fetch(info.kind, info.address), SHARED
+            if item is not None:
+                self._on_fetch(item)
         if item is None:
             return None
         held = item.info

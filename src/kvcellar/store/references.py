@@ -88,8 +88,8 @@ class Reference:
         value = self.metadata.get(SERIAL)
         return value if type(value) is int and 0 < value <= MOST_INT else 0
 
-    def pack(self) -> FileBytes:
-        """Make the bytes of its file.
+    def pack(self, more: Mapping[str, Tensor] | None = None) -> FileBytes:
+        """Make the bytes of its file, with more tensors where a tier has something to say.
 
         Raises:
             StoreError: metadata that is no JSON.
@@ -112,6 +112,7 @@ class Reference:
                 "blocks": Tensor("U8", _table(b"".join(self.blocks))),
                 "windows": Tensor("U8", _table(windows)),
                 "window_lengths": Tensor("I64", np.array(lengths, np.int64)),
+                **(more or {}),
             },
             {
                 "kind": "reference",

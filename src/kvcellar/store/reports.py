@@ -25,6 +25,9 @@ class EventKind(enum.StrEnum):
     SAVE_SKIPPED: a save was not taken, the queue being full; nothing was changed.
     SAVE_PARTIAL: a save was taken with a shorter stored history than there is.
     JOURNAL_DAMAGED: the journal, or an entry of it, could not be used; what it alone said is lost.
+    SHARED_AWAY: the shared tier does not answer; everything goes on without it.
+    SHARED_BACK: it answers again.
+    SHARED_DIVERGED: another machine has gone on with a history before this one's was handed in.
     EVICTED: a history's KV or older boundary states were given up for room; its tokens remain.
     """
 
@@ -39,6 +42,9 @@ class EventKind(enum.StrEnum):
     SAVE_PARTIAL = "save_partial"
     JOURNAL_DAMAGED = "journal_damaged"
     EVICTED = "evicted"
+    SHARED_AWAY = "shared_away"
+    SHARED_BACK = "shared_back"
+    SHARED_DIVERGED = "shared_diverged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,21 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedStats:
+    """The shared tier at one moment, as far as this store knows.
+
+    Attributes:
+        title: URL of the place, without what is secret in it.
+        trouble: why it does not answer; empty where it does.
+        n_waiting: histories that are not handed in whole.
+    """
+
+    title: str
+    trouble: str
+    n_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A store at one moment.
 
@@ -118,6 +139,7 @@ class StoreStats:
         quarantined_bytes: bytes of damaged files that are kept for inspection.
         queued_bytes: bytes that wait to be written.
         events: how many events there were of each kind since the store was opened.
+        shared: the shared tier; None: there is none.
     """
 
     warm: TierStats
@@ -128,6 +150,7 @@ class StoreStats:
     quarantined_bytes: int
     queued_bytes: int
     events: dict[str, int]
+    shared: SharedStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

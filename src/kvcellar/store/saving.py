@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvcellar.errors import StoreError
@@ -76,8 +76,10 @@ class Saver:
         warm_precision: str,
         cold_precision: str,
         max_boundaries: int,
+        on_published: Callable[[str], object],
     ) -> None:
-        """Create a saver that has saved nothing yet."""
+        """Create a saver that has saved nothing yet; told of names that were published."""
+        self._on_published = on_published
         self._warm = warm
         self._cold = cold
         self._writer = writer
@@ -267,6 +269,7 @@ class Saver:
                 return  # another process has published a later state meanwhile: that one stays
             self._cold.put_reference(ref, protect)
             taken.ticket.reference = ref
+            self._on_published(state.name)
             if before is not None:
                 self._cold.remove_superseded(before, ref, self.wanted() - taken.needs.keys())
 

@@ -6,6 +6,7 @@ tokens is stored, and load it block by block, every byte verified before it is g
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
 from kvcellar.store import exchange, upkeep
-from kvcellar.store.blocks import chain
+from kvcellar.store.blocks import Sealed, chain
 from kvcellar.store.catalogue import Catalogue, RefRow
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
@@ -35,6 +36,7 @@ from kvcellar.store.reports import (
     VerifyReport,
 )
 from kvcellar.store.saving import Saver
+from kvcellar.store.shared.tier import SharedTier
 from kvcellar.store.tickets import HistoryState, RowSource, SaveTicket
 from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
@@ -65,12 +67,20 @@ class Store:
         path: str | Path,
         config: StoreConfig | None = None,
         *,
+        shared: str | None = None,
         on_event: Callable[[StoreEvent], None] | None = None,
     ) -> None:
         """Open the store in a folder, or make one; see what an interrupted writer left behind.
 
+        Args:
+            path: the folder.
+            config: limits and policy; None: as by default.
+            shared: URL of a place that several machines share, behind this folder.
+            on_event: called in the thread where something happens.
+
         Raises:
             StoreError: the folder cannot hold a store, or is of another version.
+            ConfigError: the URL names no place that can be shared.
         """
         self.config = config or StoreConfig()
         self.path = Path(path)
@@ -81,7 +91,9 @@ class Store:
         )
         self._warm = WarmTier(self.config.warm_bytes)
         self._writer = Writer(self.config.queue_bytes, self._on_writer_error)
-        self._finder = Finder(self._warm, self._cold, self._on_read)
+        self.shared = self._opened_tier(shared)
+        blocks = None if self.shared is None else self.shared.blocks
+        self._finder = Finder(self._warm, self._cold, blocks, self._on_read, self._keep)
         self._saver = Saver(
             self._warm,
             self._cold,
@@ -90,6 +102,7 @@ class Store:
             warm_precision=self.config.warm_precision,
             cold_precision=self.config.cold_precision,
             max_boundaries=self.config.max_boundaries,
+            on_published=self._hand_in,
         )
         self._local_leases = LocalLeases(self._folder)
         self.leases: Leases = self._local_leases
@@ -127,6 +140,8 @@ class Store:
                 f"{timeout_s:g} s; close it again to wait on"
             )
         self.leases.close()
+        if self.shared is not None:
+            self.shared.close()
         self._cold.close()
 
     # Finding and loading -----------------------------------------------------------------------
@@ -360,6 +375,7 @@ class Store:
                 raise StoreError(f"history {name!r} could not be deleted: {error}") from error
             if not is_gone:
                 raise self._unknown(name)
+            self._hand_in(name)
 
         checked_name(name)
         self._writer.call(work)
@@ -458,6 +474,7 @@ class Store:
             quarantined_bytes=quarantined,
             queued_bytes=self._writer.queued_bytes,
             events=self._events.counts(),
+            shared=None if self.shared is None else self.shared.stats(),
         )
 
     def take_events(self) -> list[StoreEvent]:
@@ -469,6 +486,30 @@ class Store:
     def _on_read(self, address: bytes) -> None:
         """Note that a block was used. It is not copied to RAM: the cache has it now."""
         self._used.append(address)
+
+    def _hand_in(self, name: str) -> None:
+        """Have a history that has changed handed in to the shared tier, where there is one."""
+        if self.shared is not None:
+            self.shared.hand_in(name)
+
+    def _keep(self, sealed: Sealed) -> None:
+        """Have a block of the shared tier on disk too, where the queue has room for it."""
+
+        def work() -> None:
+            with contextlib.suppress(StoreError), self._cold.locked():  # there may be no room
+                self._cold.put(sealed, self._saver.wanted(), None)
+                self._cold.settle()
+
+        self._writer.offer(work, sealed.size_bytes)
+
+    def _opened_tier(self, url: str | None) -> SharedTier | None:
+        """Open the shared tier, or else close what was opened before it."""
+        try:
+            return None if url is None else SharedTier(url, self._cold, self._events)
+        except BaseException:
+            self._writer.close()
+            self._cold.close()
+            raise
 
     def _write_used(self) -> None:
         used: set[bytes] = set()

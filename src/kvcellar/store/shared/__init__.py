@@ -1,0 +1,5 @@
+"""The shared tier: blocks and agents in a place that several machines reach.
+
+Start with ``tier.py``. ``places.py`` is what a place can do, ``objects.py`` and ``valkeys.py`` are
+the two kinds there are.
+"""

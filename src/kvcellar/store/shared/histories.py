@@ -1,0 +1,264 @@
+"""Histories of the shared tier: handed in from the local store, and taken over into it.
+
+A state is handed in behind the one that this store has taken over last, or not at all: where
+another machine's came first, the two have diverged, and neither is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+from dataclasses import replace
+
+from kvcellar.store.blocks import Info, Kind, address_of
+from kvcellar.store.cold import ColdTier
+from kvcellar.store.format import DamagedError
+from kvcellar.store.layout import root_address
+from kvcellar.store.references import DROPPED, Boundary, Reference
+from kvcellar.store.reports import EventKind, EventLog
+from kvcellar.store.shared.blocks import SharedBlocks
+from kvcellar.store.shared.ledger import Known, Ledger
+from kvcellar.store.shared.manifests import Manifest, pack_manifest, register_of, unpack_manifest
+from kvcellar.store.shared.places import State
+from kvcellar.store.shared.reach import AwayError, Reach
+
+ASK_S = 5.0
+"""How long one answer about a history is waited for."""
+
+
+class Pulled(enum.Enum):
+    """Outcomes of asking the tier for a history's latest state.
+
+    SAME: it has nothing that is new here, or does not answer.
+    TAKEN: its state is the local store's now.
+    GONE: another machine has deleted it, and so has the local store now.
+    DIVERGED: it has one that does not follow from the local state, which it does not have either.
+    """
+
+    SAME = "same"
+    TAKEN = "taken"
+    GONE = "gone"
+    DIVERGED = "diverged"
+
+
+class DivergedError(Exception):
+    """Another machine has handed in a state that the local one does not follow; not for callers."""
+
+
+class SharedHistories:
+    """Both ways between the local store and the tier. For threads; one push at a time."""
+
+    def __init__(
+        self, reach: Reach, blocks: SharedBlocks, ledger: Ledger, cold: ColdTier, events: EventLog
+    ) -> None:
+        """Create the ways; nothing is asked yet."""
+        self._reach = reach
+        self._blocks = blocks
+        self._ledger = ledger
+        self._cold = cold
+        self._events = events
+
+    # Out of the tier ---------------------------------------------------------------------------
+
+    def pull(self, register: str) -> Pulled:
+        """Take over a history's state where the tier has a newer one.
+
+        Raises:
+            StoreError: it could not be written here.
+        """
+        try:
+            state = self._reach.ask(lambda place: place.latest(register), ASK_S)
+            known = self._ledger.get(register)
+            if state is None or (known is not None and state.number == known.number):
+                return Pulled.SAME
+            return self._follow(register, state, known)
+        except AwayError:
+            return Pulled.SAME
+        except DamagedError as error:
+            self._events.add(EventKind.DAMAGED, register, f"{error}; the state here stays")
+            return Pulled.SAME
+
+    def pull_all(self) -> dict[str, Pulled]:
+        """Take over all states that are new, by register.
+
+        Raises:
+            StoreError: one could not be written here.
+        """
+        try:
+            numbers = self._reach.ask(lambda place: place.numbers("agents/"), ASK_S)
+        except AwayError:
+            return {}
+        known = self._ledger.all()
+        news = [r for r, n in numbers.items() if r not in known or known[r].number != n]
+        return {register: self.pull(register) for register in news}
+
+    def _follow(self, register: str, state: State, known: Known | None) -> Pulled:
+        """Make a state of the tier the local one, unless that has gone on by itself."""
+        if not state.data:
+            return self._remove(register, state, known)
+        manifest = unpack_manifest(register, state.data)
+        name = manifest.ref.name
+        self._blocks.learn(manifest.infos)
+        with self._cold.locked():
+            local = self._local_serial(name)
+            if local not in (0, manifest.ref.serial, None if known is None else known.serial):
+                return Pulled.DIVERGED
+            if local != manifest.ref.serial:
+                self._cold.put_reference(self._as_local(manifest.ref))
+            self._note(register, state.number, manifest)
+        return Pulled.SAME if local == manifest.ref.serial else Pulled.TAKEN
+
+    def _remove(self, register: str, state: State, known: Known | None) -> Pulled:
+        if known is None:
+            return Pulled.SAME
+        with self._cold.locked():
+            self._ledger.put(register, Known(known.name, state.number, 0, 0, 0))
+            if self._local_serial(known.name) not in (0, known.serial):
+                return Pulled.SAME  # it has gone on here: that is handed in again
+            return Pulled.GONE if self._cold.remove_reference(known.name) else Pulled.SAME
+
+    def _local_serial(self, name: str) -> int:
+        """Return the number of the latest state that is durable here; 0: there is none."""
+        ref = self._cold.reference(name)
+        recorded = self._cold.journal.after(name, 0 if ref is None else ref.serial)
+        return recorded[-1][0] if recorded else 0 if ref is None else ref.serial
+
+    def _as_local(self, ref: Reference) -> Reference:
+        """Return a state of the tier on those of its blocks that are here."""
+        before = self._cold.reference(ref.name)
+        kept: list[bytes] = []
+        n_stored = 0
+        for address in ref.blocks:
+            info = self._cold.info(address)
+            if info is None:
+                break
+            kept.append(address)
+            n_stored = min(info.stop, ref.n_stored)
+        is_here = [b for b in ref.boundaries if self._cold.info(b.address) is not None]
+        if not ref.blocks:
+            n_stored = ref.n_stored if is_here else 0
+        return replace(
+            ref,
+            blocks=tuple(kept),
+            n_stored=n_stored,
+            boundaries=tuple(b for b in is_here if b.length <= n_stored),
+            revision=1 if before is None else before.revision + 1,
+        )
+
+    # Into the tier -----------------------------------------------------------------------------
+
+    def push(self, name: str, *, is_whole: bool) -> int:
+        """Hand in the local state of a history; return its serial number, 0 where there is none.
+
+        Args:
+            name: of the history.
+            is_whole: with all blocks that are stored of it here, which are written first; else
+                its words, on the blocks that are there.
+
+        Raises:
+            AwayError: the place does not answer; what it has is whole.
+            DivergedError: another machine's state is there.
+            OSError: a local file cannot be read.
+        """
+        register = register_of(name)
+        known = self._ledger.get(register)
+        ref = self._cold.reference(name)
+        if ref is None:
+            if known is not None and known.serial:
+                self._hand_in(register, name, None, known)
+            return 0
+        if not ref.serial or name.startswith(DROPPED) or _is_there(ref, known):
+            return ref.serial
+        if is_whole:
+            addresses = (*ref.blocks, *(boundary.address for boundary in ref.boundaries))
+            here = [info for info in map(self._cold.info, addresses) if info is not None]
+            for info in self._blocks.missing(here):
+                self._put(info)
+        if is_whole or known is None or known.serial != ref.serial:
+            self._hand_in(register, name, ref, known)
+        return ref.serial
+
+    def _put(self, info: Info) -> None:
+        with contextlib.suppress(FileNotFoundError):  # removed here meanwhile: so not handed in
+            data = self._cold.folder.of(info.kind, info.address).read_bytes()
+            self._blocks.put(info, data)
+
+    def _hand_in(
+        self, register: str, name: str, ref: Reference | None, known: Known | None
+    ) -> Known:
+        """Make a local state the tier's, with the blocks that it has; None: it is deleted.
+
+        Raises:
+            AwayError: the place does not answer.
+            DivergedError: another machine's state is there.
+        """
+        serial = 0 if ref is None else ref.serial
+        shown, infos = (None, {}) if ref is None else self._on_what_is_there(ref)
+        data = b"" if shown is None else pack_manifest(shown, infos)
+        for _ in range(3):
+            state = self._reach.ask(lambda place: place.latest(register), ASK_S)
+            number = max(0 if known is None else known.number, 0 if state is None else state.number)
+            if state is not None and (known is None or state.number != known.number):
+                there = unpack_manifest(register, state.data).ref.serial if state.data else 0
+                if there not in (serial, None if known is None else known.serial):
+                    raise DivergedError(name)
+            at = number + 1
+            if self._reach.ask(lambda place, at=at: place.advance(register, at, data), ASK_S):  # type: ignore[misc]
+                now = Known(name, at, serial, 0, 0)
+                if shown is not None:
+                    now = Known(name, at, serial, shown.n_stored, len(shown.boundaries))
+                self._ledger.put(register, now)
+                return now
+        raise DivergedError(name)
+
+    def _on_what_is_there(self, ref: Reference) -> tuple[Reference, dict[bytes, Info]]:
+        """Cut a state to the blocks that are in the tier, more than the local store may have."""
+        size = json.loads(ref.layout_json)["block_tokens"]
+        parent = root_address(ref.fingerprint, ref.layout_json)
+        infos: dict[bytes, Info] = {}
+        blocks: list[bytes] = []
+        n_stored = 0
+        for start in range(0, len(ref.tokens), size):
+            part = ref.tokens[start : start + size]
+            own = address_of(Kind.BLOCK, parent, part)
+            at = start // size
+            found = [a for a in (own, *ref.blocks[at : at + 1]) if self._blocks.info(a) is not None]
+            if not found:
+                break
+            info = self._blocks.info(found[0])
+            assert info is not None
+            infos[found[0]], parent = info, own
+            blocks.append(found[0])
+            n_stored = min(start + len(part), info.stop)
+        boundaries: list[Boundary] = []
+        for boundary in ref.boundaries:
+            info = self._blocks.info(boundary.address)
+            if info is not None:
+                infos[boundary.address] = info
+                boundaries.append(boundary)
+        if not ref.blocks and boundaries:
+            n_stored = boundaries[-1].length
+        cut = replace(
+            ref,
+            blocks=tuple(blocks),
+            n_stored=n_stored,
+            boundaries=tuple(b for b in boundaries if b.length <= n_stored),
+            is_evicted=False,
+        )
+        return cut, infos
+
+    def _note(self, register: str, number: int, manifest: Manifest) -> None:
+        ref = manifest.ref
+        known = Known(ref.name, number, ref.serial, ref.n_stored, len(ref.boundaries))
+        self._ledger.put(register, known)
+
+
+def _is_there(ref: Reference, known: Known | None) -> bool:
+    """Return true if the tier has a state, with all that is stored of it here."""
+    return (
+        known is not None
+        and known.serial == ref.serial
+        and known.n_stored >= ref.n_stored
+        and (known.n_stored > ref.n_stored or known.n_boundaries >= len(ref.boundaries))
+    )

@@ -1,0 +1,99 @@
+"""An agent's state as the shared tier has it: its reference, and what its blocks are there."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcellar.store.blocks import Info, Kind, address_of
+from kvcellar.store.facts import MOST_INT
+from kvcellar.store.format import DamagedError, FileBytes, Tensor, read_from
+from kvcellar.store.layout import root_address
+from kvcellar.store.references import Reference, file_stem, unpack_reference
+from kvcellar.types import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An agent's state in the shared tier.
+
+    Attributes:
+        ref: the state, on the blocks that the tier has.
+        infos: these blocks and boundary states.
+    """
+
+    ref: Reference
+    infos: tuple[Info, ...]
+
+
+def register_of(name: str) -> str:
+    """Return the register of a history."""
+    return f"agents/{file_stem(name)}"
+
+
+def pack_manifest(ref: Reference, infos: Mapping[bytes, Info]) -> bytes:
+    """Make the bytes of a manifest from a state on blocks all of which are known."""
+    kept = [infos[b] for b in ref.blocks], [infos[b.address] for b in ref.boundaries]
+    facts = np.array([[info.size_bytes, info.first] for info in (*kept[0], *kept[1])], np.int64)
+    return ref.pack({"there": Tensor("I64", facts.reshape(-1))}).data.tobytes()
+
+
+def unpack_manifest(register: str, data: bytes) -> Manifest:
+    """Read and verify a manifest.
+
+    Raises:
+        DamagedError: it is not as it was written, or another's.
+    """
+    file = read_from(io.BytesIO(data), len(data))
+    ref = unpack_reference(file)
+    if register_of(ref.name) != register:
+        raise DamagedError(f"it is the state of {ref.name!r}")
+    return Manifest(ref, tuple(_infos(ref, _there(file, ref))))
+
+
+def _there(file: FileBytes, ref: Reference) -> IntArray:
+    facts = file.tensors.get("there")
+    n = len(ref.blocks) + len(ref.boundaries)
+    if facts is None or facts.dtype != np.int64 or facts.shape != (2 * n,):
+        raise DamagedError("it does not say what its blocks are")
+    if len(facts) and not 0 <= int(facts.min()) <= int(facts.max()) <= MOST_INT:
+        raise DamagedError("its blocks have sizes that cannot be")
+    return facts.reshape(n, 2)
+
+
+def _infos(ref: Reference, facts: IntArray) -> list[Info]:
+    """Say where each block lies, as its history and its place in it tell.
+
+    Raises:
+        DamagedError: the layout does not say how long a block is.
+    """
+    try:
+        size = json.loads(ref.layout_json)["block_tokens"]
+        if type(size) is not int or size < 1:
+            raise DamagedError(f"blocks of {size!r} tokens")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError("its layout cannot be read") from error
+    root = root_address(ref.fingerprint, ref.layout_json)
+    parents = [root]
+    for start in range(0, len(ref.tokens) - size + 1, size):
+        parents.append(address_of(Kind.BLOCK, parents[-1], ref.tokens[start : start + size]))
+    found, rows = [], iter(facts.tolist())
+
+    def add(kind: Kind, address: bytes, n_before: int, stop: int) -> None:
+        start = n_before * size
+        size_bytes, first = next(rows)
+        tokens = ref.tokens[start:stop]
+        parent = parents[n_before]
+        found.append(Info(kind, address, root, parent, start, tokens, first, True, size_bytes, ""))
+
+    for i, address in enumerate(ref.blocks):
+        if i >= len(parents):
+            raise DamagedError("it has more blocks than tokens")
+        add(Kind.BLOCK, address, i, min((i + 1) * size, ref.n_stored))
+    for boundary in ref.boundaries:
+        add(Kind.BOUNDARY, boundary.address, boundary.length // size, boundary.length)
+    return found

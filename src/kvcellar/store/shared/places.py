@@ -1,0 +1,143 @@
+"""What a place that several machines reach can do: named bytes, and registers that move on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from kvcellar.errors import ConfigError
+
+OBJECT_SCHEMES = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
+VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+
+MOST_PENDING = 16
+"""States of a register that stay behind its latest one, for those who are about to follow it."""
+
+
+class PlaceError(Exception):
+    """A place did not do what it was asked; not for callers of the store.
+
+    The text says what it answered, and holds no secret.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a place.
+
+    Attributes:
+        key: its name.
+        size_bytes: of what it holds.
+        modified_s: when it was written or last used, seconds since 1970.
+    """
+
+    key: str
+    size_bytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The latest state of a register.
+
+    Attributes:
+        number: ascending; the next state has the next number.
+        data: its bytes.
+    """
+
+    number: int
+    data: bytes
+
+
+class Place(Protocol):
+    """Named bytes that several machines reach. For any thread.
+
+    Every method raises :class:`PlaceError` where the place does not answer in time, refuses, or is
+    full. What is written is there whole or not at all.
+    """
+
+    @property
+    def title(self) -> str:
+        """URL of the place, without what is secret in it."""
+
+    def read(self, key: str) -> bytes | None:
+        """Return what a name holds; None where there is none."""
+
+    def size(self, key: str) -> int | None:
+        """Return the bytes that a name holds; None where there is none."""
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """Give a name its bytes, in place of those before."""
+
+    def create(self, key: str, data: bytes, ttl_s: float) -> bool:
+        """Give a new name its bytes; false, with nothing changed, where it is there already.
+
+        After ``ttl_s`` seconds it may be gone.
+        """
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget names; those that are not there are none's trouble."""
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """Yield all names that begin so, registers' included."""
+
+    def latest(self, register: str) -> State | None:
+        """Return a register's latest state; None where it has none."""
+
+    def advance(self, register: str, number: int, data: bytes) -> bool:
+        """Make these bytes a register's state ``number``, which follows the one that was read.
+
+        False, with nothing changed, where somebody else has moved it on meanwhile. A register that
+        is empty takes any number.
+        """
+
+    def numbers(self, prefix: str) -> dict[str, int]:
+        """Return the number of the latest state of every register whose name begins so."""
+
+    def forget(self, register: str) -> None:
+        """Empty a register."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+def open_place(url: str, *, timeout_s: float) -> Place:
+    """Open the place that a URL names; nothing is asked of it yet.
+
+    Args:
+        url: ``s3://bucket/prefix`` and the like, ``file:///mnt/share/kvcellar`` or a path, or
+            ``valkey://host:6379/0``.
+        timeout_s: how long one request may take.
+
+    Raises:
+        ConfigError: it names none, or the library that speaks with it is not installed.
+    """
+    scheme = urlsplit(url).scheme.lower()
+    try:
+        if scheme in VALKEY_SCHEMES:
+            from kvcellar.store.shared.valkeys import ValkeyPlace
+
+            return ValkeyPlace(url, timeout_s=timeout_s)
+        if scheme in OBJECT_SCHEMES or not scheme:
+            from kvcellar.store.shared.objects import ObjectPlace
+
+            return ObjectPlace(url, timeout_s=timeout_s)
+    except ImportError as error:
+        raise ConfigError(
+            f"a shared tier of {scheme or 'file'}:// needs a library that is not installed "
+            f"({error.name}); pip install 'kvcellar[shared]'"
+        ) from error
+    raise ConfigError(
+        f"{shown_url(url)!r} is no place that can be shared; give s3://bucket/prefix, "
+        f"gs://bucket/prefix, az://container/prefix, file:///folder or valkey://host:port/0"
+    )
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without its user, password and query, which may be secret."""
+    parts = urlsplit(url)
+    if not parts.scheme:
+        return url
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

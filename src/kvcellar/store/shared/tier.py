@@ -1,0 +1,110 @@
+"""The shared tier of a store: what several machines have of agents and their KV. Start here.
+
+The local disk stays in front of it: what is saved goes there first and is handed in behind, and
+what comes from the tier is kept there. No verb fails because the tier does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from kvcellar.store.catalogue import Catalogue
+from kvcellar.store.cold import ColdTier
+from kvcellar.store.references import DROPPED
+from kvcellar.store.reports import EventLog, SharedStats
+from kvcellar.store.shared.blocks import SharedBlocks
+from kvcellar.store.shared.histories import Pulled, SharedHistories
+from kvcellar.store.shared.ledger import Ledger
+from kvcellar.store.shared.manifests import register_of
+from kvcellar.store.shared.places import open_place
+from kvcellar.store.shared.pusher import Pusher
+from kvcellar.store.shared.reach import Reach
+
+TIMEOUT_S = 30.0
+"""How long the place may take for one request."""
+
+DURABLE_S = 2.0
+"""How long a turn waits for its words to be there, beside the local disk, before it is told."""
+
+CLOSE_S = 10.0
+"""How long closing waits for the tier; what it lacks then is handed in when the store is opened."""
+
+POLL_S = 2.0
+
+
+class SharedTier:
+    """One place, as one store sees it. For any thread.
+
+    Attributes:
+        title: URL of the place, without what is secret in it.
+        blocks: content-addressed blocks and boundary states.
+    """
+
+    def __init__(self, url: str, cold: ColdTier, events: EventLog) -> None:
+        """Open the tier at a URL, and begin to hand in what it lacks; nothing is waited for.
+
+        Raises:
+            ConfigError: the URL names no place.
+        """
+        place = open_place(url, timeout_s=TIMEOUT_S)
+        self.title = place.title
+        self._cold = cold
+        self._reach = Reach(place, events)
+        self.blocks = SharedBlocks(self._reach, events)
+        self._ledger = Ledger(cold.folder.shared, self.title)
+        self._histories = SharedHistories(self._reach, self.blocks, self._ledger, cold, events)
+        self._pusher = Pusher(self._histories, self._reach, events)
+        self._polled_s = -POLL_S
+        self._polling = threading.Lock()
+        for row in cold.ask(Catalogue.references):
+            self.hand_in(row.name)
+
+    def hand_in(self, name: str) -> None:
+        """Have a history handed in, or its end, where it was deleted; waits for nothing."""
+        if not name.startswith(DROPPED):
+            self._pusher.offer(name)
+
+    def wait(self, name: str, serial: int) -> bool:
+        """Wait a moment until the words of a state are there; false where they are not yet."""
+        return self._pusher.wait(name, serial, DURABLE_S)
+
+    def flush(self, wait_s: float = CLOSE_S, name: str | None = None) -> bool:
+        """Wait until a history, or every one, is there whole; false where it takes too long."""
+        return self._pusher.flush(wait_s, None if name is None else [name])
+
+    def pull(self, name: str) -> Pulled:
+        """Take over a history's state where the tier has a newer one.
+
+        Raises:
+            StoreError: it could not be written here.
+        """
+        return self._histories.pull(register_of(name))
+
+    def pull_all(self, *, is_wanted: bool = False) -> None:
+        """Take over all states that are new; asked often, it asks the place every 2 s.
+
+        Args:
+            is_wanted: ask now.
+
+        Raises:
+            StoreError: one could not be written here.
+        """
+        with self._polling:
+            if is_wanted or time.monotonic() - self._polled_s >= POLL_S:
+                self._polled_s = time.monotonic()
+                self._histories.pull_all()
+
+    def is_diverged(self, name: str) -> bool:
+        """Return whether another machine's state of a history came before the one here."""
+        return name in self._pusher.diverged
+
+    def stats(self) -> SharedStats:
+        """Return what is known of the tier at this moment; nothing is asked."""
+        return SharedStats(self.title, self._reach.trouble, self._pusher.n_waiting)
+
+    def close(self) -> None:
+        """Hand in what waits, for a while, and let go of the place."""
+        self._pusher.close(CLOSE_S)
+        self._reach.close()
+        self._ledger.close()

@@ -1,0 +1,106 @@
+"""What every place has to do, whatever lies behind it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvcellar.errors import ConfigError
+from kvcellar.store.shared.places import MOST_PENDING, Place, PlaceError, open_place, shown_url
+
+
+@pytest.fixture
+def place(place_url: str) -> Iterator[Place]:
+    opened = open_place(place_url, timeout_s=20.0)
+    yield opened
+    opened.close()
+
+
+def test_a_name_holds_what_was_written_last(place: Place) -> None:
+    assert place.read("blocks/1") is None
+    assert place.size("blocks/1") is None
+    place.write("blocks/1", b"first")
+    place.write("blocks/1", memoryview(b"second"))
+    assert (place.read("blocks/1"), place.size("blocks/1")) == (b"second", 6)
+    place.drop(["blocks/1", "blocks/2"])
+    assert place.read("blocks/1") is None
+
+
+def test_only_one_can_create_a_name(place: Place) -> None:
+    assert place.create("leases/1", b"mine", 60.0)
+    assert not place.create("leases/1", b"yours", 60.0)
+    assert place.read("leases/1") == b"mine"
+
+
+def test_a_register_moves_on_by_one_state_at_a_time(place: Place) -> None:
+    assert place.latest("agents/a") is None
+    assert place.advance("agents/a", 5, b"five")  # an empty one takes any number
+    assert place.advance("agents/a", 6, b"six")
+    assert not place.advance("agents/a", 6, b"another six")
+    state = place.latest("agents/a")
+    assert state is not None
+    assert (state.number, state.data) == (6, b"six")
+    assert place.numbers("agents/") == {"agents/a": 6}
+    place.forget("agents/a")
+    assert place.latest("agents/a") is None
+    assert place.numbers("agents/") == {}
+
+
+def test_who_follows_a_state_of_long_ago_has_lost(place: Place) -> None:
+    for number in range(1, MOST_PENDING + 3):
+        assert place.advance("agents/a", number, b"%d" % number)
+    assert not place.advance("agents/a", 2, b"late")
+    state = place.latest("agents/a")
+    assert state is not None
+    assert state.number == MOST_PENDING + 2
+
+
+def test_of_many_who_advance_at_once_one_wins(place: Place) -> None:
+    won = []
+
+    def run(i: int) -> None:
+        if place.advance("agents/a", 1, b"%d" % i):
+            won.append(i)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    state = place.latest("agents/a")
+    assert state is not None
+    assert [b"%d" % i for i in won] == [state.data]
+
+
+def test_all_names_are_listed_with_their_sizes_and_times(place: Place) -> None:
+    place.write("blocks/ab/1", b"x" * 100)
+    place.write("windows/ab/2", b"y")
+    (entry,) = place.entries("blocks/")
+    assert entry.key == "blocks/ab/1"
+    assert entry.size_bytes >= 100
+    assert abs(entry.modified_s - time.time()) < 60
+    assert {entry.key for entry in place.entries("")} == {"blocks/ab/1", "windows/ab/2"}
+
+
+@pytest.mark.parametrize("url", ["s3://cellar/x", "valkey://:hidden@127.0.0.1:1/0"])
+def test_a_place_that_is_gone_says_so_without_its_secrets(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hidden")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    place = open_place(url, timeout_s=2.0)
+    with pytest.raises(PlaceError) as raised:
+        place.read("x")
+    assert "hidden" not in str(raised.value)
+    assert place.title in str(raised.value)
+
+
+def test_a_url_that_names_no_place_is_refused() -> None:
+    for url in ("ftp://host/x", "share/kvcellar", "valkey://host:port/0"):
+        with pytest.raises(ConfigError):
+            open_place(url, timeout_s=1.0)
+    assert shown_url("valkey://me:hidden@host:1/0?prefix=x") == "valkey://host:1/0"

@@ -1,0 +1,220 @@
+"""Two stores of two machines on one place: nothing is lost, whatever the place does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcellar.errors import ConfigError
+from kvcellar.store import ModelKey, Store, StoreConfig
+from kvcellar.store.shared import pusher, reach
+from kvcellar.store.shared.histories import Pulled
+from kvcellar.store.shared.objects import ObjectPlace
+from kvcellar.store.shared.places import PlaceError
+from kvcellar.store.shared.tier import SharedTier
+from tests.store.fakes import (
+    CHUNK,
+    FULL,
+    STATE,
+    WINDOW,
+    History,
+    load_all,
+    make_key,
+    save,
+    tokens_of,
+)
+
+NAME = "poet@0011"
+Opener = Callable[..., Store]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, place_url: str) -> Iterator[Opener]:
+    """Opens the store of a machine, by its name."""
+    opened = []
+
+    def open_store(name: str, shared: str = place_url, **options: int) -> Store:
+        store = Store(tmp_path / name, StoreConfig(**options), shared=shared)
+        opened.append(store)
+        return store
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+def tier(store: Store) -> SharedTier:
+    assert store.shared is not None
+    return store.shared
+
+
+def saved(store: Store, key: ModelKey, tokens: list[int], serial: int, name: str = NAME) -> History:
+    history = History(key, tokens)
+    save(store, name, history, metadata={"serial": serial})
+    assert tier(store).flush()
+    return history
+
+
+KEYS = {
+    "full": make_key(),
+    "windows": make_key(groups=(FULL, WINDOW)),
+    "windows alone": make_key(groups=(WINDOW, CHUNK)),
+    "states": make_key(groups=(FULL,), state=STATE),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_what_one_machine_saved_another_loads_bit_for_bit(machine: Opener, kind: str) -> None:
+    ours, theirs = machine("a"), machine("b")
+    history = saved(ours, KEYS[kind], tokens_of(1, 43), 1)
+    assert tier(theirs).pull(NAME) is Pulled.TAKEN
+    assert theirs.get(NAME).tokens.tokens.tolist() == history.tokens
+    assert load_all(theirs, history) == 43
+    theirs.flush()
+    tier(theirs).flush()
+    assert load_all(theirs, history) == 43  # now from its own disk
+    steps = theirs.match(history.key, history.tokens).steps
+    assert {step.tier for step in steps} <= {"cold"}
+
+
+def test_tokens_that_no_agent_names_here_are_found_by_their_content(machine: Opener) -> None:
+    ours, theirs = machine("a"), machine("b")
+    history = saved(ours, KEYS["full"], tokens_of(1, 43), 1)
+    assert load_all(theirs, history) == 40  # whole blocks
+
+
+def test_each_goes_on_where_the_other_stopped(machine: Opener) -> None:
+    one, other = machine("a"), machine("b")
+    key, tokens = KEYS["full"], tokens_of(1, 60)
+    for serial in range(1, 5):
+        assert tier(one).pull(NAME) in (Pulled.TAKEN, Pulled.SAME)
+        history = saved(one, key, tokens[: 15 * serial], serial)
+        one, other = other, one
+    assert tier(one).pull(NAME) is Pulled.TAKEN
+    assert load_all(one, history) == 60
+    assert not one.take_events()
+    assert not other.take_events()
+
+
+def test_of_two_who_went_on_at_once_neither_is_lost(machine: Opener) -> None:
+    one, other = machine("a"), machine("b")
+    key, tokens = KEYS["full"], tokens_of(1, 30)
+    saved(one, key, tokens[:20], 1)
+    assert tier(other).pull(NAME) is Pulled.TAKEN
+    saved(one, key, tokens, 2)
+    mine = History(key, tokens[:20] + tokens_of(2, 10))
+    save(other, NAME, mine, metadata={"serial": 3})
+    tier(other).flush()
+    assert tier(other).is_diverged(NAME)
+    assert tier(other).pull(NAME) is Pulled.DIVERGED
+    assert other.get(NAME).tokens.tokens.tolist() == mine.tokens
+    assert tier(machine("c")).pull(NAME) is Pulled.TAKEN
+
+
+def test_what_is_deleted_on_one_machine_goes_on_the_other(machine: Opener) -> None:
+    one, other = machine("a"), machine("b")
+    saved(one, KEYS["full"], tokens_of(1, 20), 1)
+    tier(other).pull_all(is_wanted=True)
+    assert other.has_reference(NAME)
+    one.delete(NAME)
+    assert tier(one).flush()
+    tier(other).pull_all(is_wanted=True)
+    assert not other.has_reference(NAME)
+    saved(other, KEYS["full"], tokens_of(2, 20), 9)  # the name is free again
+    assert tier(one).pull(NAME) is Pulled.TAKEN
+
+
+def test_what_is_damaged_in_the_tier_costs_its_suffix_and_is_put_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with (
+        Store(tmp_path / "a", shared=str(share)) as ours,
+        Store(tmp_path / "b", shared=str(share)) as theirs,
+    ):
+        history = saved(ours, key, tokens_of(1, 43), 1)
+        address = ours.get(NAME).blocks[2].hex()
+        file = share / "blocks" / address[:2] / address
+        file.write_bytes(file.read_bytes()[:-5])  # a copy that was cut short
+        assert load_all(theirs, history) == 16
+        assert [event.kind for event in theirs.take_events()] == ["damaged"]
+        wait_for(lambda: not file.exists())
+        monkeypatch.setattr("kvcellar.store.shared.blocks.TRUSTED_S", 0.0)
+        assert tier(theirs).pull(NAME) is Pulled.TAKEN
+        saved(theirs, key, [*history.tokens, 1], 2)
+        assert file.exists()
+
+
+def test_a_place_that_is_gone_delays_nothing_and_gets_all_of_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    is_gone = threading.Event()
+    ask = ObjectPlace._ask
+
+    def broken(self: ObjectPlace, request: Callable[[], object]) -> object:
+        if is_gone.is_set():
+            raise PlaceError("no answer")
+        return ask(self, request)
+
+    monkeypatch.setattr(ObjectPlace, "_ask", broken)
+    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(reach, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(pusher, "_TRY_AGAIN_S", 0.05)
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        is_gone.set()
+        history = History(key, tokens_of(1, 43))
+        save(store, NAME, history, metadata={"serial": 1})
+        assert not tier(store).wait(NAME, 1)
+        assert load_all(store, history) == 43
+        assert store.stats().shared.trouble == "no answer"  # type: ignore[union-attr]
+        is_gone.clear()
+        wait_for(lambda: tier(store).flush(0.1))
+        kinds = [event.kind for event in store.take_events()]
+        assert kinds == ["shared_away", "shared_back"]
+    with Store(tmp_path / "b", shared=str(share)) as other:
+        assert load_all(other, history) == 40
+
+
+def test_what_a_process_did_not_hand_in_the_next_one_does(tmp_path: Path) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a") as alone:
+        save(alone, NAME, History(key, tokens_of(1, 20)), metadata={"serial": 1})
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        assert tier(store).flush()
+    with Store(tmp_path / "b", shared=str(share)) as other:
+        assert tier(other).pull(NAME) is Pulled.TAKEN
+
+
+def test_a_lost_ledger_loses_no_history(tmp_path: Path) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        saved(store, key, tokens_of(1, 20), 1)
+    (tmp_path / "a" / "shared.sqlite").write_bytes(b"no database" * 100)
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        saved(store, key, tokens_of(1, 30), 2)
+        assert not tier(store).is_diverged(NAME)
+
+
+def test_dropped_states_stay_at_home(tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        saved(store, KEYS["full"], tokens_of(1, 20), 1, "dropped/1")
+    assert not (share / "agents").exists()
+
+
+def test_a_url_that_names_no_place_leaves_the_store_free(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no place"):
+        Store(tmp_path / "a", shared="ftp://host/x")
+    Store(tmp_path / "a").close()
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
