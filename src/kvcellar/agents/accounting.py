@@ -27,7 +27,8 @@ class AgentUsage:
         prompt_tokens: all of them: the history and what is new.
         cached_tokens: those that were not computed: in the cache already, or restored.
         restored_tokens: of these, those that came from the store.
-        restored_from: of these, how many from which tier (``warm``: RAM, ``cold``: disk).
+        restored_from: of these, how many from which tier (``warm``: RAM, ``cold``: disk,
+            ``shared``: another machine's).
         completion_tokens: tokens that were sampled.
         restore_s: seconds spent on loading.
         time_to_first_token_s: from the turn's beginning, loading included; None without a token.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvcellar.store import Match
 
-START_S_PER_BYTE = {"warm": 1 / 1.0e9, "cold": 1 / 0.3e9}
+START_S_PER_BYTE = {"warm": 1 / 1.0e9, "cold": 1 / 0.3e9, "shared": 1 / 0.1e9}
 """Seconds per byte that a tier is believed to take before anything was measured: a slow machine."""
 
 FIXED_S = 0.002
@@ -98,6 +98,7 @@ class Costs:
             load = FIXED_S + part * (
                 match.warm_bytes * self.s_per_byte["warm"]
                 + match.cold_bytes * self.s_per_byte["cold"]
+                + match.shared_bytes * self.s_per_byte["shared"]
             )
             for tier, size_bytes in match.boundary_bytes(stop).items():
                 load += size_bytes * self.s_per_byte[tier]

@@ -63,15 +63,19 @@ class Directory:
             agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
         return [*self._damaged.values(), *(self.info_of(agent) for agent in agents)]
 
-    async def refresh(self) -> None:
-        """Take over what other processes have published, or deleted, of agents in no turn here."""
+    async def refresh(self, agent_id: str | None = None) -> None:
+        """Take over what other processes have published, or deleted, of agents in no turn here.
+
+        Args:
+            agent_id: of an agent that is looked for, also where that takes asking other machines.
+        """
         agents = self.agents()
-        self._learn(await asyncio.to_thread(self._reader.read, agents))
+        self._learn(await asyncio.to_thread(self._read, agents, agent_id))
 
     async def has(self, agent_id: str) -> bool:
         """Return whether there is an agent of that name, with any model."""
         if self.known(agent_id) is None:
-            await self.refresh()
+            await self.refresh(agent_id)
         return self.known(agent_id) is not None
 
     async def describe(self, agent_id: str) -> AgentInfo:
@@ -205,7 +209,7 @@ class Directory:
             UnknownAgentError: there is none of that name.
         """
         if self.known(agent_id, model) is None:
-            await self.refresh()
+            await self.refresh(agent_id)
         return self.agent(agent_id, model)
 
     def host_of(self, agent: Agent) -> ModelHost | None:
@@ -231,7 +235,7 @@ class Directory:
             NameTakenError: the name is taken; nothing was changed.
             StoreError: it cannot be saved; nothing was changed.
         """
-        await self.refresh()
+        await self.refresh(agent.agent_id)
         with self.claimed_name(agent):
             async with changing(self._publisher, agent, is_read=False):
                 if await asyncio.to_thread(self._store.has_reference, agent.name):
@@ -295,6 +299,12 @@ class Directory:
             return there
 
     # Inside ------------------------------------------------------------------------------------
+
+    def _read(self, agents: Sequence[Agent], agent_id: str | None) -> News:
+        """Read what the store has beyond these agents, after asking other machines. For threads."""
+        if self._store.shared is not None:
+            self._store.shared.pull_all(agent_id)
+        return self._reader.read(agents)
 
     def _nobody(self, agent_id: str, model: str | None) -> NoReturn:
         for info in self._damaged.values():

@@ -78,6 +78,14 @@ class Publisher:
         """
         if not agent.is_passing and (agent.mark is None or agent.mark.serial != agent.serial):
             await asyncio.to_thread(self._record, agent)
+            await asyncio.to_thread(self._share, agent)
+
+    def _share(self, agent: Agent) -> None:
+        """Wait a moment until other machines have what the agent has said; see ``SharedTier``."""
+        ticket = self._tickets.get(agent.name)
+        is_coming = ticket is not None and ticket.state in (SaveState.QUEUED, SaveState.PUBLISHED)
+        if self.store.shared is not None and is_coming:
+            self.store.shared.wait(agent.name, agent.serial)
 
     def _record(self, agent: Agent) -> None:
         ticket = self._tickets.get(agent.name)
@@ -96,6 +104,8 @@ class Publisher:
         """Take over what another process has published of the agent since. Within its gate."""
         if agent.is_passing:
             return
+        if self.store.shared is not None:
+            await asyncio.to_thread(self.store.shared.pull, agent.name)
         ref = await asyncio.to_thread(self.news_of, agent)
         if ref is not None:
             agent.take(ref)

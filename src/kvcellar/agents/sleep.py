@@ -61,6 +61,8 @@ class Sleep:
                 agent.is_paused = False
                 raise
             await free_cells(self.directory, agent)
+            if self.publisher.store.shared is not None:
+                await asyncio.to_thread(self.publisher.store.shared.flush, name=agent.name)
             if progress is not None:
                 progress(1.0, "saved")
         return agent.info(0)

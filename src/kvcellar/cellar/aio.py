@@ -59,6 +59,7 @@ class AsyncCellar:
         options: LoadOptions,
         *,
         store: str | Path | None = None,
+        shared: str | None = None,
         memory: str | int | None = None,
         progress: ProgressFn | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class AsyncCellar:
         self.model = adapted(path, next(iter(options.adapters), ""))
         self._options = replace(options, model=path)
         self._folder = default_store() if store is None else Path(store).expanduser()
+        self._shared = shared
         self._memory = None if memory is None else str(memory)
         self._progress = progress
         self._resources = contextlib.ExitStack()
@@ -104,7 +106,7 @@ class AsyncCellar:
         options = self._options
         hosting = Hosting.within(limit_of(self._memory, options), options)
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(Store(self._folder, hosting.store))
+            store = stack.enter_context(Store(self._folder, hosting.store, shared=self._shared))
             models = ModelRegistry(lambda name: self._load(hosting, name), **hosting.registry)
             stack.callback(models.close)
             self._agents = AgentManager(store, models, default_model=self.model)

@@ -12,18 +12,20 @@ from kvcellar.models import LoadOptions
 if TYPE_CHECKING:
     from kvcellar.models.options import ProgressFn
 
-_OF_THE_CELLAR = ("store", "memory", "progress")
+_OF_THE_CELLAR = ("store", "shared", "memory", "progress")
 
 
 class Settings(TypedDict, total=False):
-    """Settings of ``kvcellar.open``: three of the cellar, the others of its model.
+    """Settings of ``kvcellar.open``: four of the cellar, the others of its model.
 
-    ``store`` is a folder, ``memory`` a size or bytes, ``progress`` is called while the model
+    ``store`` is a folder, ``shared`` the URL of a place that several machines share behind it,
+    ``memory`` a size or bytes, ``progress`` is called while the model
     loads. Each of the others is as :class:`kvcellar.models.LoadOptions` has it; where ``adapters``
     has one, it is what answers.
     """
 
     store: str | Path | None
+    shared: str | None
     memory: str | int | None
     progress: ProgressFn | None
     backend: str

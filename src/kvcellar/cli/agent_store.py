@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcellar.cli import options
 from kvcellar.cli.hosting import hosting_of, open_shown
+from kvcellar.cli.store import StorePlace
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.models.options import DEMO, LoadOptions
 
@@ -34,7 +34,7 @@ ModelName = Annotated[
 
 @contextmanager
 def opened_agents(
-    folder: Path | None,
+    place: StorePlace,
     loading: LoadOptions | None = None,
     *,
     memory: str | None = None,
@@ -44,14 +44,13 @@ def opened_agents(
     """Open the agents of a store, which is made where there is none; models load when needed.
 
     Args:
-        folder: of the store; None: the user's.
+        place: where the store is, and what it shares.
         loading: how models are loaded; None: as by default.
         memory: what the whole process may hold, as a text.
         agent_id: whose type of K and V is taken where ``loading`` names none.
         verify: as ``AgentManager`` takes it.
     """
     from kvcellar.agents import AgentManager, ModelRegistry
-    from kvcellar.store import Store, default_store
 
     def kv_dtype_of(name: str) -> str | None:
         mine = [i for i in agents.directory.infos() if i.agent_id == agent_id]
@@ -60,7 +59,9 @@ def opened_agents(
 
     hosting = hosting_of(loading or LoadOptions(), memory)
     hosting.kv_dtype_of = kv_dtype_of
-    with Store((folder or default_store()).expanduser(), hosting.store) as store:
+    with place.open(hosting.store) as store:
+        if store.shared is not None:
+            store.shared.pull_all()
         models = ModelRegistry(
             lambda name: open_shown(hosting, name, progress_bar(f"loading {name}")),
             **hosting.registry,

@@ -15,7 +15,7 @@ import typer
 from kvcellar.cli import options
 from kvcellar.cli.agent_store import AgentId, ModelName, miss_object, model_for, opened_agents
 from kvcellar.cli.groups import CacheOptions, ChatSampling, SamplingOptions
-from kvcellar.cli.store import AsJson, Folder
+from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace
 from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
 from kvcellar.engine import SamplingParams, TokenEvent
 from kvcellar.errors import PromptError
@@ -35,7 +35,7 @@ def generate_command(
         bool, typer.Option("--create", help="Make the agent if there is none of that name.")
     ] = False,
     sampling: SamplingOptions,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     model: ModelName = None,
     loading: CacheOptions,
     verify: options.Verify = "checksum",
@@ -68,7 +68,7 @@ def chat_command(
     ] = False,
     system: options.System = None,
     sampling: ChatSampling,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     model: ModelName = None,
     loading: CacheOptions,
     verify: options.Verify = "checksum",

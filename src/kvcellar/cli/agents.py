@@ -25,7 +25,7 @@ from kvcellar.cli.agent_store import (
 from kvcellar.cli.agent_turns import chat_command, generate_command
 from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.groups import CacheOptions, ModelOptions
-from kvcellar.cli.store import AsJson, Folder, size_text
+from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace, size_text
 from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 
@@ -111,7 +111,7 @@ def create_command(
     *,
     system: options.System = None,
     model: ModelName = None,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
     loading: ModelOptions,
 ) -> None:
@@ -122,7 +122,7 @@ def create_command(
     show_agent(info, as_json)
 
 
-def list_command(store: Folder = None, as_json: AsJson = False) -> None:
+def list_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """List all agents, the one that was used last at the end."""
     with opened_agents(store) as agents:
         infos = agents.directory.infos()
@@ -141,7 +141,9 @@ def list_command(store: Folder = None, as_json: AsJson = False) -> None:
         )
 
 
-def show_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
+def show_command(
+    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+) -> None:
     """Show one agent: its history, its lineage, its conversation."""
     with opened_agents(store) as agents:
         info = asyncio.run(agents.directory.describe(agent_id))
@@ -154,7 +156,7 @@ def show_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fals
         write(f"\n{message['role']}: {message.get('content') or ''}\n")
 
 
-def why_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
+def why_command(agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """Say what the last turn had to compute again, and why."""
     with opened_agents(store) as agents:
         miss, said = agents.directory.why(agent_id), agents.directory.why_not(agent_id)
@@ -179,7 +181,7 @@ def fork_command(
     new_id: NewId = None,
     position: Position = None,
     turn: TurnNumber = None,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
 ) -> None:
     """Make an agent that shares the beginning of another; no KV is copied."""
@@ -192,7 +194,7 @@ def rewind_command(
     agent_id: AgentId,
     position: Position = None,
     turn: TurnNumber = None,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
 ) -> None:
     """Go back to a place in the history; without one, to before the last turn."""
@@ -205,7 +207,9 @@ def rewind_command(
         print_note(f"`kvcellar agents undo {agent_id}` brings back what was dropped")
 
 
-def keep_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
+def keep_command(
+    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+) -> None:
     """Keep this branch and delete its siblings, with all that was forked from them."""
     with opened_agents(store) as agents:
         gone = list(asyncio.run(agents.lifecycle.keep(agent_id)))
@@ -217,7 +221,9 @@ def keep_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fals
         print_note(f"`kvcellar agents undo {agent_id}` brings them back")
 
 
-def pause_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
+def pause_command(
+    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+) -> None:
     """Have all of an agent on disk and none of it in memory."""
     with opened_agents(store) as agents, progress_bar("saving") as report:
         info = asyncio.run(agents.sleep.pause(agent_id, progress=report))
@@ -227,7 +233,7 @@ def pause_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fal
 def resume_command(
     agent_id: AgentId,
     *,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
     loading: CacheOptions,
     verify: options.Verify = "checksum",
@@ -261,7 +267,7 @@ def resume_command(
 def export_command(
     agent_id: AgentId,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
 ) -> None:
     """Write an agent with its KV to one file."""
@@ -276,7 +282,7 @@ def export_command(
 def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `export` wrote.")],
     new_id: NewId = None,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
 ) -> None:
     """Take in an agent from a file; all of it is verified first."""
@@ -292,7 +298,7 @@ def delete_command(
     is_final: Annotated[
         bool, typer.Option("--forever", help="Keep nothing that undo could bring back.")
     ] = False,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
 ) -> None:
     """Forget an agent; what others share with it stays. Undo brings it back for some time."""
@@ -303,7 +309,9 @@ def delete_command(
         print_note(f"`kvcellar agents undo {agent_id}` brings it back")
 
 
-def undo_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
+def undo_command(
+    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+) -> None:
     """Bring back what rewind, keep, delete or a replaced history has dropped of an agent last.
 
     Where the agent has gone on since, it comes back as an agent of another name. Each call goes one
@@ -323,7 +331,7 @@ def dropped_command(
     is_emptied: Annotated[
         bool, typer.Option("--empty", help="Delete all of it, so that undo finds nothing.")
     ] = False,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
 ) -> None:
     """List what undo can bring back, the latest at the end."""

@@ -23,7 +23,7 @@ from kvcellar.cli.serving import (
     TrustOptions,
     server_config,
 )
-from kvcellar.cli.store import Folder
+from kvcellar.cli.store import HOME_STORE, StorePlace
 from kvcellar.cli.terminal import (
     ProgressFn,
     print_note,
@@ -73,7 +73,7 @@ def serve_command(
     ] = None,
     *,
     place: PlaceOptions,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     any_model: Annotated[
         bool,
         typer.Option(
@@ -358,14 +358,13 @@ def _told_twice(path: str, progress: ProgressFn) -> Iterator[ProgressFn]:
 
 def _serve(
     config: ServerConfig,
-    folder: Path | None,
+    place: StorePlace,
     hosting: Hosting,
     offered: Iterable[str],
     make_models: Callable[[], ServedModels],
 ) -> None:
     """Run the server until it is stopped; then warn of what its store has met."""
     from kvcellar.server.run import serve
-    from kvcellar.store import Store, default_store
 
     def on_ready(url: str, service: Service) -> None:
         write(f"{', '.join(service.models.offered)} at {url}\n")
@@ -373,7 +372,7 @@ def _serve(
         if DEMO in offered:
             print_note(options.DEMO_NOTE)
 
-    with Store((folder or default_store()).expanduser(), hosting.store) as store:
+    with place.open(hosting.store) as store:
         serve(config, store, make_models, on_ready=on_ready)
         for event in store.take_events():
             print_warning(f"{event.subject}: {event.detail}")

@@ -17,7 +17,7 @@ from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvcellar.store import Store
+    from kvcellar.store import Store, StoreConfig
 
 
 Folder = Annotated[
@@ -29,6 +29,15 @@ Folder = Annotated[
         "--store",
     ),
 ]
+Shared = Annotated[
+    str | None,
+    option(
+        "URL",
+        "A place that several machines share, behind the store: s3://bucket/prefix, gs:// and "
+        "az:// likewise, file:///mnt/share/folder, valkey://host:6379/0. Default: none.",
+        "--shared",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Limit = Annotated[
     str | None,
@@ -36,6 +45,36 @@ Limit = Annotated[
 ]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StorePlace:
+    """Options of a store: its folder, and what it shares with other machines."""
+
+    store: Folder = None
+    shared: Shared = None
+
+    @property
+    def path(self) -> Path:
+        """Folder of the store; the user's where none was given."""
+        from kvcellar.store import default_store
+
+        return (self.store or default_store()).expanduser()
+
+    def open(self, config: StoreConfig) -> Store:
+        """Open the store, or make one.
+
+        Raises:
+            StoreError: the folder cannot hold one.
+            ConfigError: what is to be shared is no place.
+        """
+        from kvcellar.store import Store
+
+        return Store(self.path, config, shared=self.shared)
+
+
+HOME_STORE = StorePlace()
+"""The user's own store, which shares nothing."""
 
 
 def register(app: typer.Typer) -> None:
@@ -66,7 +105,7 @@ def register(app: typer.Typer) -> None:
     )
 
 
-def stats_command(store: Folder = None, as_json: AsJson = False) -> None:
+def stats_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """Count blocks, histories and bytes.
 
     What histories share is stored once; `unshared` is what they would take without that.
@@ -92,7 +131,7 @@ def stats_command(store: Folder = None, as_json: AsJson = False) -> None:
         write(f"{name:<16}{text}\n")
 
 
-def verify_command(store: Folder = None, as_json: AsJson = False) -> None:
+def verify_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """Read every byte and check it.
 
     Damaged files go to the folder `quarantine`; what they held is computed again when it is
@@ -121,7 +160,7 @@ def verify_command(store: Folder = None, as_json: AsJson = False) -> None:
 
 
 def gc_command(
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     limit: Limit = None,
     grace: Annotated[
         float,
@@ -151,20 +190,19 @@ def gc_command(
 
 
 @contextmanager
-def _opened(folder: Path | None, limit: str | None = None) -> Iterator[Store]:
+def _opened(place: StorePlace, limit: str | None = None) -> Iterator[Store]:
     """Open the store in that folder, which has to be there already."""
-    from kvcellar.store import Store, StoreConfig, default_store
+    from kvcellar.store import StoreConfig
 
     config = StoreConfig(warm_bytes=0)
     if limit is not None:
         config = dataclasses.replace(config, cold_bytes=parse_size(limit))
-    path = (folder or default_store()).expanduser()
-    if not path.is_dir():
+    if not place.path.is_dir():
         raise ConfigError(
-            f"there is no store in {path}; it is made when the first history is saved, or give "
-            f"another folder with --store"
+            f"there is no store in {place.path}; it is made when the first history is saved, or "
+            f"give another folder with --store"
         )
-    with Store(path, config) as store:
+    with place.open(config) as store:
         yield store
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -76,7 +77,7 @@ class Saver:
         warm_precision: str,
         cold_precision: str,
         max_boundaries: int,
-        on_published: Callable[[str], object],
+        on_published: Callable[[str], None] | None,
     ) -> None:
         """Create a saver that has saved nothing yet; told of names that were published."""
         self._on_published = on_published
@@ -210,6 +211,16 @@ class Saver:
             return True
         return False if entry is None else entry.item
 
+    def keep(self, sealed: Sealed) -> None:
+        """Have a block that came from elsewhere on disk too, where the queue has room for it."""
+
+        def work() -> None:
+            with contextlib.suppress(StoreError), self._cold.locked():  # there may be no room
+                self._cold.put(sealed, self.wanted(), None)
+                self._cold.settle()
+
+        self._writer.offer(work, sealed.size_bytes)
+
     # In the writer's thread --------------------------------------------------------------------
 
     def _run(self, taken: _Taken) -> None:
@@ -269,7 +280,8 @@ class Saver:
                 return  # another process has published a later state meanwhile: that one stays
             self._cold.put_reference(ref, protect)
             taken.ticket.reference = ref
-            self._on_published(state.name)
+            if self._on_published is not None:
+                self._on_published(state.name)
             if before is not None:
                 self._cold.remove_superseded(before, ref, self.wanted() - taken.needs.keys())
 

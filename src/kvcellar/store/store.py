@@ -6,7 +6,6 @@ tokens is stored, and load it block by block, every byte verified before it is g
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
 from kvcellar.store import exchange, upkeep
-from kvcellar.store.blocks import Sealed, chain
+from kvcellar.store.blocks import chain
 from kvcellar.store.catalogue import Catalogue, RefRow
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
@@ -36,7 +35,8 @@ from kvcellar.store.reports import (
     VerifyReport,
 )
 from kvcellar.store.saving import Saver
-from kvcellar.store.shared.tier import SharedTier
+from kvcellar.store.shared.places import open_place
+from kvcellar.store.shared.tier import TIMEOUT_S, SharedTier
 from kvcellar.store.tickets import HistoryState, RowSource, SaveTicket
 from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
@@ -51,8 +51,7 @@ class Store:
 
     ``match``, ``load``, ``load_boundary`` and ``save`` never wait for a disk write. The verbs that
     change references (``delete``, ``gc``) run behind all saves that are queued, and wait for
-    themselves. Trouble is never raised by a background
-    write: it is in ``take_events`` and in the save's ticket.
+    themselves. Trouble of a background write is in ``take_events`` and in the save's ticket.
 
     Use it as a context manager, or call ``close``.
 
@@ -74,15 +73,16 @@ class Store:
 
         Args:
             path: the folder.
-            config: limits and policy; None: as by default.
-            shared: URL of a place that several machines share, behind this folder.
-            on_event: called in the thread where something happens.
+            config: limits and policy.
+            shared: URL of a place that several machines share, behind the folder.
+            on_event: called where something happens.
 
         Raises:
             StoreError: the folder cannot hold a store, or is of another version.
             ConfigError: the URL names no place that can be shared.
         """
         self.config = config or StoreConfig()
+        place = None if shared is None else open_place(shared, timeout_s=TIMEOUT_S)
         self.path = Path(path)
         self._events = EventLog(on_event)
         self._folder = Folder(self.path)
@@ -91,9 +91,7 @@ class Store:
         )
         self._warm = WarmTier(self.config.warm_bytes)
         self._writer = Writer(self.config.queue_bytes, self._on_writer_error)
-        self.shared = self._opened_tier(shared)
-        blocks = None if self.shared is None else self.shared.blocks
-        self._finder = Finder(self._warm, self._cold, blocks, self._on_read, self._keep)
+        self.shared = None if place is None else SharedTier(place, self._cold, self._events)
         self._saver = Saver(
             self._warm,
             self._cold,
@@ -102,10 +100,14 @@ class Store:
             warm_precision=self.config.warm_precision,
             cold_precision=self.config.cold_precision,
             max_boundaries=self.config.max_boundaries,
-            on_published=self._hand_in,
+            on_published=None if self.shared is None else self.shared.hand_in,
         )
+        tiers = self._warm, self._cold, None if self.shared is None else self.shared.blocks
+        self._finder = Finder(*tiers, self._on_read, self._saver.keep)
         self._local_leases = LocalLeases(self._folder)
         self.leases: Leases = self._local_leases
+        if self.shared is not None:
+            self.leases = self.shared.leases(self._local_leases)
         self._used: deque[bytes] = deque()
 
     def __enter__(self) -> Store:
@@ -375,7 +377,8 @@ class Store:
                 raise StoreError(f"history {name!r} could not be deleted: {error}") from error
             if not is_gone:
                 raise self._unknown(name)
-            self._hand_in(name)
+            if self.shared is not None:
+                self.shared.hand_in(name)
 
         checked_name(name)
         self._writer.call(work)
@@ -486,30 +489,6 @@ class Store:
     def _on_read(self, address: bytes) -> None:
         """Note that a block was used. It is not copied to RAM: the cache has it now."""
         self._used.append(address)
-
-    def _hand_in(self, name: str) -> None:
-        """Have a history that has changed handed in to the shared tier, where there is one."""
-        if self.shared is not None:
-            self.shared.hand_in(name)
-
-    def _keep(self, sealed: Sealed) -> None:
-        """Have a block of the shared tier on disk too, where the queue has room for it."""
-
-        def work() -> None:
-            with contextlib.suppress(StoreError), self._cold.locked():  # there may be no room
-                self._cold.put(sealed, self._saver.wanted(), None)
-                self._cold.settle()
-
-        self._writer.offer(work, sealed.size_bytes)
-
-    def _opened_tier(self, url: str | None) -> SharedTier | None:
-        """Open the shared tier, or else close what was opened before it."""
-        try:
-            return None if url is None else SharedTier(url, self._cold, self._events)
-        except BaseException:
-            self._writer.close()
-            self._cold.close()
-            raise
 
     def _write_used(self) -> None:
         used: set[bytes] = set()

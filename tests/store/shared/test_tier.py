@@ -118,11 +118,11 @@ def test_of_two_who_went_on_at_once_neither_is_lost(machine: Opener) -> None:
 def test_what_is_deleted_on_one_machine_goes_on_the_other(machine: Opener) -> None:
     one, other = machine("a"), machine("b")
     saved(one, KEYS["full"], tokens_of(1, 20), 1)
-    tier(other).pull_all(is_wanted=True)
+    tier(other).pull_all()
     assert other.has_reference(NAME)
     one.delete(NAME)
     assert tier(one).flush()
-    tier(other).pull_all(is_wanted=True)
+    tier(other).pull_all("poet")
     assert not other.has_reference(NAME)
     saved(other, KEYS["full"], tokens_of(2, 20), 9)  # the name is free again
     assert tier(one).pull(NAME) is Pulled.TAKEN

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
+import time
 from dataclasses import replace
 
 from kvcellar.store.blocks import Info, Kind, address_of
@@ -79,19 +81,22 @@ class SharedHistories:
             self._events.add(EventKind.DAMAGED, register, f"{error}; the state here stays")
             return Pulled.SAME
 
-    def pull_all(self) -> dict[str, Pulled]:
-        """Take over all states that are new, by register.
+    def pull_all(self, folder: str, wait_s: float = math.inf) -> None:
+        """Take over all states below a folder of registers that are new, for so long.
 
         Raises:
             StoreError: one could not be written here.
         """
+        deadline = time.monotonic() + wait_s
         try:
-            numbers = self._reach.ask(lambda place: place.numbers("agents/"), ASK_S)
+            numbers = self._reach.ask(lambda place: place.numbers(f"{folder}/"), ASK_S)
         except AwayError:
-            return {}
+            return
         known = self._ledger.all()
-        news = [r for r, n in numbers.items() if r not in known or known[r].number != n]
-        return {register: self.pull(register) for register in news}
+        for register, number in numbers.items():
+            is_news = register not in known or known[register].number != number
+            if is_news and time.monotonic() < deadline:
+                self.pull(register)
 
     def _follow(self, register: str, state: State, known: Known | None) -> Pulled:
         """Make a state of the tier the local one, unless that has gone on by itself."""

@@ -1,4 +1,4 @@
-"""What this machine's store knows to be in the shared tier: the states that both have.
+"""The ledger of what is in the shared tier: the states that it and this machine's store had last.
 
 It is an index: where it is lost, states that are equal are found to be so again, and others that
 this machine has not handed in count as its own.

@@ -31,8 +31,13 @@ class Manifest:
 
 
 def register_of(name: str) -> str:
-    """Return the register of a history."""
-    return f"agents/{file_stem(name)}"
+    """Return the register of a history, in a folder of those whose names differ behind an @."""
+    return f"{folder_of(name.rpartition('@')[0] or name)}/{file_stem(name)}"
+
+
+def folder_of(agent_id: str) -> str:
+    """Return the folder of the registers of one agent, which it has one of for each model."""
+    return f"agents/{file_stem(agent_id)}"
 
 
 def pack_manifest(ref: Reference, infos: Mapping[bytes, Info]) -> bytes:

@@ -1,4 +1,4 @@
-"""What a place that several machines reach can do: named bytes, and registers that move on."""
+"""Places that several machines reach: named bytes, and registers that move on."""
 
 from __future__ import annotations
 

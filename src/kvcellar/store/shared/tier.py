@@ -11,13 +11,15 @@ import time
 
 from kvcellar.store.catalogue import Catalogue
 from kvcellar.store.cold import ColdTier
+from kvcellar.store.leases import Leases
 from kvcellar.store.references import DROPPED
 from kvcellar.store.reports import EventLog, SharedStats
 from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.histories import Pulled, SharedHistories
+from kvcellar.store.shared.leases import TierLeases
 from kvcellar.store.shared.ledger import Ledger
-from kvcellar.store.shared.manifests import register_of
-from kvcellar.store.shared.places import open_place
+from kvcellar.store.shared.manifests import folder_of, register_of
+from kvcellar.store.shared.places import Place
 from kvcellar.store.shared.pusher import Pusher
 from kvcellar.store.shared.reach import Reach
 
@@ -32,6 +34,9 @@ CLOSE_S = 10.0
 
 POLL_S = 2.0
 
+MOST_PULLING_S = 5.0
+"""How long taking over states of all agents may hold up somebody who asks; the rest comes later."""
+
 
 class SharedTier:
     """One place, as one store sees it. For any thread.
@@ -41,13 +46,8 @@ class SharedTier:
         blocks: content-addressed blocks and boundary states.
     """
 
-    def __init__(self, url: str, cold: ColdTier, events: EventLog) -> None:
-        """Open the tier at a URL, and begin to hand in what it lacks; nothing is waited for.
-
-        Raises:
-            ConfigError: the URL names no place.
-        """
-        place = open_place(url, timeout_s=TIMEOUT_S)
+    def __init__(self, place: Place, cold: ColdTier, events: EventLog) -> None:
+        """Begin to hand in what a place lacks; nothing is waited for."""
         self.title = place.title
         self._cold = cold
         self._reach = Reach(place, events)
@@ -81,19 +81,25 @@ class SharedTier:
         """
         return self._histories.pull(register_of(name))
 
-    def pull_all(self, *, is_wanted: bool = False) -> None:
+    def pull_all(self, agent_id: str | None = None) -> None:
         """Take over all states that are new; asked often, it asks the place every 2 s.
 
         Args:
-            is_wanted: ask now.
+            agent_id: whose are asked for now, before all others.
 
         Raises:
             StoreError: one could not be written here.
         """
+        if agent_id is not None:
+            self._histories.pull_all(folder_of(agent_id))
         with self._polling:
-            if is_wanted or time.monotonic() - self._polled_s >= POLL_S:
+            if time.monotonic() - self._polled_s >= POLL_S:
+                self._histories.pull_all("agents", MOST_PULLING_S)
                 self._polled_s = time.monotonic()
-                self._histories.pull_all()
+
+    def leases(self, local: Leases) -> Leases:
+        """Return the leases among all machines, in front of which are those of this one."""
+        return TierLeases(local, self._reach)
 
     def is_diverged(self, name: str) -> bool:
         """Return whether another machine's state of a history came before the one here."""

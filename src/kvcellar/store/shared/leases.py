@@ -1,0 +1,125 @@
+"""Leases among machines: names in the shared tier that can be made only once, and that expire.
+
+A lease says who should extend a history. What keeps two from doing so is that a state is handed in
+only behind the one before it. So a place that is away costs no turn: leases are this machine's
+alone then, and who went on beside somebody else is found out when states are handed in.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+
+from kvcellar.errors import LeaseHeldError, LeaseLostError
+from kvcellar.store.leases import Lease, Leases
+from kvcellar.store.references import file_stem
+from kvcellar.store.shared.places import Place
+from kvcellar.store.shared.reach import AwayError, Reach
+
+TTL_S = 30.0
+"""How long a lease lasts that nobody renews: what a machine that died keeps others waiting."""
+
+ASK_S = 2.0
+
+
+class TierLeases:
+    """Leases in one place, behind those of this machine's processes. See ``Leases``."""
+
+    def __init__(self, local: Leases, reach: Reach) -> None:
+        """Create leases of which none is taken."""
+        self._local = local
+        self._reach = reach
+        self._lock = threading.Lock()
+        self._held: dict[str, Lease] = {}
+        """By token the leases that the place has."""
+
+    def take(self, name: str) -> Lease:
+        """See ``Leases``; where the place is away, of this machine alone."""
+        lease = self._local.take(name)
+        shared = replace(lease, expires_s=time.time() + TTL_S)
+        try:
+            owner = self._reach.ask(lambda place: _take(place, shared), ASK_S)
+        except AwayError:
+            return lease
+        if owner is not None:
+            self._local.release(lease)
+            raise LeaseHeldError(name, owner)
+        with self._lock:
+            self._held[lease.token] = shared
+        return shared
+
+    def renew(self, lease: Lease) -> Lease:
+        """See ``Leases``; where the place is away, it counts as renewed."""
+        self._local.renew(lease)
+        later = replace(lease, expires_s=time.time() + TTL_S)
+        try:
+            is_mine = self._reach.ask(lambda place: _renew(place, later), ASK_S)
+        except AwayError:
+            is_mine = True
+        if not is_mine:
+            raise LeaseLostError(lease.name)
+        return later
+
+    def release(self, lease: Lease) -> None:
+        """See ``Leases``; waits for nobody: the place hears of it behind what it was asked."""
+        with self._lock:
+            is_shared = self._held.pop(lease.token, None) is not None
+        try:
+            if is_shared:
+                self._reach.ask(lambda place: _release(place, lease), ASK_S)
+        except AwayError:
+            pass  # it expires
+        finally:
+            self._local.release(lease)
+
+    def close(self) -> None:
+        """See ``Leases``."""
+        with self._lock:
+            held = list(self._held.values())
+        for lease in held:
+            self.release(lease)
+        self._local.close()
+
+
+def _take(place: Place, lease: Lease) -> str | None:
+    """Take a lease; return its owner where another has it."""
+    data = json.dumps([lease.owner, lease.token, lease.expires_s]).encode()
+    for _ in range(3):
+        if place.create(_key(lease.name), data, TTL_S):
+            return None
+        owner, token, expires_s = _read(place, lease.name)
+        if token == lease.token:  # it was made, and the answer was lost
+            return None
+        if expires_s > time.time():
+            return owner
+        place.drop([_key(lease.name)])
+    return "another machine"
+
+
+def _renew(place: Place, lease: Lease) -> bool:
+    """Give a lease that is still this one a later end; false where another has it."""
+    _, token, _ = _read(place, lease.name)
+    if token != lease.token:
+        return token == "" and _take(place, lease) is None
+    place.write(_key(lease.name), json.dumps([lease.owner, lease.token, lease.expires_s]).encode())
+    return True
+
+
+def _release(place: Place, lease: Lease) -> None:
+    if _read(place, lease.name)[1] == lease.token:
+        place.drop([_key(lease.name)])
+
+
+def _read(place: Place, name: str) -> tuple[str, str, float]:
+    """Return owner, token and end of what is there; nobody's, of long ago, where there is none."""
+    try:
+        owner, token, expires_s = json.loads(place.read(_key(name)) or b"[]")
+        return str(owner), str(token), float(expires_s)
+    except (ValueError, TypeError):
+        return "", "", 0.0
+
+
+def _key(name: str) -> str:
+    return f"leases/{file_stem(name)}"
