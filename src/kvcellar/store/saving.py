@@ -21,6 +21,7 @@ from kvcellar.store.blocks import (
     unsealed_boundary,
 )
 from kvcellar.store.cold import ColdTier
+from kvcellar.store.config import StoreConfig
 from kvcellar.store.layout import ModelKey
 from kvcellar.store.precision import EXACT
 from kvcellar.store.references import Boundary, Reference
@@ -73,10 +74,7 @@ class Saver:
         cold: ColdTier,
         writer: Writer,
         events: EventLog,
-        *,
-        warm_precision: str,
-        cold_precision: str,
-        max_boundaries: int,
+        config: StoreConfig,
         on_published: Callable[[str], None] | None,
     ) -> None:
         """Create a saver that has saved nothing yet; told of names that were published."""
@@ -85,9 +83,9 @@ class Saver:
         self._cold = cold
         self._writer = writer
         self._events = events
-        self._warm_precision = warm_precision
-        self._cold_precision = cold_precision
-        self._max_boundaries = max_boundaries
+        self._warm_precision = config.warm_precision
+        self._cold_precision = config.cold_precision
+        self._max_boundaries = config.max_boundaries
         self._wanted: Counter[bytes] = Counter()
         self._lock = threading.Lock()
 

@@ -31,7 +31,6 @@ from kvcellar.store.reports import (
     GcReport,
     StoreEvent,
     StoreStats,
-    TierStats,
     VerifyReport,
 )
 from kvcellar.store.saving import Saver
@@ -59,6 +58,7 @@ class Store:
         config: what its owner set.
         path: the folder.
         leases: who may extend a history, among all processes.
+        shared: the tier of several machines, where there is one.
     """
 
     def __init__(
@@ -97,17 +97,13 @@ class Store:
             self._cold,
             self._writer,
             self._events,
-            warm_precision=self.config.warm_precision,
-            cold_precision=self.config.cold_precision,
-            max_boundaries=self.config.max_boundaries,
-            on_published=None if self.shared is None else self.shared.hand_in,
+            self.config,
+            None if self.shared is None else self.shared.hand_in,
         )
         tiers = self._warm, self._cold, None if self.shared is None else self.shared.blocks
         self._finder = Finder(*tiers, self._on_read, self._saver.keep)
-        self._local_leases = LocalLeases(self._folder)
-        self.leases: Leases = self._local_leases
-        if self.shared is not None:
-            self.leases = self.shared.leases(self._local_leases)
+        local = self._local_leases = LocalLeases(self._folder)
+        self.leases: Leases = local if self.shared is None else self.shared.leases(local)
         self._used: deque[bytes] = deque()
 
     def __enter__(self) -> Store:
@@ -460,25 +456,9 @@ class Store:
         )
 
     def stats(self) -> StoreStats:
-        """Return both tiers, the queue and all counts, at this moment."""
-        totals = self._cold.ask(Catalogue.totals)
-        quarantined = sum(size for _, size in self._folder.quarantine_files())
-        cold = TierStats(
-            totals["blocks"],
-            totals["block_bytes"] + totals["ref_bytes"] + quarantined,
-            self.config.cold_bytes,
-        )
-        return StoreStats(
-            warm=self._warm.stats(),
-            cold=cold,
-            n_references=totals["refs"],
-            referenced_bytes=totals["held"],
-            unshared_bytes=totals["unshared"],
-            quarantined_bytes=quarantined,
-            queued_bytes=self._writer.queued_bytes,
-            events=self._events.counts(),
-            shared=None if self.shared is None else self.shared.stats(),
-        )
+        """Return all tiers, the queue and all counts, at this moment."""
+        shared = None if self.shared is None else self.shared.stats()
+        return upkeep.stats(self._cold, self._warm.stats(), self._writer.queued_bytes, shared)
 
     def take_events(self) -> list[StoreEvent]:
         """Return what happened since the last call, oldest first."""

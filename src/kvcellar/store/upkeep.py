@@ -13,7 +13,7 @@ from kvcellar.errors import StoreError
 from kvcellar.store.catalogue import Catalogue, is_damage
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.references import Reference
-from kvcellar.store.reports import GcReport, VerifyReport
+from kvcellar.store.reports import GcReport, SharedStats, StoreStats, TierStats, VerifyReport
 
 Progress = Callable[[float, str], None]
 
@@ -108,6 +108,26 @@ def _n_restorable(cold: ColdTier, ref: Reference) -> int:
             return at
         at = min(info.stop, ref.n_stored)
     return ref.n_stored
+
+
+def stats(
+    cold: ColdTier, warm: TierStats, queued_bytes: int, shared: SharedStats | None
+) -> StoreStats:
+    """Count what the cold tier has, beside what is known of the others; see ``Store.stats``."""
+    totals = cold.ask(Catalogue.totals)
+    quarantined = sum(size for _, size in cold.folder.quarantine_files())
+    size_bytes = totals["block_bytes"] + totals["ref_bytes"] + quarantined
+    return StoreStats(
+        warm=warm,
+        cold=TierStats(totals["blocks"], size_bytes, cold.limit_bytes),
+        n_references=totals["refs"],
+        referenced_bytes=totals["held"],
+        unshared_bytes=totals["unshared"],
+        quarantined_bytes=quarantined,
+        queued_bytes=queued_bytes,
+        events=cold.events.counts(),
+        shared=shared,
+    )
 
 
 def collect(
