@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import kvcellar as kv
-from kvcellar.agents import AgentInfo
+from kvcellar.agents import AgentInfo, leasing
 from kvcellar.agents.hosting import Hosting
 from kvcellar.cellar import Cellar, Sampling
 from kvcellar.cellar.answers import params_of
@@ -44,6 +44,22 @@ def cellar(tmp_path_factory):
 
 def names(cellar: Cellar) -> set[str]:
     return {agent.name for agent in cellar.agents()}
+
+
+def test_an_agent_that_another_process_is_using_goes_on_as_a_branch_of_it(cellar, monkeypatch):
+    monkeypatch.setattr(leasing, "PATIENCE_S", 0.0)
+    agent = cellar.agent("shared")
+    agent.say("import os", **GREEDY)
+    manager = cellar._cellar.manager
+    lease = manager.store.leases.take(manager.directory.agent("shared").name)
+    answer = agent.say("import sys", **GREEDY)
+    manager.store.leases.release(lease)
+    assert answer.agent == agent.name == "shared.2"
+    assert answer.usage.notes[0].endswith("so the answer is in its branch shared.2")
+    with agent.stream("import re", **GREEDY) as stream:
+        assert "".join(stream) == stream.answer.text
+    assert agent.name == "shared.2" and len(agent.messages) == 6
+    assert len(cellar.agent("shared").messages) == 2
 
 
 # What an agent says -------------------------------------------------------------------------------

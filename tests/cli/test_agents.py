@@ -10,8 +10,9 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.agents import host
+from kvcellar.agents import host, leasing
 from kvcellar.cli import agent_turns, app
+from kvcellar.store import Store
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -35,6 +36,24 @@ def run_json(*args: str, stdin: str | None = None) -> Any:
 
 def say(agent_id: str, text: str, *more: str) -> Any:
     return run_json("generate", agent_id, text, "--max-tokens", "6", *more)
+
+
+def test_a_chat_goes_on_as_a_branch_where_another_process_has_the_agent(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leasing, "PATIENCE_S", 0.0)
+    run_json("create", "poet")
+    with Store(home / "home" / "store") as store:
+        (name,) = store.reference_names()
+        store.leases.take(name)
+        args = ("chat", "poet", "--max-tokens", "4", "--json")
+        code, out, err = run(*args, stdin="One.\nTwo.\n")
+        assert code == 0, err
+        first, second = map(json.loads, out.splitlines())
+        assert first["id"] == second["id"] == "poet.2"
+        assert "in use by process" in first["usage"]["notes"][0]
+        assert second["usage"]["notes"] == [] and second["usage"]["cached_tokens"]
+    assert len(run_json("show", "poet.2")["messages"]) == 4
 
 
 def test_an_agent_lives_through_all_commands(home: Path) -> None:

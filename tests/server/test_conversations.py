@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvcellar.agents import open_host
+from kvcellar.agents import leasing, open_host
 from kvcellar.agents.residence import MIN_GAIN
 from tests.server.live import serving
 
@@ -49,6 +49,34 @@ def responses(live, text, name, headers=None, **more):
     return live.http.post(
         "/v1/responses", json=body, headers={"X-Agent-Id": name, **(headers or {})}
     )
+
+
+def test_a_turn_whose_agent_another_process_is_using_is_answered_by_a_branch_with_a_notice(
+    live, monkeypatch
+):
+    monkeypatch.setattr(leasing, "PATIENCE_S", 0.0)
+    before = make(live, "shared", "One.")
+    leases = live.service.store.leases
+    lease = leases.take(live.service.agents.directory.agent("shared").name)
+    try:
+        for number, sent in ((2, [user("Hello")]), (3, [*before, user("Hello")])):
+            value = say(live, sent, "shared").json()["kvcellar"]
+            assert value["agent_id"] == f"shared.{number}"
+            assert "agent 'shared' is in use by process" in value["notice"]
+            assert messages_of(live, f"shared.{number}")[:-1] == [*before, user("Hello")]
+        raw = {"prompt": "def", "max_tokens": 4}
+        said = live.http.post("/v1/completions", json=raw, headers={"X-Agent-Id": "shared"})
+        assert said.headers["x-agent-id"] == "shared.4"
+        assert "in use by process" in said.headers["x-agent-notice"]
+        said = live.http.post("/v1/agents/shared/generate", json={"text": "Hello", **SHORT})
+        assert said.headers["x-agent-id"] == said.json()["id"] == "shared.5"
+        refused = live.http.post("/v1/agents/shared/rewind", json={"turn": 0})
+        assert refused.status_code == 409 and "in use by process" in refused.text
+        assert live.http.delete("/v1/agents/shared").status_code == 409
+    finally:
+        leases.release(lease)
+    assert messages_of(live, "shared") == before
+    assert say(live, [user("Hello")], "shared").json()["kvcellar"]["agent_id"] == "shared"
 
 
 # A name is a promise -------------------------------------------------------------------------

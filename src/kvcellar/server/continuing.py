@@ -81,6 +81,7 @@ class Continuations:
         head: what answers and chunks begin with.
         choices: the continuations, once the prompts are read.
         notes: what the answers are not held to.
+        turn: of the agent that continues, once there is one; it says whose answer it became.
     """
 
     body: CompletionRequest
@@ -89,6 +90,7 @@ class Continuations:
     head: Mapping[str, Any]
     choices: list[Continuation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    turn: Turn | None = None
 
     @property
     def only(self) -> Continuation:
@@ -104,7 +106,13 @@ class Continuations:
     @property
     def headers(self) -> dict[str, str]:
         """Headers that say whose turn it is, where it is an agent's."""
-        return {} if self.whose.name is None else {"x-agent-id": without_salt(self.whose.name)}
+        if self.whose.name is None:
+            return {}
+        turn, name = self.turn, self.whose.name
+        said = {"x-agent-id": without_salt(name if turn is None else turn.agent_id)}
+        if turn is not None and turn.notice is not None:
+            said["x-agent-notice"] = without_salt(turn.notice)
+        return said
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -152,7 +160,7 @@ async def continued(
             if whose.name is None:
                 yield [_plain(service, host, choice, body) for choice in batch.choices]
             else:
-                yield [_of_agent(service, host, whose, batch.choices[0])]
+                yield [_of_agent(service, host, batch)]
 
 
 async def _fill_in(service: Service, host: ModelHost, body: CompletionRequest) -> None:
@@ -270,22 +278,23 @@ async def score_prompt(
 
 
 async def _of_agent(
-    service: Service, host: ModelHost, whose: Whose, choice: Continuation
+    service: Service, host: ModelHost, batch: Continuations
 ) -> AsyncGenerator[Pieces, None]:
     """Continue a prompt behind an agent's history, which grows by it."""
+    choice = batch.only
 
     def on_start(tokens: History, n_cached: int) -> None:
         service.check_fits(host, tokens)
         choice.n_prompt = len(tokens)
 
-    turn = Turn(
+    batch.turn = turn = Turn(
         tokens=choice.prompt,
         params=choice.params,
         model=host.name,
         deadline_s=service.config.wait_s,
         on_start=on_start,
     )
-    async with service.conversations.seat(turn, whose):
+    async with service.conversations.seat(turn, batch.whose):
         async with service.agents.turns.running(turn) as running:
             async for event in running.events:
                 running.take(event)

@@ -290,7 +290,7 @@ async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) 
 
     end = _end(await until_gone(request, to_the_end()))
     _note(request, end)
-    return JSONResponse(end, headers={"x-agent-id": without_salt(agent_id)})
+    return JSONResponse(end, headers={"x-agent-id": end["id"]})
 
 
 def _turn_as_json(turn: TurnRecord) -> dict[str, Any]:
