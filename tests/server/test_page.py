@@ -422,6 +422,29 @@ def test_what_waits_is_sent_though_one_before_it_is_taken_back_too_late(open_pag
     assert said[::2] == ["A.", "B.", "C."]
 
 
+def test_what_waits_is_sent_by_one_of_two_tabs(open_page, shown):
+    shown.post("/v1/agents", {"id": "shared"})
+    page = open_page()
+    page.evaluate("""localStorage.setItem("kvcellar-queue:shared", '["A."]')""")
+    other = page.context.new_page()
+    other.goto(shown.url)
+    asked = []
+    for tab in (page, other):
+        chosen(tab, "shared")
+        tab.route("**/generate", lambda route: asked.append(route))
+    sampled(page, max_tokens=4)
+    for tab in (page, other):
+        tab.get_by_role("button", name="Send now").click()
+    first = arrived(page, asked, 1)
+    page.wait_for_timeout(200)
+    assert len(asked) == 1
+    first.continue_()
+    for tab in (page, other):
+        expect(tab.locator("#queue")).to_be_hidden()
+    shown.until(lambda: shown.get("/v1/agents/shared")["n_turns"] == 1, "the answer")
+    assert shown.get("/v1/agents/shared")["state"] == "idle" and len(asked) == 1
+
+
 def test_what_is_typed_for_an_agent_that_others_delete_goes_to_a_new_chat(open_page, shown):
     shown.post("/v1/agents", {"id": "doomed"})
     page = open_page()

@@ -1,7 +1,7 @@
 // What one writes: sent when the agent is free, kept until the server has it.
 
 import { $, button, count, el, seconds, toast } from "./dom.js";
-import { drafts, files, inBrowser, move, queues, samplings } from "./kept.js";
+import { drafts, files, inBrowser, inTurn, move, queues, samplings } from "./kept.js";
 import { call, events, pathOf, trouble } from "./net.js";
 import { agentOf, on, state, tell } from "./state.js";
 import { create, once, refresh } from "./verbs.js";
@@ -141,15 +141,17 @@ on("go-on", (id) => { if (!state.talks.has(id)) talk(id, "", { go_on: true, ...s
 
 // What waits -------------------------------------------------------------------------------------
 
-// The first of the queue leaves it when the server has it.
-function next(id) {
+// The first of the queue leaves it when the server has it; until then no other tab looks for what is first.
+const next = (id) => inTurn(`queue:${id}`, () => new Promise((done) => {
   const [first] = queues.get(id);
-  if (first === undefined || state.talks.has(id)) return;
+  if (first === undefined || state.talks.has(id)) return done();
   send(id, first, () => { // which may have been moved meanwhile, or taken back
     const at = queues.get(id).indexOf(first);
     if (at >= 0) take(id, at);
-  });
-}
+    done();
+  }).finally(done);
+}));
+addEventListener("storage", ({ key }) => { if (key === `kvcellar-queue:${state.chosen}`) show(); });
 
 function showQueue() {
   const id = state.chosen;
