@@ -7,7 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Workers take neighbouring tests, which share what they load. Imports are compiled once, whatever the shell says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help demo serve test quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel clean
+# The kernel is compiled once, also for several Pythons, where ccache is installed.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+export CCACHE_NOHASHDIR := 1
+endif
+
+.PHONY: help demo serve test quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel wheels smoke tag clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -45,6 +51,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cpp')
 	$(BIN)/python tools/check_docstrings.py
+	$(BIN)/hadolint Dockerfile
 
 format: $(VENV)/.dev ## What lint asks for, done
 	$(BIN)/ruff check --fix .
@@ -90,11 +97,27 @@ bench: $(VENV)/.dev ## Every benchmark, the quick way
 
 PREBUILT := src/kvcellar/backends/executorch/prebuilt
 
-wheel: $(VENV)/.dev ## A wheel in dist/ with the native parts of this platform inside
-	@rm -rf build/bdist.* build/lib.* build/temp.* $(PREBUILT)
-	@$(BIN)/python -W ignore -c 'from kvcellar.backends.executorch import building as b; print(b.build(b.PREBUILT))'
-	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps -w dist .
+wheel: $(VENV)/.dev ## A wheel in dist/ for this Python and this machine, with ExecuTorch's native part inside
 	@rm -rf $(PREBUILT)
+	@$(BIN)/python -W ignore -c 'from kvcellar.backends.executorch import building as b; print(b.build(b.PREBUILT))'
+	@$(BIN)/python tools/build_wheels.py --here
+	@rm -rf $(PREBUILT)
+
+wheels: $(VENV)/.dev ## What is published, in dist/: the source distribution, wheels for x86-64 and ARM, checked
+	@$(BIN)/python tools/build_wheels.py
+
+smoke: $(VENV)/.dev ## docs/first-ten-minutes.md, word for word, with a wheel, an empty home and no compiler
+	@rm -f dist/*.whl
+	@$(BIN)/python tools/build_wheels.py --here
+	@$(BIN)/python tools/smoke.py
+
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/kvcellar/version.py)
+
+tag: ## Tag the commit with the version of version.py, for which CHANGELOG.md has to have a date
+	@git diff --quiet HEAD || { echo "commit first" >&2; exit 1; }
+	@grep -qE '^## $(VERSION) \([0-9-]+\)$$' CHANGELOG.md || \
+		{ echo "CHANGELOG.md begins without a date; write: ## $(VERSION) ($$(date +%F))" >&2; exit 1; }
+	@git tag --annotate --message 'kvcellar $(VERSION)' v$(VERSION)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -23,7 +23,7 @@ def make(folder: Path, *args: str, rc: int = 0) -> subprocess.CompletedProcess[s
     for name in ("python", "kvcellar"):
         (folder / "bin" / name).write_text(PROGRAM.format(rc=rc))
         (folder / "bin" / name).chmod(0o755)
-    for at, stamp in enumerate((".torch", ".runtime", ".server")):
+    for at, stamp in enumerate((".torch", ".runtime")):
         (folder / stamp).touch()
         since = time.time() - 0.3 + at / 10  # in the order in which they are made
         os.utime(folder / stamp, (since, since))

@@ -60,8 +60,8 @@ PyObject* tuple(const nb::object& value) {
 
 // Run is a pair.
 CellRun run_of(PyObject* pair) {
-  if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) throw nb::type_error("a run is a pair (start, length)");
-  return {integer(PyTuple_GET_ITEM(pair, 0)), integer(PyTuple_GET_ITEM(pair, 1))};
+  if (!PyTuple_Check(pair) || NB_TUPLE_GET_SIZE(pair) != 2) throw nb::type_error("a run is a pair (start, length)");
+  return {integer(NB_TUPLE_GET_ITEM(pair, 0)), integer(NB_TUPLE_GET_ITEM(pair, 1))};
 }
 
 void copy_mask(PyObject* mask, int64_t q_len, Read& read, std::vector<uint8_t>& masks) {
@@ -88,25 +88,25 @@ StepInput flatten(nb::handle plan) {
   input.n_cells = get_integer(plan.ptr(), names.n_cells);
   const nb::object writes = get(plan.ptr(), names.writes), reads = get(plan.ptr(), names.reads);
   PyObject* items = tuple(writes);
-  input.writes.reserve(static_cast<size_t>(PyTuple_GET_SIZE(items)));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
-    PyObject* write = PyTuple_GET_ITEM(items, i);
-    if (!PyTuple_Check(write) || PyTuple_GET_SIZE(write) != 2) throw nb::type_error("a write is a pair (q_start, run)");
-    const CellRun run = run_of(PyTuple_GET_ITEM(write, 1));
-    input.writes.push_back({integer(PyTuple_GET_ITEM(write, 0)), run.start, run.length});
+  input.writes.reserve(static_cast<size_t>(NB_TUPLE_GET_SIZE(items)));
+  for (Py_ssize_t i = 0; i < NB_TUPLE_GET_SIZE(items); ++i) {
+    PyObject* write = NB_TUPLE_GET_ITEM(items, i);
+    if (!PyTuple_Check(write) || NB_TUPLE_GET_SIZE(write) != 2) throw nb::type_error("a write is a pair (q_start, run)");
+    const CellRun run = run_of(NB_TUPLE_GET_ITEM(write, 1));
+    input.writes.push_back({integer(NB_TUPLE_GET_ITEM(write, 0)), run.start, run.length});
   }
   items = tuple(reads);
-  input.reads.reserve(static_cast<size_t>(PyTuple_GET_SIZE(items)));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
-    PyObject* spec = PyTuple_GET_ITEM(items, i);
+  input.reads.reserve(static_cast<size_t>(NB_TUPLE_GET_SIZE(items)));
+  for (Py_ssize_t i = 0; i < NB_TUPLE_GET_SIZE(items); ++i) {
+    PyObject* spec = NB_TUPLE_GET_ITEM(items, i);
     Read read{};
     read.q_start = get_integer(spec, names.q_start);
     read.q_len = get_integer(spec, names.q_len);
     read.first_run = static_cast<int64_t>(input.runs.size());
     const nb::object runs = get(spec, names.runs), kind = get(spec, names.kind);
     PyObject* pairs = tuple(runs);
-    read.n_runs = PyTuple_GET_SIZE(pairs);
-    for (Py_ssize_t j = 0; j < read.n_runs; ++j) input.runs.push_back(run_of(PyTuple_GET_ITEM(pairs, j)));
+    read.n_runs = NB_TUPLE_GET_SIZE(pairs);
+    for (Py_ssize_t j = 0; j < read.n_runs; ++j) input.runs.push_back(run_of(NB_TUPLE_GET_ITEM(pairs, j)));
     if (kind.is(names.causal)) {
       read.kind = Kind::causal;
     } else if (kind.is(names.explicit_mask)) {
