@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -29,11 +30,12 @@ def main() -> None:
     """Build what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--here", action="store_true", help="only for this Python and this machine")
-    if parser.parse_args().here:
+    asked = parser.parse_args()
+    build_sdist()
+    if asked.here:
         abi = "cp311" if sys.version_info < (3, 12) else "cp312"
         build(abi, sys.executable, platform.machine())
         return
-    build_sdist()
     for machine in LINUX if sys.platform == "linux" else (platform.machine(),):
         for abi, python in ABIS.items():
             build(abi, python, machine)
@@ -80,9 +82,21 @@ def environment(abi: str, machine: str) -> dict[str, str]:
 
 
 def build_sdist() -> None:
-    """Build the source distribution into dist/."""
-    code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
-    run([sys.executable, "-c", code])
+    """Build the source distribution into dist/, and check that nothing of the sources is missing.
+
+    Raises:
+        CalledProcessError: it cannot be built.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        run([sys.executable, "-m", "build", "--sdist", "--outdir", made])
+        (sdist,) = Path(made).glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            inside = {name.partition("/")[2] for name in archive.getnames()}
+        tracked = subprocess.check_output(["git", "ls-files", "src"], cwd=ROOT, text=True).split()
+        if missing := set(tracked) - inside:
+            sys.exit(f"{sdist.name} lacks {', '.join(sorted(missing))}; see package-data")
+        (ROOT / "dist").mkdir(exist_ok=True)
+        shutil.copy2(sdist, ROOT / "dist")
 
 
 def run(command: list[object], more: dict[str, str] | None = None) -> None:

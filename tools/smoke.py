@@ -1,7 +1,7 @@
 """Do what docs/first-ten-minutes.md says, word for word, with the wheel in dist/.
 
-In an empty folder that is also the home, with a PATH that has no compiler: each block of commands
-runs in one shell, a command that fails ends it, and the seconds stand before each.
+In an empty folder that is also the home, with a PATH that has no compiler: all blocks of commands
+run in one shell, a command that fails ends it, and the seconds stand before each.
 """
 
 from __future__ import annotations
@@ -15,30 +15,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-ten-minutes.md"
-COMPILERS = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|cpp|c89|c99|clang.*|cmake|ninja|make|ld|as)(-[\d.]+)?")
+
+COMPILERS = re.compile(
+    r"(.*-)?(c\+\+|g\+\+|gcc|cc|cpp|c[89]9|clang.*|cmake|ninja|make|ld|as)(-[\d.]+)?"
+)
+"""Names of programs that are left out."""
+
+HEAD = """set -euo pipefail
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+PS4='${SECONDS}s $ '
+set -x
+"""
 
 
 def main() -> None:
     """Run the page; end with the exit code of the command that failed."""
-    wheels = sorted((ROOT / "dist").glob("kvcellar-*.whl"))
-    if not wheels:
+    if not [*(ROOT / "dist").glob("kvcellar-*.whl")]:
         sys.exit("there is no wheel in dist/; make one: python tools/build_wheels.py --here")
     with tempfile.TemporaryDirectory(prefix="kvcellar-smoke-") as name:
         folder = Path(name)
         script = folder / "page.sh"
         script.write_text(script_of(PAGE.read_text()))
-        done = subprocess.run(
-            ["bash", script], cwd=folder, env=environment(folder), stdin=subprocess.DEVNULL, check=False
-        )
-    sys.exit(done.returncode)
+        env = environment(folder)
+        sys.exit(subprocess.call(["bash", script], cwd=folder, env=env, stdin=subprocess.DEVNULL))
 
 
 def script_of(page: str) -> str:
-    """Return the commands of a page as one script of bash; Python goes to the venv's Python."""
-    parts = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", "PS4='${SECONDS}s $ '", "set -x"]
-    for language, code in re.findall(r"^```(sh|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        parts.append(code if language == "sh" else f"python - <<'THE_END'\n{code}THE_END")
-    return "\n".join(parts) + "\n"
+    """Return the commands of a page as one script of bash, in which Python is a command, too."""
+    parts = [HEAD]
+    fences = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    for language, code in fences.findall(page):
+        parts.append(code if language == "sh" else f"python - <<'THE_END'\n{code}THE_END\n")
+    return "\n".join(parts)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -48,12 +56,11 @@ def environment(folder: Path) -> dict[str, str]:
     python = programs / "python3"  # no link: what is found beside a link is not beside the program
     python.write_text(f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 "$@"\n')
     python.chmod(0o755)
-    for there in (Path("/usr/bin"), Path("/bin")):
-        for program in there.iterdir():
-            link = programs / program.name
-            if not COMPILERS.fullmatch(program.name) and not link.exists():
-                link.symlink_to(program)
-    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_", "LC_"))}
+    for program in (*Path("/usr/bin").iterdir(), *Path("/bin").iterdir()):
+        link = programs / program.name
+        if not COMPILERS.fullmatch(program.name) and not link.exists():
+            link.symlink_to(program)
+    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
     links = f"{kept.get('PIP_FIND_LINKS', '')} {ROOT / 'dist'}"
     return kept | {"HOME": str(folder), "PATH": str(programs), "PIP_FIND_LINKS": links.strip()}
 
