@@ -91,7 +91,8 @@ StepInput flatten(nb::handle plan) {
   input.writes.reserve(static_cast<size_t>(NB_TUPLE_GET_SIZE(items)));
   for (Py_ssize_t i = 0; i < NB_TUPLE_GET_SIZE(items); ++i) {
     PyObject* write = NB_TUPLE_GET_ITEM(items, i);
-    if (!PyTuple_Check(write) || NB_TUPLE_GET_SIZE(write) != 2) throw nb::type_error("a write is a pair (q_start, run)");
+    if (!PyTuple_Check(write) || NB_TUPLE_GET_SIZE(write) != 2)
+      throw nb::type_error("a write is a pair (q_start, run)");
     const CellRun run = run_of(NB_TUPLE_GET_ITEM(write, 1));
     input.writes.push_back({integer(NB_TUPLE_GET_ITEM(write, 0)), run.start, run.length});
   }
