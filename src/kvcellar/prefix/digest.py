@@ -21,7 +21,7 @@ from kvcellar.prefix.nodes import PathNode, token_array
 from kvcellar.prefix.protocol import PrefixIndex, Tokens
 from kvcellar.types import IntArray
 
-CHUNK = 64
+CHUNK = 32
 """Tokens per hash: a match is known to so many."""
 
 MOST = 4096

@@ -28,7 +28,7 @@ from kvcellar.home import open_own
 from kvcellar.server.app import create_app
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.connections import Connections, ConnectionsConfig
-from kvcellar.server.guard import MOST_HEADER_BYTES
+from kvcellar.server.entrance import MOST_HEADER_BYTES
 from kvcellar.server.models import ServedModels
 from kvcellar.server.service import Service
 from kvcellar.store import Store
