@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvcellar.backends.torch.tiny import make_tokenizer, write_tiny
 from kvcellar.cli import app
 from kvcellar.cli.options import one_adapter, read_adapters
-from kvcellar.cli.serve import _adapters, _with_adapters
+from kvcellar.cli.serve import adapters_of, with_adapters
 from kvcellar.errors import ConfigError
 from tests.models.adapters import logits_of, merged, write_adapter
 
@@ -89,13 +89,13 @@ def test_adapters_have_the_names_that_they_are_given():
 def test_adapters_of_several_models_say_whose_they_are():
     offered = {"small": "/s", "large": "/l"}
     folder = str(Path("x").resolve())
-    found = _adapters(["large:sql=x"], offered)
+    found = adapters_of(["large:sql=x"], offered)
     assert found == {"/s": {}, "/l": {"sql": folder}}
-    assert _with_adapters(offered, found) == {**offered, "sql": "/l+sql"}
-    assert _adapters(["sql=x"], {"small": "/s"}) == {"/s": {"sql": folder}}
+    assert with_adapters(offered, found) == {**offered, "sql": "/l+sql"}
+    assert adapters_of(["sql=x"], {"small": "/s"}) == {"/s": {"sql": folder}}
     for given in ("sql=x", "other:sql=x"):
         with pytest.raises(ConfigError, match="say which, as MODEL:sql=FOLDER"):
-            _adapters([given], offered)
+            adapters_of([given], offered)
     for taken in (["small:large=x"], ["small:a=x", "large:a=x"]):
         with pytest.raises(ConfigError, match="has the name of another model"):
-            _adapters(taken, offered)
+            adapters_of(taken, offered)

@@ -17,6 +17,7 @@ from kvcellar.cli import (
     bench,
     chat,
     demo,
+    deploy,
     doctor,
     export,
     generate,
@@ -138,7 +139,20 @@ def _root(
         show_start()
 
 
-for noun in (generate, chat, agents, serve, demo, export, inspect, models, store, bench, doctor):
+for noun in (
+    generate,
+    chat,
+    agents,
+    serve,
+    deploy,
+    demo,
+    export,
+    inspect,
+    models,
+    store,
+    bench,
+    doctor,
+):
     noun.register(app)
 
 

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command, option
+from kvcellar.cli.commands import add_command
 from kvcellar.cli.groups import CacheOptions
 from kvcellar.cli.hosting import hosting_of, open_shown
 from kvcellar.cli.serving import (
+    AnyModel,
+    DialectName,
     EngineOptions,
+    IdleUnload,
     LimitOptions,
+    Models,
     PlaceOptions,
+    Rules,
     TrustOptions,
     server_config,
 )
@@ -63,39 +68,13 @@ def register(app: typer.Typer) -> None:
 
 def serve_command(
     context: typer.Context,
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[[NAME=]MODEL]...",
-            help="What to offer, as `kvcellar generate` takes it; the first is the default. "
-            "Without any: `demo`. A name is what clients ask for.",
-        ),
-    ] = None,
+    models: Models = None,
     *,
     place: PlaceOptions,
     store: StorePlace = HOME_STORE,
-    any_model: Annotated[
-        bool,
-        typer.Option(
-            "--any-model", help="Answer with the first model whatever name a client asks for."
-        ),
-    ] = False,
-    rule: Annotated[
-        list[str] | None,
-        option(
-            "NAME",
-            "Let a rule change what clients sent, besides `billing-header`: `header`, `date`, "
-            "`reasoning` or `tool-order`; may be given several times. `none`: no rule at all.",
-        ),
-    ] = None,
-    dialect: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "How the models write calls of tools, such as `hermes`, `qwen3-coder` or `mistral`; "
-            "a wrong name has all of them listed. By default as each model's chat template shows.",
-        ),
-    ] = None,
+    any_model: AnyModel = False,
+    rule: Rules = None,
+    dialect: DialectName = None,
     trust: TrustOptions,
     limits: LimitOptions,
     engine: EngineOptions,
@@ -109,25 +88,20 @@ def serve_command(
             "the Hugging Face hub. Without it the models that answer make vectors, too.",
         ),
     ] = None,
-    idle_unload: Annotated[
-        float | None,
-        options.in_loading(
-            "SECONDS", "Let go of a model that nobody has used for so long. Default: never."
-        ),
-    ] = None,
+    idle_unload: IdleUnload = None,
 ) -> None:
     """Serve models and agents over HTTP, as OpenAI and Anthropic do, with a page to look at.
 
     Agents are in the store, so they are there again after a restart. Ctrl-C saves them all and
     ends.
     """
-    _check_installed()
-    offered = _offered(models or ["demo"])
+    check_installed()
+    offered = offered_models(models or ["demo"])
     beside, beside_bytes = _embedding_models(embeddings, offered)
-    adapters = _adapters(loading.adapter, offered, beside)
-    device, devices = _devices(loading.device, offered, loading.memory)
+    adapters = adapters_of(loading.adapter, offered, beside)
+    device, devices = devices_of(loading.device, offered, loading.memory)
     loading = replace(loading, device=device)
-    hosting = _hosting(loading, engine.config(), speculate, adapters, beside_bytes)
+    hosting = hosting_for(loading, engine.config(), speculate, adapters, beside_bytes)
     hosting.devices = devices
     config = server_config(
         context,
@@ -139,22 +113,18 @@ def serve_command(
         rules=rule or [],
         dialect=dialect,
     )
-    _check_models(hosting, loading.backend, offered.values())
-    if not place.is_local and config.api_key is None:
-        print_warning(
-            f"{place.host} is reached from other machines, and everybody there may use this "
-            f"server; set --api-key"
-        )
+    check_models(hosting, loading.backend, offered.values())
+    place.warn(config)
     _serve(
         config,
         store,
         hosting,
         offered.values(),
-        lambda: _served(config, hosting, _with_adapters(offered, adapters), beside, idle_unload),
+        lambda: _served(config, hosting, with_adapters(offered, adapters), beside, idle_unload),
     )
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Refuse where the server's packages are not installed.
 
     Raises:
@@ -168,7 +138,7 @@ def _check_installed() -> None:
         ) from error
 
 
-def _offered(models: list[str]) -> dict[str, str]:
+def offered_models(models: list[str]) -> dict[str, str]:
     """Return name -> what to load, for ``NAME=MODEL`` and for ``MODEL`` alone.
 
     Raises:
@@ -190,7 +160,7 @@ def _offered(models: list[str]) -> dict[str, str]:
     return offered
 
 
-def _devices(
+def devices_of(
     text: str | None, offered: dict[str, str], memory: str | None
 ) -> tuple[str | None, dict[str, str]]:
     """Return the device of all models, and those that some have to themselves, by what is loaded.
@@ -232,7 +202,7 @@ def _embedding_models(
     """
     if text is None:
         return {}, 0
-    ((name, path),) = _offered([text]).items()
+    ((name, path),) = offered_models([text]).items()
     if name in offered:
         raise ConfigError(f"two models are called {name!r}; name one as NAME=MODEL")
     with progress_bar(f"loading {path}", tell=_log_stage) as report:
@@ -242,7 +212,7 @@ def _embedding_models(
     return {name: model}, model.size_bytes + WORKING_BYTES
 
 
-def _adapters(
+def adapters_of(
     given: list[str] | None, offered: dict[str, str], beside: Iterable[str] = ()
 ) -> dict[str, dict[str, str]]:
     """Return the folders of adapters by name, for each of the models that are offered.
@@ -271,20 +241,20 @@ def _adapters(
     return found
 
 
-def _with_adapters(offered: dict[str, str], adapters: dict[str, dict[str, str]]) -> dict[str, str]:
+def with_adapters(offered: dict[str, str], adapters: dict[str, dict[str, str]]) -> dict[str, str]:
     """Return name -> what the registry calls it, of the models and of each with an adapter."""
     own = {name: adapted(path, name) for path, names in adapters.items() for name in names}
     return {**offered, **own}
 
 
-def _hosting(
+def hosting_for(
     loading: CacheOptions,
     engine: EngineConfig,
     speculate: str | None,
     adapters: dict[str, dict[str, str]],
     beside_bytes: int,
 ) -> Hosting:
-    """Plan how the models of ``_adapters`` are loaded, and how they share memory.
+    """Plan how the models of ``adapters_of`` are loaded, and how they share memory.
 
     Raises:
         ConfigError: one template is for several models, or memory holds none.
@@ -303,7 +273,7 @@ def _hosting(
     return hosting
 
 
-def _check_models(hosting: Hosting, backend: str, paths: Iterable[str]) -> None:
+def check_models(hosting: Hosting, backend: str, paths: Iterable[str]) -> None:
     """Find what would keep the models from being loaded, before anybody is told an address."""
     from kvcellar.server.run import log_to_stderr
 

@@ -11,6 +11,7 @@ import typer
 
 from kvcellar.budget import parse_size
 from kvcellar.cli.commands import option
+from kvcellar.cli.options import in_loading
 from kvcellar.cli.terminal import print_warning
 from kvcellar.errors import ConfigError
 
@@ -31,6 +32,42 @@ _BODY_SHARE = 64
 """With --memory a body may have one part in so many of it: reading takes several times its size."""
 
 
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[[NAME=]MODEL]...",
+        help="What to offer, as `kvcellar generate` takes it; the first is the default. "
+        "Without any: `demo`. A name is what clients ask for.",
+    ),
+]
+AnyModel = Annotated[
+    bool,
+    typer.Option(
+        "--any-model", help="Answer with the first model whatever name a client asks for."
+    ),
+]
+Rules = Annotated[
+    list[str] | None,
+    option(
+        "NAME",
+        "Let a rule change what clients sent, besides `billing-header`: `header`, `date`, "
+        "`reasoning` or `tool-order`; may be given several times. `none`: no rule at all.",
+    ),
+]
+DialectName = Annotated[
+    str | None,
+    option(
+        "NAME",
+        "How the models write calls of tools, such as `hermes`, `qwen3-coder` or `mistral`; "
+        "a wrong name has all of them listed. By default as each model's chat template shows.",
+    ),
+]
+IdleUnload = Annotated[
+    float | None,
+    in_loading("SECONDS", "Let go of a model that nobody has used for so long. Default: never."),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceOptions:
     """Options of where the server listens."""
@@ -42,6 +79,14 @@ class PlaceOptions:
     def is_local(self) -> bool:
         """True where this machine alone can reach it."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    def warn(self, config: ServerConfig) -> None:
+        """Say who may use a server without a key that other machines reach."""
+        if not self.is_local and config.api_key is None:
+            print_warning(
+                f"{self.host} is reached from other machines, and everybody there may use this "
+                f"server; set --api-key"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

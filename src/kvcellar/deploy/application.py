@@ -58,7 +58,7 @@ class Deployment:
 class _Replica:
     """A replica as an actor of Ray Serve."""
 
-    async def __init__(self, spec: ReplicaSpec) -> None:
+    async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Ray awaits it
         self._replica = Replica(spec, serve.get_replica_context().replica_tag)
         await self._replica.start()
 

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ from kvcellar.agents import Hosting
 from kvcellar.deploy.reading import Asked, PromptReader
 from kvcellar.deploy.routing import MOST_AGENTS, Report, Wanted, agent_hash, digest_of_models
 from kvcellar.engine import Engine
-from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import EngineClosedError, EngineFailedError
-from kvcellar.models.options import no_progress
 from kvcellar.prefix import PrefixDigest, digest_of
 from kvcellar.prefix.digest import MOST
 from kvcellar.server.app import create_app
@@ -51,7 +49,6 @@ class ReplicaSpec:
         hosting: how models are loaded.
         offered: names of models, and what the hosting takes for them; the first is the default.
         store: folder of its agents.
-        embedding_models: names of models that make vectors alone, and their folders.
         idle_unload_s: seconds after which a model that nobody uses goes; None: never.
     """
 
@@ -59,7 +56,6 @@ class ReplicaSpec:
     hosting: Hosting
     offered: Mapping[str, str]
     store: Path
-    embedding_models: Mapping[str, str] = field(default_factory=dict)
     idle_unload_s: float | None = None
 
     def open_models(self) -> ServedModels:
@@ -70,15 +66,8 @@ class ReplicaSpec:
             takes_any=self.config.takes_any_model,
             idle_ttl_s=self.idle_unload_s,
             context_of=self.hosting.context_of,
-            embedding_models={name: _embedder(at) for name, at in self.embedding_models.items()},
             **self.hosting.registry,
         )
-
-
-def _embedder(folder: str) -> TextEmbedder:
-    from kvcellar.backends.torch.embedding import load_embedding_model
-
-    return load_embedding_model(folder, no_progress)
 
 
 class Replica:

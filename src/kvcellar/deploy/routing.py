@@ -60,7 +60,7 @@ class Policy:
     """
 
     busy_at: int = 8
-    request_tokens: int = 256
+    request_tokens: int = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)

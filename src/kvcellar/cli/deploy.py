@@ -1,0 +1,201 @@
+"""``kvcellar deploy``: several replicas of the server at one address, under Ray Serve."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcellar.cli import options
+from kvcellar.cli.commands import add_command, option
+from kvcellar.cli.groups import CacheOptions
+from kvcellar.cli.serve import (
+    adapters_of,
+    check_models,
+    devices_of,
+    hosting_for,
+    offered_models,
+    with_adapters,
+)
+from kvcellar.cli.serving import (
+    AnyModel,
+    DialectName,
+    EngineOptions,
+    IdleUnload,
+    LimitOptions,
+    Models,
+    PlaceOptions,
+    Rules,
+    TrustOptions,
+    server_config,
+)
+from kvcellar.cli.store import Folder
+from kvcellar.cli.terminal import print_note, write
+from kvcellar.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from kvcellar.deploy.application import Deployment
+
+_in_scale = partial(option, panel="Scale")
+
+_COUNTS = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleOptions:
+    """Options of how many replicas there are, and what each of them has."""
+
+    replicas: Annotated[
+        str,
+        _in_scale(
+            "N",
+            "Replicas, each with the models in its memory. `2-8`: as many as there is work for, "
+            "at least 2 and at most 8.",
+        ),
+    ] = "2"
+    cpus: Annotated[float, _in_scale("X", "Cores of each replica.", min=0.0)] = 1.0
+    gpus: Annotated[
+        float, _in_scale("X", "Cards of each replica; 0.5: two share one.", min=0.0)
+    ] = 0.0
+    gateways: Annotated[
+        int, _in_scale("N", "Processes that take requests and hand them to replicas.", min=1)
+    ] = 1
+    address: Annotated[
+        str | None,
+        _in_scale(
+            "ADDRESS",
+            "A Ray cluster to run on, such as `auto`; the command ends when the deployment "
+            "answers. Without it one is started on this machine, until Ctrl-C.",
+        ),
+    ] = None
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many replicas there are at least and at most.
+
+        Raises:
+            ConfigError: these are no numbers, or in the wrong order.
+        """
+        found = _COUNTS.fullmatch(self.replicas)
+        least = int(found[1]) if found else 0
+        most = int(found[2] or least) if found else 0
+        if not 1 <= least <= most:
+            raise ConfigError(
+                f"--replicas {self.replicas!r} is no number of replicas; give one such as 2, or "
+                f"the least and the most, such as 2-8"
+            )
+        return least, most
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    add_command(
+        app,
+        "deploy",
+        deploy_command,
+        "kvcellar deploy",
+        "kvcellar deploy ~/models/Qwen3-0.6B --replicas 4 --cpus 2",
+        "kvcellar deploy ~/models/Qwen3-8B --replicas 2-8 --gpus 1 --address auto",
+    )
+
+
+def deploy_command(
+    context: typer.Context,
+    models: Models = None,
+    *,
+    scale: ScaleOptions,
+    place: PlaceOptions,
+    store: Folder = None,
+    any_model: AnyModel = False,
+    rule: Rules = None,
+    dialect: DialectName = None,
+    trust: TrustOptions,
+    limits: LimitOptions,
+    engine: EngineOptions,
+    loading: CacheOptions,
+    speculate: options.Speculate = None,
+    idle_unload: IdleUnload = None,
+) -> None:
+    """Serve models and agents from several replicas at one address, under Ray Serve.
+
+    To clients it is `kvcellar serve`. A request goes to the replica that holds its agent, or most
+    of its prompt, and to another where that one is busy. All replicas have one store, which has to
+    be within reach of all of them: an agent goes on where another replica left it. Deployed again
+    on a cluster, replicas are replaced one after the other, and no agent is lost.
+    """
+    _check_installed()
+    least, most = scale.counts()
+    offered = offered_models(models or ["demo"])
+    adapters = adapters_of(loading.adapter, offered)
+    device, devices = devices_of(loading.device, offered, loading.memory)
+    hosting = hosting_for(
+        replace(loading, device=device), engine.config(), speculate, adapters, beside_bytes=0
+    )
+    hosting.devices = devices
+    config = server_config(
+        context,
+        place,
+        trust,
+        limits,
+        plan=hosting.plan,
+        takes_any_model=any_model,
+        rules=rule or [],
+        dialect=dialect,
+    )
+    check_models(hosting, loading.backend, offered.values())
+    place.warn(config)
+    from kvcellar.deploy.application import Deployment
+    from kvcellar.deploy.replica import ReplicaSpec
+    from kvcellar.deploy.routing import Policy
+    from kvcellar.server.run import listen
+    from kvcellar.store import default_store
+
+    if scale.address is None:
+        with contextlib.closing(listen(config.host, config.port)) as listener:
+            config = replace(config, port=listener.getsockname()[1])
+    folder: Path = (store or default_store()).expanduser().absolute()
+    spec = ReplicaSpec(config, hosting, with_adapters(offered, adapters), folder, idle_unload)
+    policy = Policy(busy_at=engine.parallel)
+    plan = Deployment(spec, least, most, scale.gateways, scale.cpus, scale.gpus, policy)
+    _run(plan, scale.address)
+
+
+def _check_installed() -> None:
+    """Refuse where Ray is not installed.
+
+    Raises:
+        BackendError: it is not.
+    """
+    try:
+        import ray.serve  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"kvcellar deploy needs {error.name}, which is not installed; pip install "
+            f"'kvcellar[ray]'"
+        ) from error
+
+
+def _run(plan: Deployment, address: str | None) -> None:
+    """Run a deployment: on a cluster, or on this machine until Ctrl-C."""
+    from kvcellar.deploy.application import run, stop
+
+    config = plan.replica.config
+    url = f"http://{config.host}:{config.port}"
+    try:
+        run(plan, address)
+        write(f"{', '.join(plan.replica.offered)} at {url}, {plan.least} replicas\n")
+        print_note(f"OpenAI clients: base_url {url}/v1; Anthropic clients: {url}; look: {url}/")
+        if address is not None:
+            print_note("`serve status` shows it, and `serve shutdown` ends it")
+            return
+        stopping = {signal.SIGINT, signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+        signal.sigwait(stopping)
+    finally:
+        if address is None:
+            stop()
