@@ -59,7 +59,7 @@ class _ReadError(ApiError):
 
 
 class _Found:
-    """What a request turned out to be."""
+    """Turn or prompt that a request turned out to be."""
 
     def __init__(self) -> None:
         self.turn: tuple[Turn, Whose] | None = None

@@ -1,4 +1,4 @@
-"""Where a request goes: to the replica that holds its agent or the longest prefix of its prompt.
+"""Routing: a request goes to the replica that holds its agent, or most of its prompt.
 
 Replicas report what they hold as a digest, once in a while; what was sent to one since then is
 taken for held, too. Nothing here knows how requests travel.
@@ -121,7 +121,7 @@ def _mark_of(model: str) -> int:
 
 @dataclass(slots=True)
 class _Held:
-    """What one replica holds: as it says, and as it was sent since."""
+    """Hashes that one replica holds: as it says, and as it was sent since."""
 
     revision: int = -1
     told: set[int] = field(default_factory=set)
