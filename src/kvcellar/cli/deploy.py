@@ -7,7 +7,6 @@ import re
 import signal
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,7 +34,7 @@ from kvcellar.cli.serving import (
     TrustOptions,
     server_config,
 )
-from kvcellar.cli.store import Folder
+from kvcellar.cli.store import HOME_STORE, StorePlace
 from kvcellar.cli.terminal import print_note, write
 from kvcellar.errors import BackendError, ConfigError
 
@@ -110,7 +109,7 @@ def deploy_command(
     *,
     scale: ScaleOptions,
     place: PlaceOptions,
-    store: Folder = None,
+    store: StorePlace = HOME_STORE,
     any_model: AnyModel = False,
     rule: Rules = None,
     dialect: DialectName = None,
@@ -124,9 +123,9 @@ def deploy_command(
     """Serve models and agents from several replicas at one address, under Ray Serve.
 
     To clients it is `kvcellar serve`. A request goes to the replica that holds its agent, or most
-    of its prompt, and to another where that one is busy. All replicas have one store, which has to
-    be within reach of all of them: an agent goes on where another replica left it. Deployed again
-    on a cluster, replicas are replaced one after the other, and no agent is lost.
+    of its prompt, and to another where that one is busy. All replicas have one store, or what is
+    behind theirs (--shared): an agent goes on where another replica left it. Deployed again on a
+    cluster, replicas are replaced one after the other, and no agent is lost.
     """
     _check_installed()
     least, most = scale.counts()
@@ -153,13 +152,13 @@ def deploy_command(
     from kvcellar.deploy.replica import ReplicaSpec
     from kvcellar.deploy.routing import Policy
     from kvcellar.server.run import listen
-    from kvcellar.store import default_store
 
     if scale.address is None:
         with contextlib.closing(listen(config.host, config.port)) as listener:
             config = replace(config, port=listener.getsockname()[1])
-    folder: Path = (store or default_store()).expanduser().absolute()
-    spec = ReplicaSpec(config, hosting, with_adapters(offered, adapters), folder, idle_unload)
+    names = with_adapters(offered, adapters)
+    folder = store.path.absolute()
+    spec = ReplicaSpec(config, hosting, names, folder, store.shared, idle_unload)
     policy = Policy(busy_at=engine.parallel)
     plan = Deployment(spec, least, most, scale.gateways, scale.cpus, scale.gpus, policy)
     _run(plan, scale.address)

@@ -59,7 +59,8 @@ class _Replica:
     """A replica as an actor of Ray Serve."""
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Ray awaits it
-        self._replica = Replica(spec, serve.get_replica_context().replica_tag)
+        context = serve.get_replica_context()
+        self._replica = Replica(spec, context.replica_tag, context.rank.rank)
         await self._replica.start()
 
     async def read(self, asked: Asked, *, wanted: Wanted) -> Wanted:

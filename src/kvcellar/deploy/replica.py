@@ -48,7 +48,9 @@ class ReplicaSpec:
         config: policy of its server.
         hosting: how models are loaded.
         offered: names of models, and what the hosting takes for them; the first is the default.
-        store: folder of its agents.
+        store: folder of its agents; with ``shared`` each replica has one of its own, beside it.
+        shared: URL of a place that all replicas share, behind their folders; None: the folder is
+            shared itself.
         idle_unload_s: seconds after which a model that nobody uses goes; None: never.
     """
 
@@ -56,6 +58,7 @@ class ReplicaSpec:
     hosting: Hosting
     offered: Mapping[str, str]
     store: Path
+    shared: str | None = None
     idle_unload_s: float | None = None
 
     def open_models(self) -> ServedModels:
@@ -76,16 +79,25 @@ class Replica:
     Create it, ``start`` it on the event loop that asks it, and ``close`` it in a thread.
     """
 
-    def __init__(self, spec: ReplicaSpec, name: str) -> None:
+    def __init__(self, spec: ReplicaSpec, name: str, number: int = 0) -> None:
         """Open the store.
+
+        Args:
+            spec: of all replicas.
+            name: that no other replica ever has.
+            number: that no other replica has now, from 0 on.
 
         Raises:
             StoreError: it cannot be used.
+            ConfigError: the URL names no place that can be shared.
         """
         log_to_stderr()
         self.name = name
         self._spec = spec
-        self._store = Store(spec.store, spec.hosting.store)
+        folder = spec.store
+        if spec.shared is not None:
+            folder = folder.with_name(f"{folder.name}-{number}")
+        self._store = Store(folder, spec.hosting.store, shared=spec.shared)
         self._served: OrderedDict[str, int] = OrderedDict()
         self._n_asked = 0
         self._reported: tuple[int, Report] | None = None
