@@ -116,10 +116,12 @@ def manager(
     folder: Path,
     load: Callable[[str], ModelHost] = make_host,
     config: StoreConfig = SMALL,
+    *,
+    shared: str | None = None,
     **more: Any,
 ) -> Iterator[AgentManager]:
     """A manager as a process of its own would have it: everything is closed at the end."""
-    with Store(folder, config) as store:
+    with Store(folder, config, shared=shared) as store:
         models = ModelRegistry(load)
         try:
             yield AgentManager(store, models, default_model="hash", **more)

@@ -1,6 +1,6 @@
 """A process that says a few things to one agent, as quickly as it can.
 
-python -m tests.agents.talking STORE AGENT WHO N
+python -m tests.agents.talking STORE AGENT WHO N [SHARED]
 
 Prints a line per turn: what was said, and the agent in whose history it is.
 """
@@ -15,8 +15,8 @@ from kvcellar.agents import leasing
 from tests.agents.fakes import manager, turn
 
 
-async def talk(folder: Path, agent_id: str, who: str, n: int) -> None:
-    with manager(folder) as agents:
+async def talk(folder: Path, agent_id: str, who: str, n: int, shared: str | None = None) -> None:
+    with manager(folder, shared=shared) as agents:
         print("open", flush=True)
         sys.stdin.readline()
         for i in range(n):
@@ -26,4 +26,4 @@ async def talk(folder: Path, agent_id: str, who: str, n: int) -> None:
 
 if __name__ == "__main__":
     leasing.PATIENCE_S = 0.02  # some turns go on from the newest, others become branches
-    asyncio.run(talk(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    asyncio.run(talk(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:]))

@@ -174,6 +174,19 @@ class Lifecycle:
                 return child
         raise AssertionError("there is always another number")
 
+    async def part(self, agent: Agent) -> Agent:
+        """Make a branch of what was said here to an agent with which another machine has gone on.
+
+        The agent is what the other has said to it from then on. Returns the branch.
+
+        Raises:
+            AgentError, StoreError: as ``branch``.
+        """
+        branch = await self.branch_off(agent, agent.branch_of or agent.agent_id, None)
+        async with changing(self.publisher, agent, is_read=False):
+            await self.publisher.give_way(agent)
+        return branch
+
     # Going back --------------------------------------------------------------------------------
 
     async def rewind(

@@ -110,6 +110,20 @@ class Publisher:
         if ref is not None:
             agent.take(ref)
 
+    def is_diverged(self, agent: Agent) -> bool:
+        """Return whether another machine has gone on with the agent beside this one."""
+        return self.store.shared is not None and self.store.shared.is_diverged(agent.name)
+
+    async def give_way(self, agent: Agent) -> None:
+        """Take over what another machine has said to the agent, for what was said here.
+
+        Within its gate; what was said here has another name by now.
+        """
+        await self.settled(agent)
+        if self.store.shared is not None:
+            await asyncio.to_thread(self.store.shared.pull, agent.name, is_giving_way=True)
+            agent.take(await asyncio.to_thread(stored_state, self.store, agent.name))
+
     async def save(self, agent: Agent, host: ModelHost | None) -> SaveTicket:
         """Publish the agent's state: with what the cache has of it, or else what the store has."""
         if host is not None:

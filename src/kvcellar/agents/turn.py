@@ -140,6 +140,10 @@ class Turns:
             try:
                 held = changing(self.publisher, agent, progress=turn.progress)
                 hold = await stack.enter_async_context(held)
+                if self.publisher.is_diverged(agent):
+                    await stack.aclose()
+                    agent = await self._parted(turn, agent)
+                    hold = await stack.enter_async_context(changing(self.publisher, agent))
                 await self._plan(turn, agent, host)
             except (AgentHeldError, HistoryChangedError) as error:
                 await stack.aclose()
@@ -147,6 +151,16 @@ class Turns:
                 hold = await stack.enter_async_context(changing(self.publisher, agent))
                 await self._plan(turn, agent, host)
             yield agent, hold
+
+    async def _parted(self, turn: Turn, agent: Agent) -> Agent:
+        """Return the branch that takes a turn where another machine has gone on with its agent."""
+        branch = await self.lifecycle.part(agent)
+        turn.agent_id = branch.agent_id
+        turn.notice = (
+            f"another machine has gone on with agent {agent.agent_id!r} while this one could not "
+            f"ask, so what was said here is its branch {branch.agent_id}, and the answer is there"
+        )
+        return branch
 
     @contextlib.asynccontextmanager
     async def _branched(self, turn: Turn, agent: Agent, why: AgentError) -> AsyncIterator[Agent]:

@@ -63,8 +63,12 @@ class SharedHistories:
 
     # Out of the tier ---------------------------------------------------------------------------
 
-    def pull(self, register: str) -> Pulled:
+    def pull(self, register: str, *, is_giving_way: bool = False) -> Pulled:
         """Take over a history's state where the tier has a newer one.
+
+        Args:
+            register: of the history.
+            is_giving_way: take it over also where the local state has gone on by itself.
 
         Raises:
             StoreError: it could not be written here.
@@ -74,7 +78,7 @@ class SharedHistories:
             known = self._ledger.get(register)
             if state is None or (known is not None and state.number == known.number):
                 return Pulled.SAME
-            return self._follow(register, state, known)
+            return self._follow(register, state, known, is_giving_way)
         except AwayError:
             return Pulled.SAME
         except DamagedError as error:
@@ -98,7 +102,9 @@ class SharedHistories:
             if is_news and time.monotonic() < deadline:
                 self.pull(register)
 
-    def _follow(self, register: str, state: State, known: Known | None) -> Pulled:
+    def _follow(
+        self, register: str, state: State, known: Known | None, is_giving_way: bool
+    ) -> Pulled:
         """Make a state of the tier the local one, unless that has gone on by itself."""
         if not state.data:
             return self._remove(register, state, known)
@@ -107,8 +113,11 @@ class SharedHistories:
         self._blocks.learn(manifest.infos)
         with self._cold.locked():
             local = self._local_serial(name)
-            if local not in (0, manifest.ref.serial, None if known is None else known.serial):
+            follows = local in (0, manifest.ref.serial, None if known is None else known.serial)
+            if not follows and not is_giving_way:
                 return Pulled.DIVERGED
+            if not follows:
+                self._cold.journal.forget(name)
             if local != manifest.ref.serial:
                 self._cold.put_reference(self._as_local(manifest.ref))
             self._note(register, state.number, manifest)

@@ -18,8 +18,9 @@ from kvcellar.store.references import file_stem
 from kvcellar.store.shared.places import Place
 from kvcellar.store.shared.reach import AwayError, Reach
 
-TTL_S = 30.0
-"""How long a lease lasts that nobody renews: what a machine that died keeps others waiting."""
+TTL_S = 8.0
+"""How long a lease lasts that nobody renews: what a machine that died keeps others waiting, who are
+patient for a little longer than that."""
 
 ASK_S = 2.0
 

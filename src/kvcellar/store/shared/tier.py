@@ -43,12 +43,14 @@ class SharedTier:
 
     Attributes:
         title: URL of the place, without what is secret in it.
+        place: what it is in.
         blocks: content-addressed blocks and boundary states.
     """
 
     def __init__(self, place: Place, cold: ColdTier, events: EventLog) -> None:
         """Begin to hand in what a place lacks; nothing is waited for."""
         self.title = place.title
+        self.place = place
         self._cold = cold
         self._reach = Reach(place, events)
         self.blocks = SharedBlocks(self._reach, events)
@@ -73,13 +75,23 @@ class SharedTier:
         """Wait until a history, or every one, is there whole; false where it takes too long."""
         return self._pusher.flush(wait_s, None if name is None else [name])
 
-    def pull(self, name: str) -> Pulled:
+    def pull(self, name: str, *, is_giving_way: bool = False) -> Pulled:
         """Take over a history's state where the tier has a newer one.
+
+        Args:
+            name: of the history.
+            is_giving_way: take it over also where the local state, which is lost then, has gone on
+                by itself.
 
         Raises:
             StoreError: it could not be written here.
         """
-        return self._histories.pull(register_of(name))
+        pulled = self._histories.pull(register_of(name), is_giving_way=is_giving_way)
+        if pulled is Pulled.DIVERGED:
+            self._pusher.diverged.add(name)
+        elif pulled is not Pulled.SAME:
+            self._pusher.diverged.discard(name)
+        return pulled
 
     def pull_all(self, agent_id: str | None = None) -> None:
         """Take over all states that are new; asked often, it asks the place every 2 s.

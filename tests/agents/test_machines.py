@@ -1,0 +1,159 @@
+"""Agents of several machines that share one place: each goes on where another stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcellar.agents import AgentManager
+from kvcellar.errors import NameTakenError
+from kvcellar.store.shared import pusher, reach
+from kvcellar.store.shared.objects import ObjectPlace
+from kvcellar.store.shared.places import PlaceError
+from tests.agents.fakes import manager, run, turn
+from tests.agents.test_two_processes import said_to
+from tests.processes import started
+
+LONG = "one " * 20
+Machine = Callable[[str], AgentManager]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """Opens the agents of a machine, by its name."""
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(
+            manager(tmp_path / name, shared=str(tmp_path / "share"))
+        )
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """While it holds a machine's place, that does not answer."""
+    gone: list[Any] = []
+    ask = ObjectPlace._ask
+
+    def broken(self: ObjectPlace, request: Callable[[], Any]) -> Any:
+        if self in gone:
+            raise PlaceError("no answer")
+        return ask(self, request)
+
+    monkeypatch.setattr(ObjectPlace, "_ask", broken)
+    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(reach, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(pusher, "_TRY_AGAIN_S", 0.02)
+    yield gone
+    gone.clear()
+
+
+def flushed(agents: AgentManager) -> None:
+    assert agents.store.shared is not None
+    assert agents.store.shared.flush()
+
+
+def test_an_agent_goes_on_on_another_machine(machine: Machine) -> None:
+    async def talk() -> None:
+        await ours.lifecycle.create("poet")
+        first = await turn(ours, "poet", LONG)
+        await ours.sleep.pause("poet")
+        second = await turn(theirs, "poet", "two")
+        assert second.usage.restored_from == {"shared": second.usage.restored_tokens}
+        assert second.usage.restored_tokens >= first.usage.prompt_tokens
+        await turn(ours, "poet", "three")
+
+    ours, theirs = machine("a"), machine("b")
+    run(talk())
+    assert said_to(ours, "poet") == [LONG, "two", "three"]
+
+
+def test_an_acknowledged_turn_is_there_before_anything_is_closed(machine: Machine) -> None:
+    async def talk() -> None:
+        await ours.lifecycle.create("poet")
+        await turn(ours, "poet", "one")
+        await turn(ours, "poet", "two")
+        assert await theirs.directory.has("poet")
+        assert said_to(theirs, "poet") == ["one", "two"]
+
+    ours, theirs = machine("a"), machine("b")
+    run(talk())
+
+
+def test_a_machine_that_dies_takes_no_acknowledged_turn_with_it(
+    tmp_path: Path, machine: Machine
+) -> None:
+    ours = machine("a")
+    run(ours.lifecycle.create("poet"))
+    flushed(ours)
+    share = tmp_path / "share"
+    with started("tests.agents.talking", tmp_path / "b", "poet", "ada", 1000, share) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        told = [other.stdout.readline().split("|")[0] for _ in range(3)]
+        other.kill()
+        told += [line.split("|")[0] for line in other.stdout.read().splitlines() if "|" in line]
+    run(ours.directory.refresh("poet"))
+    assert said_to(ours, "poet")[: len(told)] == told
+
+
+def test_a_name_that_another_machine_has_is_taken(machine: Machine) -> None:
+    async def both() -> None:
+        await ours.lifecycle.create("poet")
+        flushed(ours)
+        with pytest.raises(NameTakenError):
+            await theirs.lifecycle.create("poet")
+
+    ours, theirs = machine("a"), machine("b")
+    run(both())
+
+
+def test_what_is_deleted_here_is_gone_there(machine: Machine) -> None:
+    async def both() -> None:
+        await ours.lifecycle.create("poet")
+        await turn(ours, "poet", "one")
+        await turn(theirs, "poet", "two")
+        flushed(theirs)
+        await ours.lifecycle.delete("poet")
+        flushed(ours)
+        assert theirs.store.shared is not None
+        theirs.store.shared.pull_all("poet")
+        await theirs.directory.refresh()
+        assert theirs.directory.known("poet") is None
+
+    ours, theirs = machine("a"), machine("b")
+    run(both())
+
+
+def test_who_went_on_alone_finds_both_talks_again(machine: Machine, away: list[Any]) -> None:
+    async def both() -> Any:
+        await ours.lifecycle.create("poet")
+        await turn(ours, "poet", "one")
+        await theirs.directory.has("poet")
+        flushed(ours)
+        assert ours.store.shared is not None
+        away.append(ours.store.shared.place)
+        await turn(ours, "poet", "ours alone")
+        await turn(theirs, "poet", "theirs")
+        flushed(theirs)
+        away.clear()
+        while ours.store.shared.stats().trouble:  # it is asked again by and by
+            await asyncio.sleep(0.01)
+        return await turn(ours, "poet", "more")
+
+    ours, theirs = machine("a"), machine("b")
+    end = run(both())
+    assert end.agent_id == "poet.2"
+    assert "branch poet.2" in end.usage.notes[0]
+    assert said_to(ours, "poet.2") == ["one", "ours alone", "more"]
+    assert said_to(ours, "poet") == ["one", "theirs"]
+    flushed(ours)
+    third = machine("c")
+    run(third.directory.refresh())
+    assert said_to(third, "poet") == ["one", "theirs"]
+    assert said_to(third, "poet.2") == ["one", "ours alone", "more"]
