@@ -66,6 +66,10 @@ class BackendError(KVCellarError):
     """A backend is unknown, or the package that it needs is not installed."""
 
 
+class RankLostError(BackendError):
+    """A process that computes a part of a model has ended or cannot go on; the model is gone."""
+
+
 class DeviceMemoryError(KVCellarError, MemoryError):
     """A forward found no memory on its device. Its step was taken back; what was held still is."""
 

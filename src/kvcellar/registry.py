@@ -46,11 +46,13 @@ class Backend:
         loader: imports and returns what loads models, a :class:`kvcellar.models.ModelLoader`; None:
             it has caches alone.
         has_adapters: its models can have adapters loaded beside them.
+        has_ranks: several processes can compute one of its models together.
     """
 
     caches: Mapping[str, CacheBuilder]
     loader: Callable[[], Any] | None = None
     has_adapters: bool = False
+    has_ranks: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.caches, Mapping) or not all(

@@ -267,9 +267,15 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
     assert options.speculate is not None
     head = head_of(options.speculate)
     if head is None:
-        check_model(replace(options, model=options.speculate))
+        check_model(_guessing(options))
     else:
         size_eagle3(head or None, options.model, dtype=spec.dtype)
+
+
+def _guessing(options: LoadOptions) -> LoadOptions:
+    """Return options of the smaller model that guesses, which one process has whole."""
+    weights = options.weights if options.tp == 1 else None
+    return replace(options, model=str(options.speculate), weights=weights, tp=1, speculate=None)
 
 
 def _check_cache(options: LoadOptions) -> None:
@@ -313,7 +319,7 @@ def _make_drafter(
         own = make_config(head.params, config.capacity, budget=budget)
         session = stack.enter_context(make_tree_session("torch", own))
         return Eagle3Drafter(head.bind(session), session.cache)
-    asked = replace(options, model=name, kv_dtype=None, chat_template=None, adapters={})
+    asked = replace(_guessing(options), kv_dtype=None, chat_template=None, adapters={})
     model = load_model(asked)
     if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ConfigError(

@@ -265,7 +265,7 @@ def choose_capacity(
         limit = of = options.memory_bytes
     else:
         own = accelerator_memory(options)
-        of = machine_bytes() if own is None else own.total_bytes
+        of = machine_bytes() if own is None else own.total_bytes * options.tp
         limit = of - of // MACHINE_SHARE - (PROCESS_BYTES if own is None else 0)
     cells = most(whole, lambda n: _sum_of(sizes(n, keeps_windows=has_budget)) <= limit)
     if options.snapshot_bytes is not None and cells < min(whole, MIN_CHUNK):

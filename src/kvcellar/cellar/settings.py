@@ -41,6 +41,7 @@ class Settings(TypedDict, total=False):
     speculate: str | None
     chat_template: str | None
     is_unchecked: bool
+    tp: int
     adapters: Mapping[str, str | Path]
 
 

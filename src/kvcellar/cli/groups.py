@@ -22,6 +22,7 @@ class ModelOptions:
     device: options.Device = None
     chat_template: options.ChatTemplate = None
     is_unchecked: options.Unchecked = False
+    tp: options.Tp = 1
     adapter: options.Adapter = None
 
     def options_for(self, model: str = DEMO) -> LoadOptions:

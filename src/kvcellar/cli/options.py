@@ -115,6 +115,15 @@ Weights = Annotated[
         "--quantize",
     ),
 ]
+Tp = Annotated[
+    int,
+    in_loading(
+        "N",
+        "Processes that compute the model together, each with a part of the weights and of the "
+        "KV heads (tensor parallelism): on so many cards (--device cuda), or on the CPU.",
+        min=1,
+    ),
+]
 Unchecked = Annotated[
     bool,
     in_loading(

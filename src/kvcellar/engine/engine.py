@@ -32,7 +32,7 @@ from kvcellar.engine.restore import HeldPrefix, Restore, hold
 from kvcellar.engine.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
-from kvcellar.errors import ConfigError, EngineFailedError
+from kvcellar.errors import ConfigError, EngineFailedError, RankLostError
 from kvcellar.history import History
 from kvcellar.models.kept_logits import KeptLogits, PreparingRunner, SamplingRunner
 from kvcellar.models.runner import AdaptingRunner, FeatureRunner, adapting, step_limit
@@ -268,6 +268,8 @@ class Engine:
             except Exception as error:
                 self._take_back(batch)
                 self.outcomes.fail(batch, error)
+                if isinstance(error, RankLostError):
+                    self._stop(error)
                 return self.outcomes.events()
             if not is_ahead:
                 self.cache.end_step()

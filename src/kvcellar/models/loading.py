@@ -170,7 +170,7 @@ def check_model(options: LoadOptions) -> None:
 
 
 def _check_backend(options: LoadOptions) -> None:
-    """Refuse adapters for a backend that loads none.
+    """Refuse adapters and ranks for a backend that has none.
 
     Raises:
         ConfigError: so it is.
@@ -181,6 +181,11 @@ def _check_backend(options: LoadOptions) -> None:
             f"adapters ({', '.join(options.adapters)}) are loaded beside models of the backend "
             f"torch, and {options.backend!r} was asked for; choose torch, or merge the adapter "
             f"into the model with PEFT's merge_and_unload and load what that saves"
+        )
+    if options.tp > 1 and not load_backend(options.backend).has_ranks:
+        raise ConfigError(
+            f"models of the backend torch are divided among ranks, and tp={options.tp} was asked "
+            f"for with {options.backend!r}; choose torch, or leave tp out"
         )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import CacheConfig, make_config
+from kvcellar.checks import whole
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.adapter_names import check_names
 from kvcellar.models.snapshots import check_snapshot_bytes, slots_for
+from kvcellar.models.weights import PLAIN
 from kvcellar.registry import (
     CacheSession,
     make_decode_session,
@@ -32,6 +34,14 @@ CACHES: Mapping[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
 
 DEMO = "demo"
 """The name of the bundled model."""
+
+_NOT_DIVIDED = {
+    "weights": "weights that the kernels of this package hold are those of a whole model",
+    "adapters": "adapters are computed beside the layers of a whole model",
+    "speculate": "a head of EAGLE-3 takes the embeddings of a whole model",
+    "memory_bytes": "a limit of memory (--memory) bounds one process",
+}
+"""What a model that is divided among ranks cannot have -> why not."""
 
 ProgressFn = Callable[[float, str], None]
 """Called with how much is done, 0 to 1 and never less than before, and what comes now."""
@@ -82,6 +92,9 @@ class LoadOptions:
             the memory for K, V and states.
         is_unchecked: a model is loaded, with a warning, that was found not to be exact behind our
             caches; otherwise it is refused.
+        tp: how many processes compute the model together, each with its part of the weights and
+            its KV heads (tensor parallelism), as transformers plans it: on all cards of a machine,
+            or on the CPU of one without any. Linear layers are torch's then (``weights`` none).
         adapters: LoRA adapters that are loaded beside it, each a folder as PEFT saves it, by the
             name that a request asks for it by.
     """
@@ -101,10 +114,12 @@ class LoadOptions:
     speculate: str | None = None
     snapshot_bytes: int | None = None
     is_unchecked: bool = False
+    tp: int = 1
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_names(self.adapters)
+        self._check_tp()
         if self.cache not in CACHES:
             raise ConfigError(f"cache {self.cache!r} is unknown; choose one of {', '.join(CACHES)}")
         object.__setattr__(self, "snapshot_bytes", check_snapshot_bytes(self.snapshot_bytes))
@@ -115,6 +130,30 @@ class LoadOptions:
                     f"{name} {value!r} is for a paged cache, and {self.cache} were asked for; "
                     f"choose the cache paged, or leave it out"
                 )
+
+    def _check_tp(self) -> None:
+        """Refuse what a model that is divided among ranks cannot have.
+
+        Raises:
+            ConfigError: so it is.
+        """
+        object.__setattr__(self, "tp", whole(self.tp, "tp"))
+        if self.tp < 1:
+            raise ConfigError(f"tp is a number of processes, 1 or more; got {self.tp}")
+        if self.tp == 1:
+            return
+        refused = {
+            "weights": self.weights not in (None, PLAIN),
+            "adapters": bool(self.adapters),
+            "speculate": (self.speculate or "").partition(":")[0] == "eagle3",
+            "memory_bytes": self.memory_bytes is not None,
+        }
+        for name, is_refused in refused.items():
+            if is_refused:
+                raise ConfigError(
+                    f"{_NOT_DIVIDED[name]}, and tp={self.tp} was asked for; leave one of them out"
+                )
+        object.__setattr__(self, "weights", PLAIN)
 
     @classmethod
     def of(cls, model: str | Path | LoadOptions, /, **settings: Any) -> LoadOptions:

@@ -34,6 +34,7 @@ BACKEND = Backend(
     },
     _loader,
     has_adapters=True,
+    has_ranks=True,
 )
 
 levels.warn_if_missing()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -208,7 +209,7 @@ class TorchCache(RowMoves, StateKeeper):
     def write_states(self, slots: Sequence[int] | IntArray, states: StateArrays) -> None:
         """Put states as ``read_states`` gives them in as many slots; they are copied."""
         if self.pools.states is not None:
-            self.pools.states.write(slots, states)
+            self.pools.write_states(np.asarray(slots, np.int64), states)
 
     def _prepare(
         self,
@@ -230,7 +231,7 @@ class TorchCache(RowMoves, StateKeeper):
         ):
             self.pools.of_layer[layer].ensure(prepared.plan.n_cells, k.device)
             return prepared
-        group = self.steps.groups[index]
+        group = self.pools.groups[index]
         check_shapes(layer, group, *shapes)
         n_tok = k.shape[2]
         positions = self._positions(position) if self.steps.needs_positions() else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -34,10 +35,20 @@ class LatentLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear, latents: Latents) -> None:
-        """Take the weights of a linear layer apart; they stay of its type and on its device."""
+        """Take the weights of a linear layer apart; they stay of its type and on its device.
+
+        Raises:
+            ModelError: a rank has some of the heads, and their rows do not lie together.
+        """
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._latents = latents
+        self.in_features, self.out_features = linear.in_features, linear.weight.shape[0]
+        n_kv_heads = self.out_features // (latents.plain_dim + latents.v_dim)
+        if n_kv_heads != latents.n_kv_heads and not latents.is_by_head:
+            raise ModelError(
+                f"a rank has {n_kv_heads} of {latents.n_kv_heads} heads of a layer whose K and V "
+                f"lie apart; leave --tp out"
+            )
+        self._latents = latents = replace(latents, n_kv_heads=n_kv_heads)
         for name, rows in zip(("up_k", "up_v"), expanded_rows(latents), strict=True):
             weight = linear.weight.detach()[rows.to(linear.weight.device)]
             setattr(self, name, nn.Parameter(weight, requires_grad=False))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -31,7 +31,7 @@ from kvcellar.backends.torch.holding import hold_parts
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.backends.torch.versions import versions
-from kvcellar.backends.torch.weights import DTYPES, touch_weights
+from kvcellar.backends.torch.weights import DTYPES, own_tensors, touch_weights
 from kvcellar.budget import format_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError, ModelError
@@ -73,6 +73,9 @@ from kvcellar.models.weights import (
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 
+if TYPE_CHECKING:
+    from kvcellar.backends.torch.ranks.leading import Leader
+
 _BY = f"transformers {transformers.__version__}"
 """Whose rules a model's facts and parts are learnt by."""
 
@@ -90,12 +93,14 @@ class TorchModel(LoadedModel):
             are the kernel's.
         facts: what was learnt of it.
         beside: its adapters.
+        leader: of the ranks that have the rest of it; None: this process has all of it.
     """
 
     network: Any = field(repr=False)
     decoder: KernelDecoder | None = field(repr=False)
     facts: ModelFacts = field(repr=False)
     beside: Adapters = field(repr=False)
+    leader: Leader | None = field(default=None, repr=False, kw_only=True)
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """Make a runner of torch; session and model were found to fit."""
@@ -109,6 +114,8 @@ class TorchModel(LoadedModel):
             feature_layers,
             self.rope_length_for(session.cache.config),
             self.beside,
+            self.leader,
+            has_graphs=self.leader is None,
         )
 
     @property
@@ -128,10 +135,14 @@ class TorchModel(LoadedModel):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights as they are held, those of what is not loaded left out."""
-        tensors = [*self.network.parameters(), *self.network.buffers()]
+        """Bytes of the weights as they are held, those of what is not loaded left out.
+
+        Of a model that is divided, on all ranks, each of which has about as many.
+        """
+        tensors = own_tensors(self.network)
         held = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-        return int(held) + self.beside.size_bytes
+        n_ranks = 1 if self.leader is None else self.leader.ranks.n_ranks
+        return n_ranks * int(held) + self.beside.size_bytes
 
     def touch_weights(self) -> int:
         """Read a byte of every page of the weights; see :meth:`LoadedModel.touch_weights`."""
@@ -152,6 +163,7 @@ class _Found:
         blocks: matrices that the kernel holds as the file has them, by name.
         kept: shapes of these, by their names in the file.
         adapters: to be loaded beside it.
+        n_ranks: among how many processes it is divided.
     """
 
     folder: Path
@@ -163,6 +175,7 @@ class _Found:
     blocks: Mapping[str, Kept]
     kept: Mapping[str, tuple[int, ...]]
     adapters: Sequence[Adapter]
+    n_ranks: int
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
@@ -186,7 +199,11 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         reading(0.05, "loading weights")
-        network, held, beside = _read_network(found, reading)
+        leader = None
+        if found.n_ranks == 1:
+            network, held, beside = _read_network(found, reading)
+        else:
+            (network, leader), held, beside = _read_divided(found), None, NO_ADAPTERS
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     said = [] if held is None else [_said(found, held)]
@@ -212,6 +229,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         decoder=None if held is None else held.decoder,
         facts=found.facts,
         beside=beside,
+        leader=leader,
     )
 
 
@@ -298,6 +316,24 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     return network, held, load_adapters(network, parts, layers, found.adapters, found.facts)
 
 
+def _read_divided(found: _Found) -> tuple[Any, Leader]:
+    """Have all ranks read their part of a model; return this one's, and what leads the others.
+
+    Raises:
+        ModelError: weights that are not whole, or not this architecture's.
+        BackendError: a rank cannot be started, or has ended.
+    """
+    from kvcellar.backends.torch.ranks.commands import Load  # few models are divided
+    from kvcellar.backends.torch.ranks.leading import read_together
+    from kvcellar.backends.torch.ranks.processes import ranks_of
+
+    ranks = ranks_of(found.n_ranks, found.device.type)
+    dtype = str(found.dtype).removeprefix("torch.")
+    number = ranks.new_number()
+    what = Load(number, found.folder, found.raw, dtype, found.facts, found.n_ranks)
+    return read_together(ranks, what, found.device)
+
+
 def _said(found: _Found, held: Held) -> str:
     """Say in one line how much of a model the kernel has, and what became of other blocks."""
     said = held.said(str(found.weights))
@@ -355,11 +391,16 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
             f"weights {weights} are read by the CPU kernel, and on a card by Triton, which has "
             f"none for {device} here; choose another device, or leave weights out"
         )
+    if options.tp > 1:
+        from kvcellar.backends.torch.ranks.parts import check_division  # few models are divided
+
+        check_division(raw, options.name, device, options.tp)
     kept = {counted.keys[name]: one.shape for name, one in counted.blocks.items()}
     adapters = read_adapters(options)
     with quiet(lambda part: None):
         check_adapters(adapters, raw)
-    return _Found(folder, raw, dtype, device, weights, facts, counted.blocks, kept, adapters)
+    where = dtype, device, weights, facts
+    return _Found(folder, raw, *where, counted.blocks, kept, adapters, options.tp)
 
 
 def _blocks(

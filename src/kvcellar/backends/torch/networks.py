@@ -178,6 +178,7 @@ def load_network(
     attention: str | None = None,
     keeps_mxfp4: bool = False,
     kept: Mapping[str, tuple[int, ...]] | None = None,
+    n_ranks: int = 1,
 ) -> Any:
     """Read the network that runs a checkpoint's text, completely or not at all.
 
@@ -189,6 +190,7 @@ def load_network(
         attention: name of one that is registered with transformers; None: the op.
         keeps_mxfp4: true to leave experts in MXFP4 as they were shipped, for the kernel to hold.
         kept: shapes of parameters, by name, that are not read: the kernel holds them as stored.
+        n_ranks: of the process group; each reads its part, at the same time.
 
     Returns:
         A module as of :func:`empty_network`.
@@ -211,6 +213,7 @@ def load_network(
         device=device,
         attention=attention or _op(),
         kept=kept or {},
+        n_ranks=n_ranks,
     )
 
 

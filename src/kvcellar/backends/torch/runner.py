@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvcellar.types import IntArray, ModelCacheParams
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.gpu.graphs import StepGraphs
+    from kvcellar.backends.torch.ranks.leading import Leader
 
 
 class Computed(NamedTuple):
@@ -53,6 +54,9 @@ class TorchRunner(BoundRunner):
         feature_layers: Sequence[int] = (),
         rope_length: int = 0,
         adapters: Adapters = NO_ADAPTERS,
+        leader: Leader | None = None,
+        *,
+        has_graphs: bool = True,
     ) -> None:
         """Bind a model, and what runs a few tokens of it at once where there is such a thing.
 
@@ -65,6 +69,8 @@ class TorchRunner(BoundRunner):
             feature_layers: whose inputs are wanted.
             rope_length: the length of text whose RoPE factors the session has.
             adapters: that are loaded beside the network.
+            leader: of the ranks that have the rest of the network; None: it is whole.
+            has_graphs: small forwards on a card may be played as graphs.
         """
         n_features = len(feature_layers) * int(model.config.hidden_size)
         super().__init__(session, params, vocab_size, n_features)
@@ -77,9 +83,12 @@ class TorchRunner(BoundRunner):
         self._adapters = adapters
         self._runs: Sequence[tuple[str, int]] = ()
         self.adapters, self.own_adapter = adapters.names, ""
+        self._leader = leader
         if isinstance(session.cache, TorchCache):
             session.cache.pools.place(self._device)
-        self.graphs = _graphs_of(model, self._feature_modules)
+            if leader is not None:
+                leader.take(session.cache)
+        self.graphs = _graphs_of(model, self._feature_modules) if has_graphs else None
         """Small forwards on a card as graphs; None: all are the modules' own."""
 
     def forward_hidden(
@@ -95,7 +104,8 @@ class TorchRunner(BoundRunner):
         places, numbers = self._tensor(at[None]), self._numbers(len(ids))
         active = nullcontext() if numbers is None else self._adapters.active(numbers, ids[:0])
         positions = Positions(places, self._rope_length)
-        with use_cache(cache), torch.inference_mode(), positions, active:
+        led = self._led(cache, ids, at, None, is_hidden=True)
+        with led, use_cache(cache), torch.inference_mode(), positions, active:
             found = self._network.base_model(
                 input_ids=self._tensor(ids[None]), position_ids=places, use_cache=False
             )
@@ -146,11 +156,26 @@ class TorchRunner(BoundRunner):
             DeviceMemoryError: it has no memory for them.
         """
         graphs = self.graphs
-        return within_memory(
-            lambda: self._tried(cache, ids, at, rows, has_features=has_features),
-            self._device,
-            lambda: None if graphs is None else graphs.clear(),
-        )
+        with self._led(cache, ids, at, rows):
+            return within_memory(
+                lambda: self._tried(cache, ids, at, rows, has_features=has_features),
+                self._device,
+                lambda: None if graphs is None else graphs.clear(),
+            )
+
+    def _led(
+        self,
+        cache: Any,
+        ids: IntArray,
+        at: IntArray,
+        rows: IntArray | None,
+        *,
+        is_hidden: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Have other ranks run their part of the forward in a block, where there are others."""
+        if self._leader is None:
+            return nullcontext()
+        return self._leader.forward(cache, ids, at, rows, self._rope_length, is_hidden=is_hidden)
 
     def _tried(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool

@@ -75,6 +75,22 @@ class StatePools:
             found.append([state.index_select(0, where).cpu().numpy() for state in states])
         return found
 
+    def check(
+        self, slots: Sequence[int] | IntArray, states: Sequence[Sequence[NDArray[np.float32]]]
+    ) -> None:
+        """Refuse what are no states of so many slots of this model.
+
+        Raises:
+            ShapeError: so it is.
+        """
+        n = len(slots)
+        wanted = [[(n, *shape) for shape in shapes] for shapes in self.shapes]
+        got = [[state.shape for state in of_layer] for of_layer in states]
+        if got != wanted:
+            raise ShapeError(
+                f"states of {n} slots of this model have the shapes {wanted}, got {got}"
+            )
+
     def write(
         self, slots: Sequence[int] | IntArray, states: Sequence[Sequence[NDArray[np.float32]]]
     ) -> None:
@@ -83,13 +99,8 @@ class StatePools:
         Raises:
             ShapeError: they are not those of so many slots of this model; nothing was written.
         """
+        self.check(slots, states)
         at = np.asarray(slots, np.int64)
-        wanted = [[(len(at), *shape) for shape in shapes] for shapes in self.shapes]
-        got = [[state.shape for state in of_layer] for of_layer in states]
-        if got != wanted:
-            raise ShapeError(
-                f"states of {len(at)} slots of this model have the shapes {wanted}, got {got}"
-            )
         if not len(at):
             return
         home = next((s[0].device for s in self.of_layer if len(s[0])), self.device)

@@ -43,7 +43,13 @@ class PlainTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Make the tensor, and return a part of it; ``...``: all."""
-        return self._make()[index]
+        whole = self._make()
+        part = whole[index]
+        return part if part.numel() == whole.numel() else part.clone()  # let go of the rest
+
+    def get_shape(self) -> list[int]:
+        """Make the tensor, and return its shape: whoever wants a part of it asks first."""
+        return list(self._make().shape)
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

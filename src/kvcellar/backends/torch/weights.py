@@ -46,6 +46,7 @@ def load_weights(
     device: torch.device,
     attention: str,
     kept: Mapping[str, tuple[int, ...]],
+    n_ranks: int = 1,
 ) -> Any:
     """Read a model's weights; return its network in evaluation mode.
 
@@ -60,6 +61,7 @@ def load_weights(
         attention: name of an attention that is registered with transformers.
         kept: shapes of tensors, by their names in the file, that stay as they are stored and are
             placed later. They are not read, and take no memory: all their numbers are one.
+        n_ranks: of the process group; each reads its part, at the same time.
 
     Raises:
         UnreadWeightsError: weights that are missing, or not this architecture's.
@@ -76,6 +78,7 @@ def load_weights(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused by name below
                 **options,
+                **_divided(n_ranks),
             )
     except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
         raise UnreadWeightsError(f"the weights in {folder} cannot be loaded: {error}") from error
@@ -83,9 +86,45 @@ def load_weights(
         raise UnreadWeightsError(str(error)) from error
     _check_keys(info, whole, folder, format)
     network = finish(whole).to(device).eval()
-    if device.type == "cpu":
+    if n_ranks > 1:
+        make_plain(network)
+    elif device.type == "cpu":
         turn_small(network)
     return network
+
+
+def _divided(n_ranks: int) -> dict[str, Any]:
+    """Return how transformers is told to read one rank's part of a model."""
+    if n_ranks == 1:
+        return {}
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=n_ranks)}
+
+
+def make_plain(network: torch.nn.Module) -> None:
+    """Make the parts of weights that a rank has plain parameters, where modules take them so.
+
+    What transformers computes between ranks hangs on the modules; embeddings alone look at their
+    weights for it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for module in network.modules():
+        if isinstance(module, torch.nn.Embedding):
+            continue
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                part = parameter.to_local().detach()
+                module._parameters[name] = torch.nn.Parameter(part, requires_grad=False)
+
+
+def own_tensors(network: Any) -> list[torch.Tensor]:
+    """Return the tensors of a network's weights; of a divided one those of this rank."""
+    from torch.distributed.tensor import DTensor  # transformers has imported it
+
+    tensors = [*network.parameters(), *network.buffers()]
+    return [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
 
 
 @contextmanager
@@ -195,7 +234,7 @@ def touch_weights(model: Any) -> int:
     """
     storages = {
         storage.data_ptr(): storage
-        for tensor in [*model.parameters(), *model.buffers()]
+        for tensor in own_tensors(model)
         for storage in [tensor.untyped_storage()]
     }
     n_bytes = 0
