@@ -109,7 +109,7 @@ class _Model:
 
 
 class Follower:
-    """What a rank has of models and caches, and how it does what it is told."""
+    """A rank that follows: its parts of models and caches, moved as the leader says."""
 
     def __init__(self, rank: int, kind: str, answers: IO[bytes]) -> None:
         """Have nothing yet; ``answers`` takes what the leader asks for."""
