@@ -153,7 +153,7 @@ def run_commands(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(server_run, "log_to_stderr", lambda: None)
     patch.setattr(server_run, "serve", lambda *made, **_: load_first(made[2]))
     store = ("--store", str(folder / "store"), "--chat-template", str(template))
-    unloadable = ("backend", "chat_template", "adapter")  # what backends load has its own tests
+    unloadable = ("backend", "chat_template", "adapter", "tp")  # these have their own tests
     adapter = write_adapter(folder / "tone", DEMO_FOLDER)
     serve = arguments(("serve",), CacheOptions, EngineOptions, without=unloadable)
     invoked(
@@ -167,6 +167,7 @@ def run_commands(folder: Path, patch: pytest.MonkeyPatch) -> None:
         str(adapter),
     )
     CliRunner().invoke(app, ["serve", "/nowhere", "--backend", "mlx"])  # refused, with its options
+    CliRunner().invoke(app, ["serve", "/nowhere", "--tp", "3"])
     path = ("agents", "generate")
     said = arguments(path, CacheOptions, SamplingOptions, without=(*unloadable, "device"))
     invoked(*path, "a", "one", "--create", *store, *said)
