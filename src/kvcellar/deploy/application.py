@@ -14,6 +14,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
 from kvcellar.deploy.gateway import Gateway, ReplicaLostError
@@ -160,7 +161,8 @@ def run(plan: Deployment, address: str | None = None) -> None:
         ray.init(address, include_dashboard=False, log_to_driver=True)
     config = plan.replica.config
     serve.start(http_options={"host": config.host, "port": config.port})
-    serve.run(application_of(plan), name=APPLICATION)
+    quiet = LoggingConfig(enable_access_log=False)  # replicas log each request by themselves
+    serve.run(application_of(plan), name=APPLICATION, logging_config=quiet)
 
 
 def stop() -> None:
