@@ -8,9 +8,7 @@ grow.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import sys
 import threading
 from pathlib import Path
 
@@ -62,35 +60,17 @@ def format_size(size_bytes: int) -> str:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process in RAM now; where nothing says that, its peak so far."""
-    statm = Path("/proc/self/statm")
-    if statm.is_file():
-        import resource
+    """Return the bytes of this process in RAM now."""
+    import psutil  # here, since most who import this module ask for neither
 
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    try:
-        import resource
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "this system does not say how much memory a process holds, so no budget can be kept; "
-            "give a capacity in tokens instead"
-        ) from error
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return int(psutil.Process().memory_info().rss)
 
 
 def machine_bytes() -> int:
-    """Return the bytes that this process could ever have: the machine's, or its container's.
+    """Return the bytes that this process could ever have: the machine's, or its container's."""
+    import psutil
 
-    Raises:
-        ConfigError: the system does not say.
-    """
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError) as error:
-        raise ConfigError(
-            "this system does not say how much memory it has; give --memory"
-        ) from error
+    total = int(psutil.virtual_memory().total)
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             total = min(total, int(path.read_text()))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import os
 import stat
 import sys
@@ -11,13 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import lock_descriptor
+
+_SAFE = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
+"""Flags of files that are opened, each where the system has it; without O_NONBLOCK a pipe in a
+file's place would be waited for."""
+
+_MOST_OWNER_BYTES = 500
+
 
 def default_home() -> Path:
     """Return the folder of all that kvcellar keeps for its user.
 
     ``KVCELLAR_HOME`` where it is set; else ``kvcellar`` in ``XDG_DATA_HOME`` where that is set;
     else in the platform's folder for user data (``~/.local/share``, on macOS
-    ``~/Library/Application Support``).
+    ``~/Library/Application Support``, on Windows ``%LOCALAPPDATA%``).
     """
     own = os.environ.get("KVCELLAR_HOME")
     if own:
@@ -25,9 +33,17 @@ def default_home() -> Path:
     data = os.environ.get("XDG_DATA_HOME")
     if data and Path(data).is_absolute():
         return Path(data) / "kvcellar"
+    folder = _platform_folder()
+    return (Path.home() / ".local" / "share" if folder is None else folder) / "kvcellar"
+
+
+def _platform_folder() -> Path | None:
+    """Return where this system keeps all that is its user's; None: data and settings apart."""
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "kvcellar"
-    return Path.home() / ".local" / "share" / "kvcellar"
+        return Path.home() / "Library" / "Application Support"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    return None
 
 
 def default_store() -> Path:
@@ -45,7 +61,7 @@ def default_config() -> Path:
 
     ``KVCELLAR_CONFIG`` where it is set; else ``config.toml`` in ``KVCELLAR_HOME`` where that is
     set; else ``kvcellar/config.toml`` in ``XDG_CONFIG_HOME`` or the platform's folder for settings
-    (``~/.config``, on macOS as :func:`default_home`).
+    (``~/.config``, on macOS and Windows as :func:`default_home`).
     """
     named = os.environ.get("KVCELLAR_CONFIG")
     if named:
@@ -55,7 +71,7 @@ def default_config() -> Path:
     folder = os.environ.get("XDG_CONFIG_HOME")
     if folder and Path(folder).is_absolute():
         return Path(folder) / "kvcellar" / "config.toml"
-    if sys.platform == "darwin":
+    if _platform_folder() is not None:
         return default_home() / "config.toml"
     return Path.home() / ".config" / "kvcellar" / "config.toml"
 
@@ -73,9 +89,12 @@ def open_own(path: Path, flags: int) -> int:
     Raises:
         OSError: it cannot be opened, is a link, or is no regular file.
     """
+    for name in _SAFE:
+        flags |= getattr(os, name, 0)
     try:
-        # Without O_NONBLOCK a pipe in the file's place would be waited for.
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        if path.is_symlink():  # not every system has O_NOFOLLOW
+            raise OSError(errno.ELOOP, "a link", path)
+        fd = os.open(path, flags, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link, and none is followed here", path) from error
@@ -97,7 +116,28 @@ def locked(path: Path) -> Iterator[None]:
     """
     fd = open_own(path, os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock_descriptor(fd)
         yield
     finally:
         os.close(fd)
+
+
+def write_owner(fd: int, owner: str) -> None:
+    """Say in a locked file who holds it: behind the first byte, which is the lock's.
+
+    A locked byte cannot be read on every system.
+    """
+    os.ftruncate(fd, 0)
+    os.write(fd, b"\n" + owner.encode()[:_MOST_OWNER_BYTES])
+
+
+def owner_in(path: Path) -> str:
+    """Return who holds a locked file, as far as it says that by now; else an empty text."""
+    with contextlib.suppress(OSError):
+        fd = open_own(path, os.O_RDONLY)
+        try:
+            os.lseek(fd, 1, os.SEEK_SET)
+            return os.read(fd, _MOST_OWNER_BYTES).decode("utf-8", "replace").strip()
+        finally:
+            os.close(fd)
+    return ""

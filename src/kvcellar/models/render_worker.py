@@ -3,6 +3,7 @@
 Run as a script by ``rendering.py``; imports nothing of kvcellar. A job comes as a length and a
 pickle, an answer goes as a length and JSON. What a job may take is limited by the system: a timer
 of CPU time ends this process, whatever it is in, and memory beyond the limit is not granted.
+Windows has neither: there whoever asked ends this process when it takes too long.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import contextlib
 import json
 import os
 import pickle
-import resource
 import signal
 import struct
+import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +39,7 @@ def main() -> None:
     while header := jobs.read(4):
         payload = jobs.read(struct.unpack("<I", header)[0])
         job = pickle.loads(payload)
-        signal.setitimer(signal.ITIMER_PROF, job.pop("cpu_s"))
+        _limit_time(job.pop("cpu_s"))
         try:
             if "literals" in job:
                 found = {"text": _get_template_literal_text(job["literals"])}
@@ -52,7 +53,7 @@ def main() -> None:
         except Exception as error:  # jinja's, or whatever the template raised
             found = {"error": str(error) or type(error).__name__}
         finally:
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            _limit_time(0.0)
         _send(answers, found)
 
 
@@ -62,8 +63,18 @@ def _bounded(text: str, most: int) -> dict[str, str]:
     return {"text": text}
 
 
+def _limit_time(cpu_s: float) -> None:
+    """Let so much CPU time pass before this process ends; 0: as much as there is."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
 def _limit_memory() -> None:
     """Grant ``MEMORY_BYTES`` more than there is now; where that is unknown, nothing is limited."""
+    if sys.platform == "win32":
+        return
+    import resource
+
     with contextlib.suppress(OSError, ValueError):  # no /proc, or a lower limit is set
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = pages * resource.getpagesize() + MEMORY_BYTES

@@ -11,13 +11,12 @@ import contextlib
 import json
 import os
 import pickle
-import select
+import queue
 import signal
 import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,11 @@ class _Renderer:
             start_new_session=True,
         )
         self._is_ready = False
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        """What it has said; None: it has ended. Pipes cannot be waited for with a limit of time on
+        every system, queues can."""
+        self._reader = threading.Thread(target=self._read, name="kvcellar-render", daemon=True)
+        self._reader.start()
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """Have a job done.
@@ -68,13 +72,13 @@ class _Renderer:
         assert self._process.stdin is not None
         try:
             if not self._is_ready:
-                self._receive(time.monotonic() + START_S)
+                self._receive(START_S)
                 self._is_ready = True
             self._process.stdin.write(struct.pack("<I", len(payload)) + payload)
             self._process.stdin.flush()
-            return self._receive(time.monotonic() + WALL_S)
+            return self._receive(WALL_S)
         except (EOFError, BrokenPipeError) as error:
-            if self._process.wait() == -signal.SIGPROF:
+            if sys.platform != "win32" and self._process.wait() == -signal.SIGPROF:
                 raise TemplateLimitError(
                     f"the model's chat template took more than {CPU_S:g} s of computing time for "
                     f"these messages and was stopped; give the model another template"
@@ -89,31 +93,52 @@ class _Renderer:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
+        self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         self._process.wait()
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
-        (n,) = struct.unpack("<I", self._read(4, deadline))
-        found: dict[str, Any] = json.loads(self._read(n, deadline).decode("utf-8", "surrogatepass"))
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        """Return its next answer.
+
+        Raises:
+            TimeoutError: there was none in time.
+            EOFError: it has ended.
+        """
+        try:
+            found = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+        if found is None:
+            raise EOFError
         return found
 
-    def _read(self, n_bytes: int, deadline: float) -> bytes:
+    def _read(self) -> None:
+        """Put all that it says into the queue, until it ends."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
-        data = bytearray()
-        while len(data) < n_bytes:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            part = os.read(pipe, n_bytes - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                (n,) = struct.unpack("<I", _read_all(pipe, 4))
+                self._answers.put(json.loads(_read_all(pipe, n).decode("utf-8", "surrogatepass")))
+        self._answers.put(None)
+
+
+def _read_all(pipe: int, n_bytes: int) -> bytes:
+    """Read so many bytes.
+
+    Raises:
+        EOFError: there are fewer.
+    """
+    data = bytearray()
+    while len(data) < n_bytes:
+        part = os.read(pipe, n_bytes - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
 
 
 class _Renderers:
@@ -172,7 +197,8 @@ def _after_fork() -> None:
     _renderers = _Renderers()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _renderers.close())
 
 

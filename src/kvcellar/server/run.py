@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import math
@@ -22,9 +21,10 @@ from types import FrameType
 from typing import TextIO
 
 import uvicorn
+from filelock import lock_descriptor
 
 from kvcellar.errors import ConfigError, StoreError
-from kvcellar.home import open_own
+from kvcellar.home import open_own, owner_in, write_owner
 from kvcellar.server.app import create_app
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.connections import Connections, ConnectionsConfig
@@ -87,16 +87,13 @@ def held_store(folder: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise StoreError(f"{path} cannot be written ({error.strerror})") from error
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.read(fd, 500).decode("utf-8", "replace").strip()
+        if not lock_descriptor(fd, blocking=False):
+            who = owner_in(path)
             raise StoreError(
                 f"the store {folder} is served already{f' by {who}' if who else ''}; use that "
                 f"server, stop it, or give another --store"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{what} (process {os.getpid()})".encode())
+            )
+        write_owner(fd, f"{what} (process {os.getpid()})")
         try:
             yield
         finally:

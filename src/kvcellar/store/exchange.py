@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcellar.errors import StoreError
+from kvcellar.home import open_own
 from kvcellar.store.blocks import Info, Kind, opened
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.folder import SUFFIX
@@ -33,7 +34,7 @@ def export_reference(
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         partial.unlink(missing_ok=True)  # of a process that died, or planted: never written into
-        fd = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fd = open_own(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR)
         with os.fdopen(fd, "w+b") as raw:
             with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
                 _write(cold, ref, archive, on_progress)

@@ -7,17 +7,19 @@ durable. Whoever publishes a reference settles its blocks before.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
 import shutil
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import lock_descriptor
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
@@ -209,7 +211,7 @@ class Folder:
 
     def _write(self, data: bytes | memoryview) -> Path:
         path = self.staging / f"{os.getpid()}-{time.time_ns()}-{next(self._numbers)}"
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        fd = open_own(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         try:
             view = memoryview(data)
             while len(view):
@@ -229,7 +231,9 @@ class Folder:
 
     @staticmethod
     def settle(folders: Iterable[Path]) -> None:
-        """Make renames in these folders durable."""
+        """Make renames in these folders durable, on systems where a folder can be synchronised."""
+        if sys.platform == "win32":
+            return
         for folder in folders:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -284,14 +288,10 @@ class Folder:
                 return
             fd = open_own(self._lock_path, os.O_CREAT | os.O_RDWR)
             try:
-                while True:
-                    try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        if time.monotonic() > deadline:
-                            raise self._busy(timeout_s) from None
-                        time.sleep(_POLL_S)
+                while not lock_descriptor(fd, blocking=False):
+                    if time.monotonic() > deadline:
+                        raise self._busy(timeout_s)
+                    time.sleep(_POLL_S)
                 self._depth = 1
                 try:
                     yield

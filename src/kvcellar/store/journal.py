@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcellar.errors import StoreError
+from kvcellar.home import open_own
 from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage
 from kvcellar.store.folder import Folder
 from kvcellar.store.reports import EventKind, EventLog
@@ -221,7 +222,7 @@ class Journal:
         if self._db is None or inode != self._inode:
             self._let_go()
             if not inode:
-                os.close(os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+                os.close(open_own(self._path, os.O_CREAT | os.O_RDWR))
             db = self._connect()
             try:
                 self._prepare(db)

@@ -20,11 +20,10 @@ from typing import Protocol
 from filelock import lock_descriptor
 
 from kvcellar.errors import LeaseHeldError, LeaseLostError, StoreError
-from kvcellar.home import open_own
+from kvcellar.home import open_own, owner_in, write_owner
 from kvcellar.store.folder import Folder
 from kvcellar.store.references import checked_name, file_stem
 
-_MOST_OWNER_BYTES = 500
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -90,8 +89,7 @@ def owner_of_process() -> str:
 class LocalLeases:
     """Leases among the processes of one folder: locks on files that end with their process.
 
-    A file of ``leases/`` is there while its lease is held. Its first byte is the lock's, since a
-    locked byte cannot be read on every system; the owner's words come behind it.
+    A file of ``leases/`` is there while its lease is held, and says who holds it.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -110,11 +108,10 @@ class LocalLeases:
             self._folder.leases.mkdir(mode=0o700, exist_ok=True)
             fd = _locked_file(path)
             if fd is None:
-                raise LeaseHeldError(name, _owner_in(path))
+                raise LeaseHeldError(name, owner_in(path))
             with self._lock:
                 self._files[lease.token] = fd, path
-            os.ftruncate(fd, 0)
-            os.write(fd, b"\n" + self._owner.encode()[:_MOST_OWNER_BYTES])
+            write_owner(fd, self._owner)
         except OSError as error:
             self.release(lease)
             if error.errno in _READ_ONLY:
@@ -178,15 +175,3 @@ def _let_go(fd: int, path: Path) -> None:
     with contextlib.suppress(OSError):  # some systems remove no file that is open
         path.unlink()
     os.close(fd)
-
-
-def _owner_in(path: Path) -> str:
-    """Read who holds a lease, as far as its file says that by now."""
-    with contextlib.suppress(OSError):
-        fd = open_own(path, os.O_RDONLY)
-        try:
-            os.lseek(fd, 1, os.SEEK_SET)
-            return os.read(fd, _MOST_OWNER_BYTES).decode("utf-8", "replace").strip()
-        finally:
-            os.close(fd)
-    return ""
