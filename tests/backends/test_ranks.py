@@ -19,7 +19,7 @@ from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.request import FinishEvent
-from kvcellar.errors import BackendError, ConfigError, EngineFailedError, RankLostError
+from kvcellar.errors import BackendError, ConfigError, EngineFailedError, ModelError, RankLostError
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.options import CACHES
 from kvcellar.registry import freeze_prefix
@@ -252,6 +252,21 @@ def test_what_cannot_be_divided_is_refused_by_name(folders, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"pip install 'kvcellar\[tp\]'"):
         check_model(LoadOptions(folders("llama"), tp=2))
+
+
+def test_weights_that_cannot_be_read_are_named_as_they_are_for_one_rank(folders, monkeypatch):
+    def cannot(*args: Any) -> Any:
+        raise ModelError("the folder lacks 3 tensors")
+
+    ranks = processes.ranks_of(2, "cpu")
+    monkeypatch.setattr(processes.Ranks, "close", lambda self: None)
+    monkeypatch.setattr(processes, "_send", lambda process, command: None)
+    monkeypatch.setattr("kvcellar.backends.torch.ranks.leading.read_part", cannot)
+    try:
+        with pytest.raises(ModelError, match="lacks 3 tensors"):
+            divided(folders("llama"))
+    finally:
+        ranks._lost = None
 
 
 def test_a_prefix_is_not_frozen_of_some_heads(folders):

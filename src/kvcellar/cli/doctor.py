@@ -55,6 +55,7 @@ _NEEDS = {
     "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
     "mlx": ("mlx", "mlx_lm"),
     "executorch": ("executorch", "torchao"),
+    "tp": ("accelerate",),
 }
 """What can be used -> the modules that it needs."""
 

@@ -23,7 +23,7 @@ from kvcellar.backends.executorch.quantising import check_scheme, quantise
 from kvcellar.backends.executorch.rewriting import rewrite
 from kvcellar.backends.executorch.rotating import pairs_for_complex
 from kvcellar.backends.torch.inputs import inputs_of, modules_given
-from kvcellar.backends.torch.loading import TorchModel
+from kvcellar.backends.torch.model import TorchModel
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata

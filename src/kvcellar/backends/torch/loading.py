@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +20,17 @@ from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.card import CardMemory, card_memory
 from kvcellar.backends.torch.counting import NOTHING, Counted, count, may_keep
 from kvcellar.backends.torch.fast.blocks import Kept
-from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gguf import makers_of, other_types
 from kvcellar.backends.torch.gpu.choice import is_gpu
-from kvcellar.backends.torch.gpu.logits import samples_on
 from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
 from kvcellar.backends.torch.holding import hold_parts
+from kvcellar.backends.torch.model import TorchModel
 from kvcellar.backends.torch.networks import empty_network, load_network
-from kvcellar.backends.torch.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.backends.torch.versions import versions
-from kvcellar.backends.torch.weights import DTYPES, own_tensors, touch_weights
+from kvcellar.backends.torch.weights import DTYPES
 from kvcellar.budget import format_size
-from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
 from kvcellar.models.check import Verdict, demand_exact, keep_verdict, verdict_of
@@ -50,9 +47,7 @@ from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of, known_path, renew_facts
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
-from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
-from kvcellar.models.runner import Runner
 from kvcellar.models.sizing import find_config, size_checkpoint
 from kvcellar.models.tokenizer import (
     check_vocabulary,
@@ -70,7 +65,6 @@ from kvcellar.models.weights import (
     parse_weights,
     wants_blocks,
 )
-from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 
 if TYPE_CHECKING:
@@ -81,72 +75,6 @@ _BY = f"transformers {transformers.__version__}"
 
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchModel(LoadedModel):
-    """A model of transformers in memory; attributes as in :class:`LoadedModel`.
-
-    Attributes:
-        network: the module of transformers, in evaluation mode, with its attention on the op.
-        decoder: runs a few tokens of it as one call of the CPU kernel; None: not all of its parts
-            are the kernel's.
-        facts: what was learnt of it.
-        beside: its adapters.
-        leader: of the ranks that have the rest of it; None: this process has all of it.
-    """
-
-    network: Any = field(repr=False)
-    decoder: KernelDecoder | None = field(repr=False)
-    facts: ModelFacts = field(repr=False)
-    beside: Adapters = field(repr=False)
-    leader: Leader | None = field(default=None, repr=False, kw_only=True)
-
-    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
-        """Make a runner of torch; session and model were found to fit."""
-        is_kept = samples_on(self.network.device)
-        return (SamplingTorchRunner if is_kept else TorchRunner)(
-            self.network,
-            self.decoder,
-            self.params,
-            self.vocab_size,
-            session,
-            feature_layers,
-            self.rope_length_for(session.cache.config),
-            self.beside,
-            self.leader,
-            has_graphs=self.leader is None,
-        )
-
-    @property
-    def n_layers(self) -> int:
-        """Layers of the model, those without attention included."""
-        return self.facts.n_layers
-
-    @property
-    def has_session_ropes(self) -> bool:
-        """True if sessions of different capacity turn positions by different factors."""
-        return not self.facts.rope.is_fixed
-
-    def rope_length_for(self, config: CacheConfig) -> int:
-        """Return the length of text whose RoPE factors a session has; see ``LoadedModel``."""
-        longest = min(config.origin + config.capacity, self.max_positions)
-        return self.facts.rope.length_for(longest)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the weights as they are held, those of what is not loaded left out.
-
-        Of a model that is divided, on all ranks, each of which has about as many.
-        """
-        tensors = own_tensors(self.network)
-        held = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-        n_ranks = 1 if self.leader is None else self.leader.ranks.n_ranks
-        return n_ranks * int(held) + self.beside.size_bytes
-
-    def touch_weights(self) -> int:
-        """Read a byte of every page of the weights; see :meth:`LoadedModel.touch_weights`."""
-        return touch_weights(self.network)
 
 
 @dataclass(frozen=True, slots=True)

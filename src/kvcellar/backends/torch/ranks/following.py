@@ -34,6 +34,7 @@ from kvcellar.backends.torch.ranks.parts import read_part
 from kvcellar.backends.torch.ranks.processes import join_group
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.cache_config import CacheConfig
+from kvcellar.errors import KVCellarError
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.tokenizer import quiet
 from kvcellar.states import StatePlan
@@ -200,7 +201,11 @@ def main(rank: int, kind: str) -> None:
             command: Command = pickle.load(sys.stdin.buffer)
         except EOFError:
             os._exit(0)  # without waiting for ranks that may have ended before
-        follower.obey(command)
+        try:
+            follower.obey(command)
+        except KVCellarError as error:  # the leader meets the same one, and says it
+            sys.stderr.write(f"rank {rank}: {error}\n")
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from kvcellar.backends.torch.ranks.commands import (
 from kvcellar.backends.torch.ranks.parts import read_part
 from kvcellar.backends.torch.ranks.processes import Ranks
 from kvcellar.backends.torch.state_pools import StateArrays
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, ModelError, RankLostError
 from kvcellar.types import IntArray, LayerGroup
 
 
@@ -98,8 +98,13 @@ def read_together(ranks: Ranks, what: Load, device: torch.device) -> tuple[Any, 
         ModelError: as :func:`~kvcellar.backends.torch.ranks.parts.read_part`; the ranks are closed.
         RankLostError: another rank cannot read its part.
     """
-    with ranks.together(what):
-        network, groups = read_part(what, device)
+    try:
+        with ranks.together(what):
+            network, groups = read_part(what, device)
+    except RankLostError as lost:
+        if isinstance(lost.__cause__, ModelError):
+            raise lost.__cause__ from None
+        raise
     return network, Leader(ranks, what.model, groups)
 
 
