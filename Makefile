@@ -67,6 +67,7 @@ imports: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py --check
+	$(BIN)/python tools/write_http_docs.py --check
 	$(BIN)/python tools/draw_rooms.py --check
 	$(BIN)/python tools/write_kernel_stub.py --check
 
