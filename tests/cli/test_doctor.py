@@ -82,3 +82,11 @@ def test_a_folder_that_is_called_like_a_module_is_not_one(tmp_path, monkeypatch)
     assert importlib.util.find_spec("called_like_one") is not None
     said = doctor._packages("torch", ("called_like_one",))
     assert (said.state, said.said) == ("less", "not installed: called_like_one")
+
+
+def test_a_shared_place_is_tried(tmp_path):
+    code, things = found("--shared", f"file://{tmp_path}/place")
+    assert (code, things["shared place"]["state"]) == (0, "ok")
+    code, things = found("--shared", "valkey://:hidden@127.0.0.1:1/0")
+    assert (code, things["shared place"]["state"]) == (1, "broken")
+    assert "hidden" not in str(things)

@@ -121,3 +121,26 @@ def test_sizes_are_read_and_written() -> None:
 def test_the_commands_import_the_store_only_when_they_run() -> None:
     code = "import sys, kvcellar.cli; sys.exit('kvcellar.store.store' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_shared_place_is_counted_and_freed(folder: Path, tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/place"
+    with Store(folder, shared=place) as store:
+        save(store, "poet@1", History(make_key(), tokens_of(2, 40)), metadata={"serial": 1})
+    code, out, err = run("stats", "--shared", place)
+    assert (code, err) == (0, "")
+    assert place in out
+    assert "in 5 blocks, 1 histories" in out
+    code, out, err = run("gc-shared", "--shared", place, "--limit", "0", "--grace", "0", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["n_blocks"], report["n_agents"], report["size_bytes"]) == (5, 1, 0)
+    code, out, err = run("stats", "--shared", place, "--json")
+    assert json.loads(out)["place"] == {"n_agents": 1, "n_blocks": 0, "size_bytes": 0}
+
+
+def test_a_place_that_is_none_is_refused() -> None:
+    for args in (("gc-shared",), ("gc-shared", "--shared", "ftp://host/x")):
+        code, _, err = run(*args)
+        assert code == 2
+        assert "place" in err

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -20,9 +21,9 @@ import typer
 from kvcellar.budget import format_size, machine_bytes
 from kvcellar.cli.commands import add_command
 from kvcellar.cli.exits import ExitCode
-from kvcellar.cli.store import AsJson, Folder
+from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace
 from kvcellar.cli.terminal import write
-from kvcellar.errors import KVCellarError, StoreError
+from kvcellar.errors import ConfigError, KVCellarError, StoreError
 from kvcellar.home import default_config, default_home, default_models
 from kvcellar.models.packaged import PACKAGED
 from kvcellar.version import __version__
@@ -56,8 +57,11 @@ _NEEDS = {
     "mlx": ("mlx", "mlx_lm"),
     "executorch": ("executorch", "torchao"),
     "tp": ("accelerate",),
+    "shared": ("obstore", "valkey"),
 }
 """What can be used -> the modules that it needs."""
+
+_SHARED_S = 5.0
 
 _BASE = ("torch", "server")
 """What ``pip install kvcellar`` brings; the rest are extras: ``pip install 'kvcellar[mlx]'``."""
@@ -91,7 +95,7 @@ def register(app: typer.Typer) -> None:
     )
 
 
-def doctor_command(store: Folder = None, as_json: AsJson = False) -> None:
+def doctor_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """Say what this installation can do on this machine, and what would help.
 
     Each line begins with ok, less (something is slower, or not there) or broken. The exit code is
@@ -110,7 +114,7 @@ def doctor_command(store: Folder = None, as_json: AsJson = False) -> None:
         raise typer.Exit(ExitCode.FOUND)
 
 
-def findings(store: Path | None = None) -> Iterator[Finding]:
+def findings(store: StorePlace = HOME_STORE) -> Iterator[Finding]:
     """Yield what is found, one thing after the other."""
     version = f"{__version__}, Python {platform.python_version()} on {platform.platform()}"
     yield Finding("kvcellar", GOOD, version)
@@ -122,7 +126,9 @@ def findings(store: Path | None = None) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is not None:
         yield _devices()
     yield _home()
-    yield _store(store)
+    yield _store(store.path)
+    if store.shared is not None:
+        yield _shared(store.shared)
     yield _model()
     yield _config()
 
@@ -199,11 +205,29 @@ def _home() -> Finding:
     return Finding("folder", GOOD, said)
 
 
-def _store(folder: Path | None) -> Finding:
-    """Open the store, as every command does, and count what is in it."""
-    from kvcellar.store import Store, default_store
+def _shared(url: str) -> Finding:
+    """Write to the place that is to be shared, as every machine does, and read it again."""
+    from kvcellar.store.shared.places import PlaceError, open_place, shown_url
 
-    path = (folder or default_store()).expanduser()
+    key = f"doctor/{uuid.uuid4().hex}"
+    try:
+        place = open_place(url, timeout_s=_SHARED_S)
+        place.write(key, b"doctor")
+        is_there = place.read(key) == b"doctor" and not place.create(key, b"", _SHARED_S)
+        place.drop([key])
+    except (ConfigError, PlaceError) as error:
+        helps = "everything works without it; see docs/shared-tier.md for addresses and credentials"
+        return Finding("shared place", BROKEN, f"{shown_url(url)}: {error}", helps)
+    if not is_there:
+        helps = "it cannot be shared: two machines would write over each other"
+        return Finding("shared place", BROKEN, f"{place.title} makes one name twice", helps)
+    return Finding("shared place", GOOD, f"{place.title} can be read and written")
+
+
+def _store(path: Path) -> Finding:
+    """Open the store, as every command does, and count what is in it."""
+    from kvcellar.store import Store
+
     if not path.exists():
         return Finding("store", GOOD, f"{path} is made with the first agent")
     try:

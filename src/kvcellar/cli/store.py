@@ -98,6 +98,13 @@ def register(app: typer.Typer) -> None:
         "kvcellar store gc --limit 5G",
         "kvcellar store gc --grace 3600",
     )
+    add_command(
+        group,
+        "gc-shared",
+        gc_shared_command,
+        "kvcellar store gc-shared --shared s3://team/kvcellar --limit 200G",
+        "kvcellar store gc-shared --shared file:///mnt/share/kvcellar --keep-days 30",
+    )
     app.add_typer(
         group,
         epilog=examples("kvcellar store stats", "kvcellar store verify", "kvcellar store gc"),
@@ -108,14 +115,19 @@ def register(app: typer.Typer) -> None:
 def stats_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """Count blocks, histories and bytes.
 
-    What histories share is stored once; `unshared` is what they would take without that.
+    What histories share is stored once; `unshared` is what they would take without that. With
+    --shared all that lies in that place is counted, too.
     """
+    from kvcellar.store.shared import upkeep
+
     with _opened(store) as opened:
+        shared = None if opened.shared is None else upkeep.count(opened.shared.place)
         stats = opened.stats()
         rows = opened.references()
         path = opened.path
     if as_json:
         value = dataclasses.asdict(stats) | {"path": str(path)}
+        value["place"] = None if shared is None else dataclasses.asdict(shared)
         value["references"] = [dataclasses.asdict(row) for row in rows]
         write(json.dumps(value) + "\n")
         return
@@ -127,11 +139,17 @@ def stats_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> No
         ("unshared", size_text(stats.unshared_bytes)),
         ("quarantine", size_text(stats.quarantined_bytes)),
     ]
+    if shared is not None and stats.shared is not None:
+        there = f"{size_text(shared.size_bytes)} in {shared.n_blocks} blocks"
+        lines += [
+            ("shared place", stats.shared.title),
+            ("in it", f"{there}, {shared.n_agents} histories"),
+        ]
     for name, text in lines:
         write(f"{name:<16}{text}\n")
 
 
-def verify_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
+def verify_command(store: Folder = None, as_json: AsJson = False) -> None:
     """Read every byte and check it.
 
     Damaged files go to the folder `quarantine`; what they held is computed again when it is
@@ -139,7 +157,7 @@ def verify_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> N
     """
     from kvcellar.agents.checking import check_agent
 
-    with _opened(store) as opened:
+    with _opened(StorePlace(store=store)) as opened:
         with progress_bar("verifying") as report:
             found = opened.verify(check=check_agent, on_progress=report)
         events = [dataclasses.asdict(event) for event in opened.take_events()]
@@ -160,7 +178,7 @@ def verify_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> N
 
 
 def gc_command(
-    store: StorePlace = HOME_STORE,
+    store: Folder = None,
     limit: Limit = None,
     grace: Annotated[
         float,
@@ -176,7 +194,7 @@ def gc_command(
     Where more than the limit remains, the KV of whole histories is given up, least recently used
     first; their tokens remain.
     """
-    with _opened(store, limit) as opened:
+    with _opened(StorePlace(store=store), limit) as opened:
         report = opened.gc(grace_s=grace, is_emptying_quarantine=quarantine)
     if as_json:
         write(json.dumps(dataclasses.asdict(report)) + "\n")
@@ -187,6 +205,48 @@ def gc_command(
     )
     for name in report.evicted:
         write(f"gave up the KV of {name}; its tokens remain\n")
+
+
+def gc_shared_command(
+    shared: Shared = None,
+    limit: Annotated[
+        str | None,
+        option("SIZE", "Bytes that KV may take there, such as 200G. Default: any."),
+    ] = None,
+    keep_days: Annotated[
+        float | None,
+        option("DAYS", "Give up KV of agents that were silent for longer. Default: never.", min=0),
+    ] = None,
+    grace: Annotated[
+        float,
+        option("SECONDS", "Keep what was written in the last so many.", min=0),
+    ] = 3600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Free room in a place that several machines share; they may go on meanwhile.
+
+    Blocks that no agent needs go, then KV of agents that were silent longest; what they have said
+    stays. To be run by one machine, such as once a day.
+    """
+    from kvcellar.store.shared import upkeep
+    from kvcellar.store.shared.places import open_place
+    from kvcellar.store.shared.tier import TIMEOUT_S
+
+    if shared is None:
+        raise ConfigError("there is no place to free; give one with --shared URL")
+    report = upkeep.collect(
+        open_place(shared, timeout_s=TIMEOUT_S),
+        limit_bytes=None if limit is None else parse_size(limit),
+        keep_s=None if keep_days is None else keep_days * 86400,
+        grace_s=grace,
+    )
+    if as_json:
+        write(json.dumps(dataclasses.asdict(report)) + "\n")
+        return
+    write(
+        f"{report.n_blocks} blocks removed, {size_text(report.freed_bytes)} freed, "
+        f"{size_text(report.size_bytes)} remain; KV of {report.n_agents} agents given up\n"
+    )
 
 
 @contextmanager

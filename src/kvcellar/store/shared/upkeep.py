@@ -1,0 +1,148 @@
+"""Upkeep of a shared place: count what is in it, and free what nobody needs.
+
+Words stay as long as their agent does; what is given up for room or age is KV. Whoever wanted that
+computes it again, and hands it in again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvcellar.errors import StoreError
+from kvcellar.store.format import DamagedError
+from kvcellar.store.shared.blocks import key_of
+from kvcellar.store.shared.manifests import Manifest, unpack_manifest
+from kvcellar.store.shared.places import Entry, Place, PlaceError
+
+T = TypeVar("T")
+
+TOMBSTONE_S = 30 * 86400.0
+"""How long a place remembers that an agent was deleted, for machines that were away meanwhile."""
+
+_FOLDERS = ("blocks/", "windows/")
+_AT_ONCE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceStats:
+    """A shared place at one moment.
+
+    Attributes:
+        n_agents: histories of which it has a state.
+        n_blocks: blocks and boundary states.
+        size_bytes: of these.
+    """
+
+    n_agents: int
+    n_blocks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGcReport:
+    """Report of freeing room in a shared place.
+
+    Attributes:
+        n_blocks: blocks and boundary states that were removed.
+        freed_bytes: of these.
+        n_agents: histories whose KV was given up.
+        size_bytes: of the blocks that remain.
+    """
+
+    n_blocks: int
+    freed_bytes: int
+    n_agents: int
+    size_bytes: int
+
+
+def count(place: Place) -> PlaceStats:
+    """Count what is in a place.
+
+    Raises:
+        StoreError: it does not answer.
+    """
+    blocks = _asked(place, _blocks)
+    agents = _asked(place, lambda place: place.numbers("agents/"))
+    size_bytes = sum(entry.size_bytes for entry in blocks.values())
+    return PlaceStats(len(agents), len(blocks), size_bytes)
+
+
+def collect(
+    place: Place, *, limit_bytes: int | None = None, keep_s: float | None = None, grace_s: float
+) -> PlaceGcReport:
+    """Remove blocks that no history needs, then the KV of histories that nobody goes on with.
+
+    Args:
+        place: what is freed; others may write to it meanwhile.
+        limit_bytes: blocks may take so much; KV of the history that was silent longest goes first.
+        keep_s: KV of histories that were silent for longer goes; None: it stays.
+        grace_s: what was written in the last so many seconds stays, since its history may not be
+            handed in yet.
+
+    Raises:
+        StoreError: it does not answer, or has a state that cannot be read here, whose blocks
+            would count as nobody's; what was removed by then is gone.
+    """
+    now = time.time()
+    states = _asked(place, lambda place: _states(place, now))
+    blocks = _asked(place, _blocks)
+    held: set[str] = set()
+    size = n_given_up = 0
+    for saved_s, manifest in sorted(states, key=lambda state: -state[0]):
+        keys = {key_of(info.kind, info.address) for info in manifest.infos} - held
+        more = sum(blocks[key].size_bytes for key in keys if key in blocks)
+        is_old = keep_s is not None and now - saved_s > keep_s
+        if is_old or (limit_bytes is not None and size + more > limit_bytes):
+            n_given_up += bool(more)
+            continue
+        held |= keys
+        size += more
+    gone = {
+        key: entry.size_bytes
+        for key, entry in blocks.items()
+        if key not in held and now - entry.modified_s > grace_s
+    }
+    names = sorted(gone)
+    for at in range(0, len(names), _AT_ONCE):
+        _asked(place, lambda place, at=at: place.drop(names[at : at + _AT_ONCE]))  # type: ignore[misc]
+    freed = sum(gone.values())
+    left = sum(entry.size_bytes for entry in blocks.values()) - freed
+    return PlaceGcReport(len(gone), freed, n_given_up, left)
+
+
+def _blocks(place: Place) -> Mapping[str, Entry]:
+    return {entry.key: entry for folder in _FOLDERS for entry in place.entries(folder)}
+
+
+def _states(place: Place, now: float) -> list[tuple[float, Manifest]]:
+    """Read the latest state of every history, and when it was handed in; forget old deletions."""
+    found = []
+    written: dict[str, float] = {}
+    for entry in place.entries("agents/"):
+        for register in (entry.key, entry.key.rpartition("/")[0]):
+            written[register] = max(entry.modified_s, written.get(register, 0.0))
+    for register in place.numbers("agents/"):
+        state = place.latest(register)
+        if state is None:
+            continue
+        if state.data:
+            try:
+                found.append((written.get(register, now), unpack_manifest(register, state.data)))
+            except DamagedError as error:
+                raise StoreError(
+                    f"{place.title} has a state at {register} that cannot be read here ({error}); "
+                    f"nothing was removed: use the version of kvcellar that wrote it, or remove it"
+                ) from error
+        elif now - written.get(register, now) > TOMBSTONE_S:
+            place.forget(register)
+    return found
+
+
+def _asked(place: Place, request: Callable[[Place], T]) -> T:
+    try:
+        return request(place)
+    except PlaceError as error:
+        raise StoreError(str(error)) from error

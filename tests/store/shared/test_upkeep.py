@@ -1,0 +1,79 @@
+"""A shared place is counted and freed, and no word is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvcellar.errors import StoreError
+from kvcellar.store import Store
+from kvcellar.store.shared.histories import Pulled
+from kvcellar.store.shared.places import Place
+from kvcellar.store.shared.upkeep import collect, count
+from tests.store.fakes import History, load_all, make_key, save, tokens_of
+
+KEY = make_key()
+
+
+@pytest.fixture
+def store(tmp_path: Path, place_url: str) -> Iterator[Store]:
+    """Two agents, one of which has a block that nobody needs any more."""
+    with Store(tmp_path / "a", shared=place_url) as opened:
+        for serial, (name, seed) in enumerate([("one@1", 1), ("two@1", 2)], 1):
+            save(opened, name, History(KEY, tokens_of(seed, 20)), metadata={"serial": serial})
+            assert opened.shared is not None
+            assert opened.shared.flush()
+        save(opened, "two@1", History(KEY, tokens_of(2, 30)), metadata={"serial": 9})
+        assert opened.shared is not None
+        assert opened.shared.flush()
+        yield opened
+
+
+def place_of(store: Store) -> Place:
+    assert store.shared is not None
+    return store.shared.place
+
+
+def test_what_no_agent_needs_goes_and_what_is_new_stays(store: Store) -> None:
+    place = place_of(store)
+    before = count(place)
+    assert (before.n_agents, before.n_blocks) == (2, 3 + 3 + 2)
+    assert collect(place, grace_s=3600).n_blocks == 0
+    report = collect(place, grace_s=-60)
+    assert (report.n_blocks, report.n_agents) == (1, 0)
+    assert count(place).size_bytes == report.size_bytes == before.size_bytes - report.freed_bytes
+
+
+def test_over_the_limit_the_kv_of_who_was_silent_longest_goes(
+    store: Store, tmp_path: Path, place_url: str
+) -> None:
+    place = place_of(store)
+    collect(place, grace_s=-60)
+    size = count(place).size_bytes
+    report = collect(place, limit_bytes=size - 1, grace_s=-60)
+    assert report.n_agents == 1
+    assert count(place).n_agents == 2
+    with ExitStack() as stack:
+        other = stack.enter_context(Store(tmp_path / "b", shared=place_url))
+        assert other.shared is not None
+        for name, seed, n in (("one@1", 1, 20), ("two@1", 2, 30)):
+            assert other.shared.pull(name) is Pulled.TAKEN
+            assert other.get(name).tokens.tokens.tolist() == tokens_of(seed, n)
+        restored = [load_all(other, History(KEY, tokens_of(s, n))) for s, n in ((1, 20), (2, 30))]
+    assert sorted(map(bool, restored)) == [False, True]
+
+
+def test_kv_of_agents_that_were_silent_for_long_goes(store: Store) -> None:
+    assert collect(place_of(store), keep_s=-60, grace_s=-60).size_bytes == 0
+    assert count(place_of(store)).n_agents == 2
+
+
+def test_a_state_that_cannot_be_read_here_stops_it(store: Store) -> None:
+    place = place_of(store)
+    assert place.advance("agents/x/y", 1, b"of another version")
+    with pytest.raises(StoreError, match="nothing was removed"):
+        collect(place, grace_s=-60)
+    assert count(place).n_blocks == 8
