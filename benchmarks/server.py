@@ -108,8 +108,8 @@ async def load(port: int, n_clients: int, seconds: float, seed: int) -> list[Cli
 def server() -> Iterator[int]:
     """Start a server in a process of its own; return its port."""
     with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as folder:
-        command = [sys.executable, "-m", "kvcellar", "serve", "--port", "0", "--store", folder]
-        command += ["--capacity", str(CAPACITY)]
+        command = [sys.executable, "-m", "kvcellar", "serve", "--port", "0"]
+        command += ["--store", f"{folder}/store", "--capacity", str(CAPACITY)]
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
