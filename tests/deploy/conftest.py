@@ -40,16 +40,23 @@ class Answer:
 class Local:
     """Replicas of this process behind a gateway: what Ray does for a deployment, in a few lines."""
 
-    def __init__(self, replicas, config):
+    def __init__(self, replicas, config, prefill_tokens=None):
         self.replicas = {one.name: one for one in replicas}
         self.loads = dict.fromkeys(self.replicas, 0)
         self.holdings = Holdings()
         self.holdings.keep(self.replicas)
         self.lost = set()
-        self.gateway = Gateway(config, self, self.holdings)
+        self.prefilling, self.prepared = None, []
+        self.gateway = Gateway(config, self, self.holdings, prefill_tokens)
 
     async def read(self, asked):
         return await next(iter(self.replicas.values())).read(asked)
+
+    async def prepare(self, asked, wanted):
+        self.prepared.append(wanted.n_tokens)
+        if self.prefilling is None:
+            raise ReplicaLostError("prefilling")
+        await self.prefilling.prepare(asked)
 
     async def answer(self, asked, wanted):
         there = {name: n for name, n in self.loads.items() if name in self.holdings.replicas}
@@ -131,12 +138,21 @@ def replicas(loop, config, tmp_path_factory):
     spec = ReplicaSpec(
         config, hosting, {"demo": "demo"}, tmp_path_factory.mktemp("stored") / "store"
     )
-    found = [Replica(spec, name) for name in ("left", "right")]
+    found = [Replica(spec, name, name) for name in ("left", "right")]
     for replica in found:
         loop.run(replica.start())
     yield found
     for replica in found:
         loop.run(replica.close())
+
+
+@pytest.fixture
+def split(replicas, config):
+    """One replica that answers, and one that only reads."""
+    answering, reading = replicas
+    found = Local([answering], config, prefill_tokens=100)
+    found.prefilling = reading
+    return found
 
 
 @pytest.fixture

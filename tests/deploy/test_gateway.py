@@ -177,3 +177,36 @@ def test_requests_for_nobody_are_answered_by_one_replica_unless_they_name_one(lo
     assert len(seen) == 1
     for name in local.replicas:
         assert loop.run(local.ask("GET", "/health", headers={"x-replica": name})).replica == name
+
+
+def engine_of(loop, replica):
+    (host,) = replica.service.models.hosts()
+    return loop.run(host.between_steps(lambda engine: engine.stats()))
+
+
+def test_a_long_prompt_is_read_by_one_replica_and_answered_by_another(loop, split, local):
+    answering, reading = split.replicas["left"], split.prefilling
+    alone = loop.run(local.chat(f"split {LONG}", x_cache_salt="alone", x_replica="right"))
+    before = engine_of(loop, answering).computed_tokens
+    found = loop.run(split.chat(f"split {LONG}"))
+    assert split.prepared == [found.json["usage"]["prompt_tokens"]]
+    assert found.replica == "left"
+    assert found.json["choices"][0]["message"] == alone.json["choices"][0]["message"]
+    assert engine_of(loop, answering).computed_tokens - before < 64
+    assert engine_of(loop, reading).running == 0
+    names = reading.service.store.reference_names()
+    assert "right-0" in names  # where nothing that is an agent's stands
+    assert all("right-" not in info.agent_id for info in answering.service.agents.directory.infos())
+
+
+def test_what_the_one_that_answers_holds_is_not_read_elsewhere(loop, split):
+    loop.run(split.chat(f"held {LONG}"))
+    loop.run(split.chat(f"held {LONG}", "Yes.", "Go on."))
+    loop.run(split.chat("Short."))
+    assert len(split.prepared) == 1
+
+
+def test_where_nobody_reads_the_one_that_answers_does(loop, split):
+    split.prefilling = None
+    assert loop.run(split.chat(f"nobody {LONG}")).status == 200
+    assert len(split.prepared) == 1

@@ -65,6 +65,15 @@ class ScaleOptions:
     gateways: Annotated[
         int, _in_scale("N", "Processes that take requests and hand them to replicas.", min=1)
     ] = 1
+    prefill: Annotated[
+        int,
+        _in_scale(
+            "N",
+            "Replicas besides that only read: prompts with 1024 tokens or more that nobody holds. "
+            "The others find K and V in the store, so long prompts disturb no answers.",
+            min=0,
+        ),
+    ] = 0
     address: Annotated[
         str | None,
         _in_scale(
@@ -160,7 +169,9 @@ def deploy_command(
     folder = store.path.absolute()
     spec = ReplicaSpec(config, hosting, names, folder, store.shared, idle_unload)
     policy = Policy(busy_at=engine.parallel)
-    plan = Deployment(spec, least, most, scale.gateways, scale.cpus, scale.gpus, policy)
+    plan = Deployment(
+        spec, least, most, scale.gateways, scale.cpus, scale.gpus, scale.prefill, policy
+    )
     _run(plan, scale.address)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, field
@@ -11,7 +13,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to Ray'
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
@@ -22,15 +24,19 @@ from kvcellar.deploy.reading import Asked
 from kvcellar.deploy.replica import Replica, ReplicaSpec
 from kvcellar.deploy.router import WANTED, HoldingRouter
 from kvcellar.deploy.routing import Policy, Wanted, holdings_of
-from kvcellar.server.config import ServerConfig
+from kvcellar.errors import ConfigError
 
 APPLICATION = "kvcellar"
 REPLICAS = "replicas"
+PREFILLING = "prefilling"
 
 REPORT_S = 1.0
 """Seconds between two reports of a replica."""
 
 _HEALTH_S = 5.0
+_SAVING_S = 60.0
+_READS = 3
+"""How often a replica is asked to read a prompt; one that dies meanwhile changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class Deployment:
         n_gateways: gateways in front of them.
         n_cpus: cores of a replica.
         n_gpus: cards of a replica; a part of one where several share it.
+        n_prefilling: replicas that only read long prompts for the others.
         policy: when requests go elsewhere than to what they need.
     """
 
@@ -53,19 +60,26 @@ class Deployment:
     n_gateways: int = 1
     n_cpus: float = 1.0
     n_gpus: float = 0.0
+    n_prefilling: int = 0
     policy: Policy = field(default_factory=Policy)
 
 
 class _Replica:
     """A replica as an actor of Ray Serve."""
 
-    async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, spec: ReplicaSpec, role: str
+    ) -> None:
         context = serve.get_replica_context()
-        self._replica = Replica(spec, context.replica_tag, context.rank.rank)
+        place = f"{role}-{context.rank.rank}"
+        self._replica = Replica(spec, context.replica_tag, place)
         await self._replica.start()
 
     async def read(self, asked: Asked, *, wanted: Wanted) -> Wanted:
         return await self._replica.read(asked)
+
+    async def prepare(self, asked: Asked, *, wanted: Wanted) -> None:
+        await self._replica.prepare(asked)
 
     async def answer(self, asked: Asked, *, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
         async for batch in self._replica.answer(asked, wanted):
@@ -84,25 +98,40 @@ class _Replica:
 class _Gateway:
     """A gateway as an actor of Ray Serve."""
 
-    def __init__(self, replicas: DeploymentHandle, config: ServerConfig) -> None:
-        self._app = Gateway(config, _Handle(replicas), holdings_of(REPLICAS))
+    def __init__(
+        self, plan: Deployment, replicas: DeploymentHandle, prefilling: DeploymentHandle | None
+    ) -> None:
+        least = None if prefilling is None else plan.policy.prefill_tokens
+        way = _Handles(replicas, prefilling)
+        self._app = Gateway(plan.replica.config, way, holdings_of(REPLICAS), least)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
 
-class _Handle:
+class _Handles:
     """The way to the replicas through Ray Serve."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+    def __init__(self, replicas: DeploymentHandle, prefilling: DeploymentHandle | None) -> None:
+        self._replicas = replicas
+        self._prefilling = prefilling
 
     async def read(self, asked: Asked) -> Wanted:
-        found: Wanted = await self._handle.read.remote(asked, **{WANTED: Wanted()})
-        return found
+        for _ in range(_READS):
+            with contextlib.suppress(RayActorError):
+                found: Wanted = await _called(self._replicas.read, asked, Wanted())
+                return found
+        return Wanted()
+
+    async def prepare(self, asked: Asked, wanted: Wanted) -> None:
+        assert self._prefilling is not None
+        try:
+            await _called(self._prefilling.prepare, asked, wanted)
+        except (RayActorError, RayTaskError) as error:
+            raise ReplicaLostError(str(error)) from error
 
     async def answer(self, asked: Asked, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
-        answers = self._handle.options(stream=True).answer
+        answers = self._replicas.options(stream=True).answer
         stream = answers.remote(asked, **{WANTED: wanted})
         try:
             async for batch in stream:
@@ -113,9 +142,18 @@ class _Handle:
             stream.cancel()
 
 
+async def _called(method: Any, asked: Asked, wanted: Wanted) -> Any:
+    """Return what a replica returns; who stops waiting ends it there, too."""
+    response = method.remote(asked, **{WANTED: wanted})
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
 def application_of(plan: Deployment) -> serve.Application:
     """Return what Ray Serve is to run."""
-    config = plan.replica.config
     scaling: dict[str, Any] = {"num_replicas": plan.least}
     if plan.most > plan.least:
         scaling = {
@@ -125,29 +163,36 @@ def application_of(plan: Deployment) -> serve.Application:
                 target_ongoing_requests=plan.policy.busy_at / 2,
             )
         }
-    router = RequestRouterConfig(
-        request_router_class=HoldingRouter,
-        request_router_kwargs=asdict(plan.policy),
-        request_routing_stats_period_s=REPORT_S,
-    )
-    replicas = serve.deployment(
-        _Replica,
-        name=REPLICAS,
-        max_ongoing_requests=config.max_requests,
-        health_check_period_s=_HEALTH_S,
-        graceful_shutdown_timeout_s=config.shutdown_s + 60,
-        request_router_config=router,
-        ray_actor_options={"num_cpus": plan.n_cpus, "num_gpus": plan.n_gpus},
-        **scaling,
-    )
+    prefilling = None
+    if plan.n_prefilling:
+        prefilling = _replicas(plan, PREFILLING, {"num_replicas": plan.n_prefilling})
     gateways = serve.deployment(
         serve.ingress()(_Gateway),
         name="gateways",
         num_replicas=plan.n_gateways,
-        max_ongoing_requests=4 * config.max_requests,
+        max_ongoing_requests=4 * plan.replica.config.max_requests,
         ray_actor_options={"num_cpus": 0},
     )
-    return gateways.bind(replicas.bind(plan.replica), config)
+    return gateways.bind(plan, _replicas(plan, REPLICAS, scaling), prefilling)
+
+
+def _replicas(plan: Deployment, name: str, scaling: dict[str, Any]) -> serve.Application:
+    """Return replicas of one role."""
+    config = plan.replica.config
+    return serve.deployment(
+        _Replica,
+        name=name,
+        max_ongoing_requests=config.max_requests,
+        health_check_period_s=_HEALTH_S,
+        graceful_shutdown_timeout_s=config.shutdown_s + _SAVING_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class=HoldingRouter,
+            request_router_kwargs=asdict(plan.policy),
+            request_routing_stats_period_s=REPORT_S,
+        ),
+        ray_actor_options={"num_cpus": plan.n_cpus, "num_gpus": plan.n_gpus},
+        **scaling,
+    ).bind(plan.replica, name)
 
 
 def run(plan: Deployment, address: str | None = None) -> None:
@@ -156,16 +201,37 @@ def run(plan: Deployment, address: str | None = None) -> None:
     Args:
         plan: what runs.
         address: of a cluster of Ray; None: one is started on this machine, for this process.
+
+    Raises:
+        ConfigError: this machine has too little for it.
     """
-    if not ray.is_initialized():
-        ray.init(address, include_dashboard=False, log_to_driver=True)
+    ray.init(address, include_dashboard=False)
+    if address is None:
+        _check_fits(plan)
     config = plan.replica.config
     serve.start(http_options={"host": config.host, "port": config.port})
     quiet = LoggingConfig(enable_access_log=False)  # replicas log each request by themselves
     serve.run(application_of(plan), name=APPLICATION, logging_config=quiet)
 
 
+def _check_fits(plan: Deployment) -> None:
+    """Refuse what would wait for ever to be started.
+
+    Raises:
+        ConfigError: there are too few cores or cards.
+    """
+    n = plan.least + plan.n_prefilling
+    there = ray.cluster_resources()
+    for name, what, each in (("CPU", "cores", plan.n_cpus), ("GPU", "cards", plan.n_gpus)):
+        if n * each > there.get(name, 0.0):
+            raise ConfigError(
+                f"{n} replicas of {each:g} {what} need {n * each:g}, and this machine has "
+                f"{there.get(name, 0.0):g}; give fewer --replicas, or less --{name.lower()}s"
+            )
+
+
 def stop() -> None:
-    """End what runs: each replica saves its agents first."""
-    serve.shutdown()
-    ray.shutdown()
+    """End what runs: each replica saves its agents first. A no-op where nothing does."""
+    if ray.is_initialized():
+        serve.shutdown()
+        ray.shutdown()

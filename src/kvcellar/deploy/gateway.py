@@ -41,6 +41,14 @@ class Replicas(Protocol):
         """Return what a request wants."""
         ...
 
+    async def prepare(self, asked: Asked, wanted: Wanted) -> None:
+        """Have the prompt of a request read by a replica that only reads.
+
+        Raises:
+            ReplicaLostError: the replica has died.
+        """
+        ...
+
     def answer(self, asked: Asked, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
         """Yield what a replica sends; leaving the iteration ends it there.
 
@@ -57,14 +65,22 @@ class ReplicaLostError(Exception):
 class Gateway:
     """An ASGI application that answers nothing by itself."""
 
-    def __init__(self, config: ServerConfig, replicas: Replicas, holdings: Holdings) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        replicas: Replicas,
+        holdings: Holdings,
+        prefill_tokens: int | None = None,
+    ) -> None:
         """Stand before replicas.
 
         Args:
             config: theirs.
             replicas: the way to them.
             holdings: what they hold, as far as that is known here.
+            prefill_tokens: as ``Policy`` has it; None: no replica only reads.
         """
+        self._prefill_tokens = prefill_tokens
         self._config = config
         self._replicas = replicas
         self._holdings = holdings
@@ -136,6 +152,7 @@ class Gateway:
         has_begun = False
         try:
             wanted = await self._wanted(asked)
+            await self._prepare(asked, wanted)
             async with contextlib.aclosing(self._replicas.answer(asked, wanted)) as batches:
                 async for batch in batches:
                     for message in batch:
@@ -153,6 +170,16 @@ class Gateway:
             )
             await error_response(lost, Request(asked.scope))(asked.scope, _nothing, send)
 
+    async def _prepare(self, asked: Asked, wanted: Wanted) -> None:
+        """Have a prompt read elsewhere, of which so much is new that it would disturb answers."""
+        least = self._prefill_tokens
+        if least is None or wanted.n_tokens < least:
+            return
+        held = self._holdings.matched(wanted.hashes)
+        if wanted.n_tokens - max(held.values(), default=0) >= least:
+            with contextlib.suppress(ReplicaLostError):  # whoever answers reads it, too
+                await self._replicas.prepare(asked, wanted)
+
     async def _wanted(self, asked: Asked) -> Wanted:
         """Find out what decides where a request goes; read its prompt where that may matter."""
         path, headers = asked.scope["path"], Headers(scope=asked.scope)
@@ -163,7 +190,8 @@ class Gateway:
         if path not in PROMPTS or asked.scope["method"] != "POST":
             return Wanted(agent or ("" if path.startswith("/v1/embed") else _LOOKING))
         is_known = self._holdings.holder(agent) and b"cache_salt" not in asked.body
-        if is_known or len(self._holdings.replicas) == 1:
+        is_only = len(self._holdings.replicas) == 1
+        if self._prefill_tokens is None and (is_known or is_only):
             return Wanted(agent)
         return await self._replicas.read(asked)
 

@@ -116,6 +116,19 @@ class PromptReader:
 
     async def read(self, asked: Asked) -> Wanted:
         """Return what a request wants; of one that cannot be answered, nothing in particular."""
+        agent, prompt = await self.prompt(asked)
+        if prompt is None:
+            return Wanted(agent)
+        host, tokens = prompt
+        model = self._service.models.files_of(host.name)
+        hashes = prompt_hashes(key_of(tokens, host.space), model)
+        return Wanted(agent, hashes, len(tokens))
+
+    async def prompt(self, asked: Asked) -> tuple[str, tuple[ModelHost, History] | None]:
+        """Return whose turn a request is, and its prompt with who reads it; None where it has none.
+
+        Of one that cannot be answered nothing is said: whoever answers it says what is wrong.
+        """
         found = _Found()
         _FOUND.set(found)
         sent = iter([{"type": "http.request", "body": asked.body, "more_body": False}])
@@ -127,20 +140,25 @@ class PromptReader:
             """Drop it: the client is not told."""
 
         await self._api({**asked.scope}, receive, send)
-        with contextlib.suppress(KVCellarError):  # whoever answers it says what is wrong
-            if found.turn is not None:
-                return await self._of_turn(*found.turn)
-            if found.prompt is not None:
-                host, tokens = found.prompt
-                return self._wanted("", host, History(tokens))
-        return Wanted()
+        if found.prompt is not None:
+            host, tokens = found.prompt
+            return "", (host, History(tokens))
+        if found.turn is None:
+            return "", None
+        with contextlib.suppress(KVCellarError):
+            return agent_of(found.turn[1]), await self._of_turn(*found.turn)
+        return agent_of(found.turn[1]), None
 
-    async def _of_turn(self, turn: Turn, whose: Whose) -> Wanted:
-        """Return what a turn wants: its agent's replica, and its prompt's."""
-        service, agent = self._service, agent_of(whose)
+    async def _of_turn(self, turn: Turn, whose: Whose) -> tuple[ModelHost, History] | None:
+        """Return the prompt that a turn would have; None of one that is given as tokens.
+
+        Raises:
+            KVCellarError: it cannot be answered.
+        """
+        service = self._service
         own = None if turn.model is None else service.models.registry.host(turn.model)
         if own is None or turn.messages is None:
-            return Wanted(agent)
+            return None
         host = own.in_salt(whose.salt)
         agent_id = None
         with contextlib.suppress(UnknownAgentError):
@@ -152,13 +170,7 @@ class PromptReader:
             return prompt_of(host, messages, tools, template_kwargs=kwargs, agent_id=agent_id)
 
         work = service.agents.work
-        prompt = await work.run(size_of(messages, tools).cost + OTHER_BYTES, read)
-        return self._wanted(agent, host, prompt)
-
-    def _wanted(self, agent: str, host: ModelHost, prompt: History) -> Wanted:
-        model = self._service.models.files_of(host.name)
-        hashes = prompt_hashes(key_of(prompt, host.space), model)
-        return Wanted(agent, hashes, len(prompt))
+        return host, await work.run(size_of(messages, tools).cost + OTHER_BYTES, read)
 
 
 def agent_of(whose: Whose) -> str:

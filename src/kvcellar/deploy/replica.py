@@ -16,6 +16,7 @@ import numpy as np
 from starlette.types import Message
 
 from kvcellar.agents import Hosting
+from kvcellar.deploy.prefilling import Prefiller
 from kvcellar.deploy.reading import Asked, PromptReader
 from kvcellar.deploy.routing import MOST_AGENTS, Report, Wanted, agent_hash, digest_of_models
 from kvcellar.engine import Engine
@@ -79,13 +80,13 @@ class Replica:
     Create it, ``start`` it on the event loop that asks it, and ``close`` it in a thread.
     """
 
-    def __init__(self, spec: ReplicaSpec, name: str, number: int = 0) -> None:
+    def __init__(self, spec: ReplicaSpec, name: str, place: str) -> None:
         """Open the store.
 
         Args:
             spec: of all replicas.
             name: that no other replica ever has.
-            number: that no other replica has now, from 0 on.
+            place: a name that no other replica has now; who comes after it has it again.
 
         Raises:
             StoreError: it cannot be used.
@@ -93,10 +94,11 @@ class Replica:
         """
         log_to_stderr()
         self.name = name
+        self._place = place
         self._spec = spec
         folder = spec.store
         if spec.shared is not None:
-            folder = folder.with_name(f"{folder.name}-{number}")
+            folder = folder.with_name(f"{folder.name}-{place}")
         self._store = Store(folder, spec.hosting.store, shared=spec.shared)
         self._served: OrderedDict[str, int] = OrderedDict()
         self._n_asked = 0
@@ -117,6 +119,7 @@ class Replica:
             pass
         self._app = create_app(self.service)
         self._reader = PromptReader(self.service)
+        self._prefiller = Prefiller(self.service, self._place)
 
     async def answer(self, asked: Asked, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
         """Answer a request: yield what the application sends, as it comes, in batches.
@@ -177,6 +180,12 @@ class Replica:
     async def read(self, asked: Asked) -> Wanted:
         """Return what a request wants, without answering it."""
         return await self._reader.read(asked)
+
+    async def prepare(self, asked: Asked) -> None:
+        """Read the prompt of a request that another replica answers, as ``Prefiller.read``."""
+        _, prompt = await self._reader.prompt(asked)
+        if prompt is not None:
+            await self._prefiller.read(*prompt)
 
     async def report(self) -> dict[str, Any]:
         """Return what this replica holds; the same as before where nobody has asked since."""

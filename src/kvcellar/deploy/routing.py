@@ -57,10 +57,13 @@ class Policy:
             holds. As many as it answers at a time.
         request_tokens: how many tokens a prompt may have to compute more elsewhere, to have one
             request less before it.
+        prefill_tokens: how many tokens of a prompt nobody may hold, for it to be read by a replica
+            that only reads, where there are such.
     """
 
     busy_at: int = 8
     request_tokens: int = 64
+    prefill_tokens: int = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
