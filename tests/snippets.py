@@ -41,6 +41,9 @@ STANDS_FOR = {
 }
 """What runs in place of what a reader has."""
 
+SHELL = ("curl", "openssl")
+"""Commands that a shell runs; all but kvcellar's own."""
+
 FENCE = re.compile(
     r"(?:<!-- not run: (?P<why>.+?) -->\n+)?"
     r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
@@ -75,8 +78,8 @@ def run_elsewhere(page: Path) -> str | None:
     return found[1] if found else None
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """Yield the commands of a shell's text as words; a quoted text may be several lines long."""
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of a shell, as written and as words; a quoted text may have many lines."""
     line = ""
     for part in text.replace("\\\n", " ").splitlines():
         line = f"{line}\n{part}" if line else part
@@ -84,9 +87,9 @@ def commands(text: str) -> Iterator[list[str]]:
             words = shlex.split(line, comments=True)
         except ValueError:  # a quotation that goes on
             continue
-        line = ""
         if words:
-            yield words
+            yield line, words
+        line = ""
 
 
 class World:
@@ -113,10 +116,10 @@ class World:
         if block.language == "python":
             exec(compile(self.ours(block.text), block.place, "exec"), self._names)
             return
-        for words in commands(self.ours(block.text)):
-            assert words[0] in ("kvcellar", "curl"), f"{block.place}: {words[0]} is not run here"
-            done = self.kvcellar(words[1:]) if words[0] == "kvcellar" else self.curl(words[1:])
-            assert done is None, f"{block.place}: {shlex.join(words)}\n{done}"
+        for line, words in commands(self.ours(block.text)):
+            assert words[0] in ("kvcellar", *SHELL), f"{block.place}: {words[0]} is not run here"
+            done = self.kvcellar(words[1:]) if words[0] == "kvcellar" else self.shell(line)
+            assert done is None, f"{block.place}: {line}\n{done}"
 
     def ours(self, text: str) -> str:
         """Return a text with what is here in place of what a reader has."""
@@ -135,8 +138,8 @@ class World:
         done = CliRunner().invoke(app, words, input="Hello.\n/quit\n")
         return None if done.exit_code == 0 else f"{done.output}\n{done.exception!r}"
 
-    def curl(self, words: list[str]) -> str | None:
-        """Send a request; return what is wrong with it."""
-        command = ["curl", "--fail-with-body", "--silent", "--show-error", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    def shell(self, line: str) -> str | None:
+        """Run a line in a shell; return what is wrong with it."""
+        line = re.sub("^curl ", "curl --fail-with-body --silent --show-error ", line)
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
         return None if done.returncode == 0 else done.stdout + done.stderr
