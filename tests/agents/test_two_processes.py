@@ -50,13 +50,17 @@ def test_who_comes_second_waits_and_goes_on_from_the_newest(tmp_path: Path) -> N
             second = asyncio.create_task(turn(theirs, "poet", "two"))
             await asyncio.sleep(0.1)
             assert not second.done()
-        assert (await second).agent_id == "poet"
-        assert said_to(theirs, "poet") == ["one", "two"]
+        end = await second
+        assert end.agent_id == "poet"
+        assert "another process has talked with agent 'poet'" in end.usage.notes[0]
+        end = await turn(theirs, "poet", "three")
+        assert not any("another process" in note for note in end.usage.notes)
+        assert said_to(theirs, "poet") == ["one", "two", "three"]
 
     with manager(tmp_path) as ours, manager(tmp_path) as theirs:
         run(both(ours, theirs))
         run(ours.directory.refresh())
-        assert said_to(ours, "poet") == ["one", "two"]
+        assert said_to(ours, "poet") == ["one", "two", "three"]
 
 
 def test_who_does_not_wait_as_long_answers_in_a_branch_and_says_so(

@@ -94,4 +94,5 @@ def test_where_nobody_can_write_nobody_else_extends_a_history(
 
     monkeypatch.setattr("kvcellar.store.leases.open_own", refuse)
     lease = ours.take("poet")
+    assert ours.renew(lease) == lease
     ours.release(lease)

@@ -23,13 +23,18 @@ _RENEWALS = 3
 
 
 class Hold:
-    """Right to change an agent for as long as a block lasts, kept up where it expires."""
+    """Right to change an agent for as long as a block lasts, kept up where it expires.
+
+    Attributes:
+        has_news: whether another process has talked with the agent since this one knew it.
+    """
 
     def __init__(self, leases: Leases, lease: Lease | None) -> None:
         """Hold a lease; None: of an agent that no other process can know."""
         self._leases = leases
         self._lease = lease
         self._has_lost = False
+        self.has_news = False
 
     @property
     def expires(self) -> bool:
@@ -88,7 +93,9 @@ async def changing(
         keeping = asyncio.ensure_future(hold.keep_up()) if hold.expires else None
         try:
             if is_read:
+                before = agent.turns
                 await publisher.refresh(agent)
+                hold.has_news = agent.turns != before
             yield hold
         finally:
             if keeping is not None:

@@ -144,6 +144,11 @@ class Turns:
                     await stack.aclose()
                     agent = await self._parted(turn, agent)
                     hold = await stack.enter_async_context(changing(self.publisher, agent))
+                elif hold.has_news and turn.messages is None:
+                    turn.notice = (
+                        f"another process has talked with agent {agent.agent_id!r} meanwhile; this "
+                        f"turn is behind what was said there"
+                    )
                 await self._plan(turn, agent, host)
             except (AgentHeldError, HistoryChangedError) as error:
                 await stack.aclose()

@@ -97,8 +97,9 @@ class LocalLeases:
         self._folder = folder
         self._owner = owner_of_process()
         self._lock = threading.Lock()
-        self._files: dict[str, tuple[int, Path]] = {}
-        """By token the file of each lease that is held here, which is open and locked."""
+        self._files: dict[str, tuple[int, Path] | None] = {}
+        """By token the file of each lease that is held here, which is open and locked; None where
+        none can be written."""
 
     def take(self, name: str) -> Lease:
         """See ``Leases``; where nobody can write, nobody else can extend anything either."""
@@ -115,6 +116,8 @@ class LocalLeases:
         except OSError as error:
             self.release(lease)
             if error.errno in _READ_ONLY:
+                with self._lock:
+                    self._files[lease.token] = None
                 return lease
             raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
         return lease
@@ -129,16 +132,17 @@ class LocalLeases:
     def release(self, lease: Lease) -> None:
         """See ``Leases``."""
         with self._lock:
-            fd, path = self._files.pop(lease.token, (None, None))
-        if fd is not None and path is not None:
-            _let_go(fd, path)
+            file = self._files.pop(lease.token, None)
+        if file is not None:
+            _let_go(*file)
 
     def close(self) -> None:
         """See ``Leases``."""
         with self._lock:
             files, self._files = self._files, {}
-        for fd, path in files.values():
-            _let_go(fd, path)
+        for file in files.values():
+            if file is not None:
+                _let_go(*file)
 
     def clear(self) -> None:
         """Remove the files of processes that died; what is held stays."""
