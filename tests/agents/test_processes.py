@@ -126,3 +126,17 @@ def test_a_turn_of_another_process_is_seen_while_a_save_of_ours_waits(tmp_path, 
         theirs.store.flush()
         monkeypatch.setattr(ours.sleep.publisher, "revision_of", lambda agent: None)
         assert [info.n_turns for info in run(ours.directory.listed())] == [2]
+
+
+def test_a_save_of_ours_that_ends_while_we_look_hides_no_turn_of_another(tmp_path, monkeypatch):
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(ours.lifecycle.create("a"))
+        run(turn(ours, "a", "Hello"))
+        ours.store.flush()
+        run(turn(theirs, "a", "And?"))
+        revisions = iter([None])  # queued when the look begins, and published when it ends
+        known = ours.sleep.publisher.revision_of
+        monkeypatch.setattr(
+            ours.sleep.publisher, "revision_of", lambda agent: next(revisions, known(agent))
+        )
+        assert [info.n_turns for info in run(ours.directory.listed())] == [2]

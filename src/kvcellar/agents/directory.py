@@ -328,7 +328,8 @@ class Directory:
                 if agent.name not in self._claimed:
                     self._agents.setdefault(agent.name, agent)
             for agent, revision, ref in news.changed:
-                if not agent.gate.is_taken and self._publisher.revision_of(agent) == revision:
+                is_same = self._publisher.revision_of(agent) == revision  # else KV was saved here
+                if not agent.gate.is_taken and (is_same or ref.serial > agent.serial):
                     agent.take(ref)
             for agent, revision in news.gone:
                 is_same = self._agents.get(agent.name) is agent
