@@ -143,6 +143,7 @@ def test_who_went_on_alone_finds_both_talks_again(machine: Machine, away: list[A
         flushed(theirs)
         away.clear()
         while ours.store.shared.stats().trouble:  # it is asked again by and by
+            ours.store.shared.pull("nobody@1")
             await asyncio.sleep(0.01)
         return await turn(ours, "poet", "more")
 

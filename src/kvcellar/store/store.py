@@ -374,7 +374,7 @@ class Store:
             if not is_gone:
                 raise self._unknown(name)
             if self.shared is not None:
-                self.shared.hand_in(name)
+                self.shared.delete(name)
 
         checked_name(name)
         self._writer.call(work)

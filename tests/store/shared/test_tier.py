@@ -11,7 +11,7 @@ import pytest
 
 from kvcellar.errors import ConfigError
 from kvcellar.store import ModelKey, Store, StoreConfig
-from kvcellar.store.shared import pusher, reach
+from kvcellar.store.shared import histories, pusher, reach
 from kvcellar.store.shared.histories import Pulled
 from kvcellar.store.shared.objects import ObjectPlace
 from kvcellar.store.shared.places import PlaceError
@@ -174,10 +174,88 @@ def test_a_place_that_is_gone_delays_nothing_and_gets_all_of_it_later(
         assert store.stats().shared.trouble == "no answer"  # type: ignore[union-attr]
         is_gone.clear()
         wait_for(lambda: tier(store).flush(0.1))
-        kinds = [event.kind for event in store.take_events()]
-        assert kinds == ["shared_away", "shared_back"]
+        kinds = {event.kind for event in store.take_events()}
+        assert kinds == {"shared_away", "shared_back"}
     with Store(tmp_path / "b", shared=str(share)) as other:
         assert load_all(other, history) == 40
+
+
+def test_a_place_that_is_full_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        history = saved(store, key, tokens_of(1, 40), 1)
+    write, create = ObjectPlace.write, ObjectPlace.create
+
+    def full(self: ObjectPlace, *_: object) -> None:
+        raise PlaceError("no space left")
+
+    monkeypatch.setattr(ObjectPlace, "write", full)
+    monkeypatch.setattr(ObjectPlace, "create", full)
+    with Store(tmp_path / "b", shared=str(share)) as store:
+        save(store, "new@1", History(key, tokens_of(2, 40)), metadata={"serial": 2})
+        assert not tier(store).flush(0.5)
+        assert load_all(store, history) == 40
+        assert tier(store).pull(NAME) is Pulled.TAKEN
+        assert "no space left" in str(store.take_events())
+    monkeypatch.setattr(ObjectPlace, "write", write)
+    monkeypatch.setattr(ObjectPlace, "create", create)
+    with Store(tmp_path / "b", shared=str(share)) as store:
+        assert tier(store).flush()
+    with Store(tmp_path / "c", shared=str(share)) as store:
+        assert tier(store).pull("new@1") is Pulled.TAKEN
+
+
+def test_who_asks_a_slow_place_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    ask = ObjectPlace._ask
+
+    def slow(self: ObjectPlace, request: Callable[[], object]) -> object:
+        time.sleep(0.3)
+        return ask(self, request)
+
+    monkeypatch.setattr(ObjectPlace, "_ask", slow)
+    monkeypatch.setattr(histories, "ASK_S", 0.05)
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        assert tier(store).pull(NAME) is Pulled.SAME
+        started = time.monotonic()
+        for _ in range(100):
+            assert tier(store).pull(NAME) is Pulled.SAME
+        load_all(store, History(key, tokens_of(1, 40)))
+        assert time.monotonic() - started < 0.3, "it was asked again"
+
+
+def test_what_is_damaged_here_is_not_deleted_there(tmp_path: Path) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        saved(store, key, tokens_of(1, 20), 1)
+    for path in (tmp_path / "a" / "references").iterdir():
+        path.write_bytes(b"damaged")
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        tier(store).flush()
+    with Store(tmp_path / "b", shared=str(share)) as store:
+        assert tier(store).pull(NAME) is Pulled.TAKEN
+
+
+def test_a_deletion_that_could_not_be_told_is_told_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        saved(store, key, tokens_of(1, 20), 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectPlace, "_ask", lambda *_: 1 / 0)
+            patch.setattr("kvcellar.store.shared.tier.CLOSE_S", 0.1)
+            store.delete(NAME)
+            store.close()
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        assert tier(store).flush()
+        tier(store).pull_all()
+        assert not store.has_reference(NAME)
+    with Store(tmp_path / "b", shared=str(share)) as store:
+        tier(store).pull_all()
+        assert not store.has_reference(NAME)
 
 
 def test_what_a_process_did_not_hand_in_the_next_one_does(tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ MOST_KNOWN = 1 << 14
 class SharedBlocks:
     """Content-addressed files, so that two who write one write the same. For any thread."""
 
-    def __init__(self, reach: Reach, events: EventLog) -> None:
+    def __init__(self, reading: Reach, writing: Reach, events: EventLog) -> None:
         """Create a view that knows of no block yet."""
-        self._reach = reach
+        self._reach = reading
+        self._writing = writing
         self._events = events
         self._lock = threading.Lock()
         self._infos: dict[bytes, Info] = {}
@@ -187,7 +188,7 @@ class SharedBlocks:
         for info in infos:
             if now - self._there_s.get(info.address, -TRUSTED_S) >= TRUSTED_S:
                 key = key_of(info.kind, info.address)
-                asked.append((info, self._reach.begin(lambda place, key=key: place.size(key))))  # type: ignore[misc]
+                asked.append((info, self._writing.begin(lambda place, key=key: place.size(key))))  # type: ignore[misc]
         missing = []
         for info, future in asked:
             if future.result() is None:
@@ -203,7 +204,7 @@ class SharedBlocks:
             AwayError: the place does not take it now.
         """
         key = key_of(info.kind, info.address)
-        self._reach.ask(lambda place: place.write(key, data), PUT_S)
+        self._writing.ask(lambda place: place.write(key, data), PUT_S)
         self.learn([info])
 
 

@@ -20,7 +20,7 @@ from kvcellar.store.layout import root_address
 from kvcellar.store.references import DROPPED, Boundary, Reference
 from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.blocks import SharedBlocks
-from kvcellar.store.shared.ledger import Known, Ledger
+from kvcellar.store.shared.ledger import DELETED, Known, Ledger
 from kvcellar.store.shared.manifests import Manifest, pack_manifest, register_of, unpack_manifest
 from kvcellar.store.shared.places import State
 from kvcellar.store.shared.reach import AwayError, Reach
@@ -52,10 +52,17 @@ class SharedHistories:
     """Both ways between the local store and the tier. For threads; one push at a time."""
 
     def __init__(
-        self, reach: Reach, blocks: SharedBlocks, ledger: Ledger, cold: ColdTier, events: EventLog
+        self,
+        reading: Reach,
+        writing: Reach,
+        blocks: SharedBlocks,
+        ledger: Ledger,
+        cold: ColdTier,
+        events: EventLog,
     ) -> None:
         """Create the ways; nothing is asked yet."""
-        self._reach = reach
+        self._reach = reading
+        self._writing = writing
         self._blocks = blocks
         self._ledger = ledger
         self._cold = cold
@@ -160,6 +167,17 @@ class SharedHistories:
             revision=1 if before is None else before.revision + 1,
         )
 
+    def delete(self, name: str) -> None:
+        """Have it known that a history was deleted here, for ``push`` to say so there."""
+        register = register_of(name)
+        known = self._ledger.get(register)
+        if known is not None:
+            self._ledger.put(register, known._replace(serial=DELETED))
+
+    def deleted(self) -> list[str]:
+        """Return the histories that were deleted here and may still be there."""
+        return [known.name for known in self._ledger.all().values() if known.serial == DELETED]
+
     # Into the tier -----------------------------------------------------------------------------
 
     def push(self, name: str, *, is_whole: bool) -> int:
@@ -179,7 +197,7 @@ class SharedHistories:
         known = self._ledger.get(register)
         ref = self._cold.reference(name)
         if ref is None:
-            if known is not None and known.serial:
+            if known is not None and known.serial == DELETED:  # one that is damaged here is not
                 self._hand_in(register, name, None, known)
             return 0
         if not ref.serial or name.startswith(DROPPED) or _is_there(ref, known):
@@ -211,14 +229,14 @@ class SharedHistories:
         shown, infos = (None, {}) if ref is None else self._on_what_is_there(ref)
         data = b"" if shown is None else pack_manifest(shown, infos)
         for _ in range(3):
-            state = self._reach.ask(lambda place: place.latest(register), ASK_S)
+            state = self._writing.ask(lambda place: place.latest(register), ASK_S)
             number = max(0 if known is None else known.number, 0 if state is None else state.number)
             if state is not None and (known is None or state.number != known.number):
                 there = unpack_manifest(register, state.data).ref.serial if state.data else 0
                 if there not in (serial, None if known is None else known.serial):
                     raise DivergedError(name)
             at = number + 1
-            if self._reach.ask(lambda place, at=at: place.advance(register, at, data), ASK_S):  # type: ignore[misc]
+            if self._writing.ask(lambda place, at=at: place.advance(register, at, data), ASK_S):  # type: ignore[misc]
                 now = Known(name, at, serial, 0, 0)
                 if shown is not None:
                     now = Known(name, at, serial, shown.n_stored, len(shown.boundaries))

@@ -20,13 +20,17 @@ _SCHEMA = """CREATE TABLE IF NOT EXISTS shared (
     PRIMARY KEY (place, register))"""
 
 
+DELETED = -1
+"""Serial number of what was deleted here, and may still be in the tier."""
+
+
 class Known(NamedTuple):
     """The last state of a history that both this store and the tier had.
 
     Attributes:
         name: of the history.
         number: of the state in the tier.
-        serial: of the state; 0: the tier said that it was deleted.
+        serial: of the state; 0: the tier says that it was deleted; DELETED: it was here.
         n_stored: leading tokens whose blocks are in the tier.
         n_boundaries: boundary states of it that are.
     """

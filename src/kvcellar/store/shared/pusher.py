@@ -1,7 +1,8 @@
-"""A thread that hands local states in to the shared tier, again and again until they are there.
+"""Two threads that hand local states in to the shared tier, again and again until they are there.
 
 The words of a turn go at once. The blocks follow when their history has rested for a moment, so
-that a talk of short turns does not send one growing block again and again.
+that a talk of short turns does not send one growing block again and again; and in a thread of their
+own, so that no words wait for them.
 """
 
 from __future__ import annotations
@@ -24,25 +25,31 @@ log = logging.getLogger("kvcellar.store")
 
 
 class Pusher:
-    """Histories that wait to be handed in, one at a time. For any thread."""
+    """Histories that wait to be handed in. For any thread."""
 
     def __init__(self, histories: SharedHistories, reach: Reach, events: EventLog) -> None:
-        """Start the thread; nothing waits yet."""
+        """Start the threads; nothing waits yet."""
         self._histories = histories
         self._reach = reach
         self._events = events
         self._words: dict[str, None] = {}
         self._whole: dict[str, float] = {}
         """By name when its blocks are to be sent."""
-        self._now: str | None = None
-        """Name of the history that is being handed in."""
+        self._busy: set[str] = set()
+        """Names of the histories that are being handed in, one by each thread."""
         self._serials: dict[str, int] = {}
         self.diverged: set[str] = set()
         """Names whose state another machine's has come before."""
         self._change = threading.Condition()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="kvcellar-shared-push", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(is_whole,), name="kvcellar-shared-push", daemon=True
+            )
+            for is_whole in (False, True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def offer(self, name: str, *, rest_s: float = REST_S) -> None:
         """Have a history handed in: its words now, its blocks when it has rested."""
@@ -79,25 +86,25 @@ class Pusher:
                 self._whole[name] = 0.0
             self._change.notify_all()
             while True:
-                waiting = (self._words.keys() | self._whole.keys()) | {self._now} - {None}
+                waiting = self._words.keys() | self._whole.keys() | self._busy
                 if not (waiting if chosen is None else waiting & chosen):
                     return True
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or self._reach.is_away or not self._thread.is_alive():
+                if left_s <= 0 or self._reach.is_away or self._is_closed:
                     return False
                 self._change.wait(min(left_s, 0.1))
 
     def close(self, wait_s: float) -> None:
-        """Hand in what waits, for so long, and end the thread; the rest goes with the next one."""
+        """Hand in what waits, for so long, and end; the rest goes with the next process."""
         self.flush(wait_s)
         with self._change:
             self._is_closed = True
             self._change.notify_all()
-        self._thread.join(wait_s)
+        for thread in self._threads:
+            thread.join(wait_s)
 
-    def _work(self) -> None:
-        while (job := self._next()) is not None:
-            name, is_whole = job
+    def _work(self, is_whole: bool) -> None:
+        while (name := self._next(is_whole)) is not None:
             try:
                 serial = self._histories.push(name, is_whole=is_whole)
             except AwayError:
@@ -112,27 +119,32 @@ class Pusher:
                     self._serials[name] = max(serial, self._serials.get(name, 0))
                     self.diverged.discard(name)
             with self._change:
-                self._now = None
+                self._busy.discard(name)
                 self._change.notify_all()
 
-    def _next(self) -> tuple[str, bool] | None:
-        """Return what is to be handed in now, and whether whole; None at the end."""
+    def _next(self, is_whole: bool) -> str | None:
+        """Return what is to be handed in now, words or all of it; None at the end."""
         with self._change:
             while not self._is_closed:
                 wait_s: float | None = None
                 if self._reach.is_away:
                     wait_s = _TRY_AGAIN_S
-                elif self._words:
-                    self._now = next(iter(self._words))
-                    del self._words[self._now]
-                    return self._now, False
-                elif self._whole:
-                    name = min(self._whole, key=self._whole.__getitem__)
-                    wait_s = self._whole[name] - time.monotonic()
-                    if wait_s <= 0:
-                        del self._whole[name]
-                        self._now = name
-                        return name, True
+                elif is_whole:
+                    # Its words first, and one at a time of each history.
+                    free = self._whole.keys() - self._words.keys() - self._busy
+                    name = min(free, key=self._whole.__getitem__, default=None)
+                    if name is not None:
+                        wait_s = self._whole[name] - time.monotonic()
+                        if wait_s <= 0:
+                            del self._whole[name]
+                            self._busy.add(name)
+                            return name
+                else:
+                    for name in self._words:
+                        if name not in self._busy:
+                            del self._words[name]
+                            self._busy.add(name)
+                            return name
                 self._change.wait(wait_s)
             return None
 

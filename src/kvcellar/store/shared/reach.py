@@ -1,12 +1,11 @@
 """Asking a place without ever waiting long for it: in threads of its own, and not while it is away.
 
 A place that failed is left alone for a while, longer each time; whoever asks meanwhile is told so
-at once.
+at once. Reading and writing are two reaches: a place that is full still answers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -32,12 +31,14 @@ class Reach:
 
     Attributes:
         place: what is asked.
+        verb: what is asked of it, for events.
         trouble: what went wrong last; empty while it answers.
     """
 
-    def __init__(self, place: Place, events: EventLog) -> None:
+    def __init__(self, place: Place, verb: str, events: EventLog) -> None:
         """Create a reach of a place that nobody has asked yet."""
         self.place = place
+        self.verb = verb
         self.trouble = ""
         self._events = events
         self._pool = ThreadPoolExecutor(N_THREADS, "kvcellar-shared")
@@ -69,27 +70,25 @@ class Reach:
         """
         future = self.begin(request)
         try:
-            return future.result(wait_s)
+            answer = future.result(wait_s)
         except TimeoutError:
             future.cancel()
             raise self._failed(f"no answer within {wait_s:g} s") from None
+        if self._n_failures:  # only an answer in time ends it: a slow place is as bad as none
+            self._is_back()
+        return answer
 
     def close(self) -> None:
         """End the threads; what is being asked is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(PlaceError):
-            self.place.close()
 
     def _answer(self, request: Callable[[Place], T]) -> T:
         if self.is_away:
             raise AwayError(self.trouble)
         try:
-            got = request(self.place)
+            return request(self.place)
         except PlaceError as error:
             raise self._failed(str(error)) from None
-        if self._n_failures:
-            self._is_back()
-        return got
 
     def _failed(self, why: str) -> AwayError:
         with self._lock:
@@ -102,8 +101,8 @@ class Reach:
             self._events.add(
                 EventKind.SHARED_AWAY,
                 self.place.title,
-                f"{why}; everything goes on with what is here, and what is new goes there when it "
-                f"answers again",
+                f"{self.verb} does not work: {why}; everything goes on with what is here, and it "
+                f"is tried again by and by",
             )
         return AwayError(why)
 
@@ -111,4 +110,4 @@ class Reach:
         with self._lock:
             was, self._n_failures, self.trouble = self._n_failures, 0, ""
         if was:
-            self._events.add(EventKind.SHARED_BACK, self.place.title, "it answers again")
+            self._events.add(EventKind.SHARED_BACK, self.place.title, f"{self.verb} works again")

@@ -6,20 +6,24 @@ what comes from the tier is kept there. No verb fails because the tier does.
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 
+from kvcellar.errors import StoreError
 from kvcellar.store.catalogue import Catalogue
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.leases import Leases
 from kvcellar.store.references import DROPPED
-from kvcellar.store.reports import EventLog, SharedStats
+from kvcellar.store.reports import EventKind, EventLog, SharedStats
 from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.histories import Pulled, SharedHistories
 from kvcellar.store.shared.leases import TierLeases
 from kvcellar.store.shared.ledger import Ledger
 from kvcellar.store.shared.manifests import folder_of, register_of
-from kvcellar.store.shared.places import Place
+from kvcellar.store.shared.places import Place, PlaceError
 from kvcellar.store.shared.pusher import Pusher
 from kvcellar.store.shared.reach import Reach
 
@@ -52,20 +56,29 @@ class SharedTier:
         self.title = place.title
         self.place = place
         self._cold = cold
-        self._reach = Reach(place, events)
-        self.blocks = SharedBlocks(self._reach, events)
+        self._events = events
+        self._reading = Reach(place, "reading", events)
+        self._writing = Reach(place, "writing", events)
+        self.blocks = SharedBlocks(self._reading, self._writing, events)
         self._ledger = Ledger(cold.folder.shared, self.title)
-        self._histories = SharedHistories(self._reach, self.blocks, self._ledger, cold, events)
-        self._pusher = Pusher(self._histories, self._reach, events)
+        ways = self._reading, self._writing, self.blocks, self._ledger
+        self._histories = SharedHistories(*ways, cold, events)
+        self._pusher = Pusher(self._histories, self._writing, events)
         self._polled_s = -POLL_S
         self._polling = threading.Lock()
-        for row in cold.ask(Catalogue.references):
-            self.hand_in(row.name)
+        for name in (*cold.ask(Catalogue.reference_names), *self._histories.deleted()):
+            self.hand_in(name)
 
     def hand_in(self, name: str) -> None:
-        """Have a history handed in, or its end, where it was deleted; waits for nothing."""
+        """Have a history handed in; waits for nothing."""
         if not name.startswith(DROPPED):
             self._pusher.offer(name)
+
+    def delete(self, name: str) -> None:
+        """Have other machines know that a history was deleted here; waits for nothing."""
+        with self._said(name):
+            self._histories.delete(name)
+        self.hand_in(name)
 
     def wait(self, name: str, serial: int) -> bool:
         """Wait a moment until the words of a state are there; false where they are not yet."""
@@ -76,17 +89,16 @@ class SharedTier:
         return self._pusher.flush(wait_s, None if name is None else [name])
 
     def pull(self, name: str, *, is_giving_way: bool = False) -> Pulled:
-        """Take over a history's state where the tier has a newer one.
+        """Take over a history's state where the tier has a newer one that can be written here.
 
         Args:
             name: of the history.
             is_giving_way: take it over also where the local state, which is lost then, has gone on
                 by itself.
-
-        Raises:
-            StoreError: it could not be written here.
         """
-        pulled = self._histories.pull(register_of(name), is_giving_way=is_giving_way)
+        pulled = Pulled.SAME
+        with self._said(name):
+            pulled = self._histories.pull(register_of(name), is_giving_way=is_giving_way)
         if pulled is Pulled.DIVERGED:
             self._pusher.diverged.add(name)
         elif pulled is not Pulled.SAME:
@@ -98,20 +110,26 @@ class SharedTier:
 
         Args:
             agent_id: whose are asked for now, before all others.
-
-        Raises:
-            StoreError: one could not be written here.
         """
-        if agent_id is not None:
-            self._histories.pull_all(folder_of(agent_id))
-        with self._polling:
-            if time.monotonic() - self._polled_s >= POLL_S:
-                self._histories.pull_all("agents", MOST_PULLING_S)
-                self._polled_s = time.monotonic()
+        with self._said(self.title):
+            if agent_id is not None:
+                self._histories.pull_all(folder_of(agent_id))
+            with self._polling:
+                if time.monotonic() - self._polled_s >= POLL_S:
+                    self._histories.pull_all("agents", MOST_PULLING_S)
+                    self._polled_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def _said(self, subject: str) -> Iterator[None]:
+        """Say what cannot be written here in an event: nobody's turn ends for it."""
+        try:
+            yield
+        except (StoreError, OSError, sqlite3.Error) as error:
+            self._events.add(EventKind.WRITE_FAILED, subject, f"not taken over: {error}")
 
     def leases(self, local: Leases) -> Leases:
         """Return the leases among all machines, in front of which are those of this one."""
-        return TierLeases(local, self._reach)
+        return TierLeases(local, self._writing)
 
     def is_diverged(self, name: str) -> bool:
         """Return whether another machine's state of a history came before the one here."""
@@ -119,10 +137,14 @@ class SharedTier:
 
     def stats(self) -> SharedStats:
         """Return what is known of the tier at this moment; nothing is asked."""
-        return SharedStats(self.title, self._reach.trouble, self._pusher.n_waiting)
+        trouble = self._reading.trouble or self._writing.trouble
+        return SharedStats(self.title, trouble, self._pusher.n_waiting)
 
     def close(self) -> None:
         """Hand in what waits, for a while, and let go of the place."""
         self._pusher.close(CLOSE_S)
-        self._reach.close()
+        self._reading.close()
+        self._writing.close()
+        with contextlib.suppress(PlaceError):
+            self.place.close()
         self._ledger.close()
