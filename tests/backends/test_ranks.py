@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from kvcellar.agents import ModelHost, open_host
-from kvcellar.backends.torch.ranks import processes
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.ranks import checking, processes
+from kvcellar.backends.torch.tiny import default_raw, write_tiny
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.request import FinishEvent
 from kvcellar.errors import BackendError, ConfigError, EngineFailedError, ModelError, RankLostError
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
+from kvcellar.models.check import InexactModelWarning
 from kvcellar.models.options import CACHES
 from kvcellar.registry import freeze_prefix
 from tests.agents.fakes import Eager, manager, run, tokens_of, turn
@@ -52,7 +53,9 @@ def folders(tmp_path_factory) -> Any:
 def ranks() -> Iterator[None]:
     """One follower for all tests; it has gone when they have."""
     n_threads = torch.get_num_threads()
-    yield
+    with pytest.MonkeyPatch.context() as patch:  # a process of its own has a test of its own
+        patch.setattr(checking, "_ask", lambda raw: {"gap": 0.0})
+        yield
     torch.set_num_threads(n_threads)
     if processes._current is not None:
         others = processes._current._others
@@ -252,6 +255,28 @@ def test_what_cannot_be_divided_is_refused_by_name(folders, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"pip install 'kvcellar\[tp\]'"):
         check_model(LoadOptions(folders("llama"), tp=2))
+
+
+def test_a_twin_tells_a_plan_that_is_right_from_one_that_is_not(folders):
+    assert checking.division_gap(default_raw("llama")) < 1e-4
+    # Of a layer's activations Gemma 3n keeps the largest, and a rank sees half of them.
+    assert checking.division_gap(default_raw("gemma3n_text")) > 0.1
+
+
+def test_a_model_that_ranks_compute_otherwise_is_refused_and_what_was_found_is_kept(monkeypatch):
+    asked: list[Any] = []
+    raw = {"model_type": "llama", "of": "this test"}
+    found: dict[str, Any] = {"reason": "no twin"}
+    monkeypatch.setattr(checking, "_ask", lambda raw: asked.append(raw) or found)
+    with pytest.raises(ModelError, match="could not be compared with one: no twin"):
+        checking.prove_division(raw, "it", is_unchecked=False)
+    found = {"gap": 0.5}  # without a figure it is asked again
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"it cannot be divided .* differ by 5.0e-01"):
+            checking.prove_division(raw, "it", is_unchecked=False)
+    with pytest.warns(InexactModelWarning, match="differ by 5.0e-01"):
+        checking.prove_division(raw, "it", is_unchecked=True)
+    assert len(asked) == 2
 
 
 def test_weights_that_cannot_be_read_are_named_as_they_are_for_one_rank(folders, monkeypatch):

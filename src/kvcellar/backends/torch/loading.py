@@ -186,6 +186,10 @@ def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
 
     verdict = verdict_of(found.raw, versions(), find, is_unchecked=options.is_unchecked)
     demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
+    if found.n_ranks > 1:
+        from kvcellar.backends.torch.ranks.checking import prove_division  # as above
+
+        prove_division(found.raw, options.name, is_unchecked=options.is_unchecked)
 
 
 def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
