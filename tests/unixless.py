@@ -9,6 +9,7 @@ does without. The kernel is left out, too: nothing builds it there yet.
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import mmap
 import os
@@ -84,6 +85,8 @@ def main(store: str) -> None:
     run("generate", "demo", "-p", "def add(a, b):", *asked[:4], "--json")
     run("agents", "create", "poet", "--model", "demo", "--store", store, "--json")
     run("agents", "generate", "poet", "import os", *asked)
+    sys.stdin = io.StringIO("import os\n")
+    run("chat", "demo", *asked[:4], "--json")
     client = threading.Thread(target=ask_and_stop, args=(noted_port(),))
     client.start()
     run("serve", "demo", "--port", "0", "--store", store, "--capacity", "512")
