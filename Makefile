@@ -72,7 +72,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_kernel_stub.py --check
 
 site: $(VENV)/.dev ## The manual as a site, in build/site: links and anchors checked, nothing fetched
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 CHECK := src/kvcellar/kernel/native/check
 

@@ -139,6 +139,11 @@ def moved(link: re.Match[str], source: str, uri: str) -> str:
     return f"{mark}[{text}]({posixpath.relpath(page, posixpath.dirname(uri) or '.')}{anchor or ''})"
 
 
+def on_post_page(html: str, **_: Any) -> str:
+    """Give the theme's dialog of the search the name that screen readers ask for."""
+    return html.replace('class="md-search"', 'class="md-search" aria-label="Search"')
+
+
 def on_post_build(config: Any, **_: Any) -> None:
     """Refuse a site that would load anything from elsewhere.
 

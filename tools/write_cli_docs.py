@@ -80,7 +80,7 @@ def table(command: Any) -> str:
         groups.setdefault(panel, []).append(" | ".join(cells(param)))
     lines = []
     for panel, rows in groups.items():
-        lines += [f"| {panel} | | default |", "| --- | --- | --- |"]
+        lines += [f"| {panel} | what it does | default |", "| --- | --- | --- |"]
         lines += [f"| {row} |" for row in rows]
         lines.append("")
     return "\n".join(lines)

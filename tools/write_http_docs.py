@@ -168,7 +168,7 @@ def bodies(routes: list[tuple[str, str, Any]], schemas: Any) -> Iterator[str]:
 
 def table(heading: str, rows: Any) -> str:
     """Return names with their types and what they are for."""
-    lines = [f"| {heading} | | |", "| --- | --- | --- |"]
+    lines = [f"| {heading} | type | what it is |", "| --- | --- | --- |"]
     for name, schema, is_needed in rows:
         about = plain(description(schema)) or ""
         default = schema.get("default")
