@@ -23,7 +23,7 @@ COMPILERS = re.compile(
 
 HEAD = """set -euo pipefail
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-PS4='${SECONDS}s $ '
+PS4='+ ${SECONDS}s '
 set -x
 """
 
