@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from kvcellar.agents import AgentManager
 from kvcellar.errors import NameTakenError
 from kvcellar.store.shared import pusher, reach
 from kvcellar.store.shared.objects import ObjectPlace
 from kvcellar.store.shared.places import PlaceError
+from kvcellar.store.shared.tier import SharedTier
 from tests.agents.fakes import manager, run, turn
 from tests.agents.test_two_processes import said_to
 from tests.processes import started
+from tests.store.fakes import QUICK
 
 LONG = "one " * 20
 Machine = Callable[[str], AgentManager]
@@ -35,6 +40,13 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """While it holds a machine's place, that does not answer."""
+    gone = cutting(monkeypatch)
+    yield gone
+    gone.clear()
+
+
+def cutting(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list of places that do not answer as long as they are in it."""
     gone: list[Any] = []
     ask = ObjectPlace._ask
 
@@ -43,17 +55,27 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             raise PlaceError("no answer")
         return ask(self, request)
 
-    monkeypatch.setattr(ObjectPlace, "_ask", broken)
-    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(reach, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(pusher, "_TRY_AGAIN_S", 0.02)
-    yield gone
-    gone.clear()
+    patch.setattr(ObjectPlace, "_ask", broken)
+    patch.setattr(reach, "FIRST_PAUSE_S", 0.02)
+    patch.setattr(reach, "LONGEST_PAUSE_S", 0.02)
+    patch.setattr(pusher, "_TRY_AGAIN_S", 0.02)
+    return gone
+
+
+def tier_of(agents: AgentManager) -> SharedTier:
+    assert agents.store.shared is not None
+    return agents.store.shared
 
 
 def flushed(agents: AgentManager) -> None:
-    assert agents.store.shared is not None
-    assert agents.store.shared.flush()
+    assert tier_of(agents).flush()
+
+
+def answering(agents: AgentManager) -> None:
+    """Wait until a place that answers again was asked again."""
+    while tier_of(agents).stats().trouble:
+        tier_of(agents).pull("nobody@1")
+        time.sleep(0.005)
 
 
 def test_an_agent_goes_on_on_another_machine(machine: Machine) -> None:
@@ -121,8 +143,7 @@ def test_what_is_deleted_here_is_gone_there(machine: Machine) -> None:
         flushed(theirs)
         await ours.lifecycle.delete("poet")
         flushed(ours)
-        assert theirs.store.shared is not None
-        theirs.store.shared.pull_all("poet")
+        tier_of(theirs).pull_all("poet")
         await theirs.directory.refresh()
         assert theirs.directory.known("poet") is None
 
@@ -136,15 +157,12 @@ def test_who_went_on_alone_finds_both_talks_again(machine: Machine, away: list[A
         await turn(ours, "poet", "one")
         await theirs.directory.has("poet")
         flushed(ours)
-        assert ours.store.shared is not None
-        away.append(ours.store.shared.place)
+        away.append(tier_of(ours).place)
         await turn(ours, "poet", "ours alone")
         await turn(theirs, "poet", "theirs")
         flushed(theirs)
         away.clear()
-        while ours.store.shared.stats().trouble:  # it is asked again by and by
-            ours.store.shared.pull("nobody@1")
-            await asyncio.sleep(0.01)
+        answering(ours)
         return await turn(ours, "poet", "more")
 
     ours, theirs = machine("a"), machine("b")
@@ -158,3 +176,43 @@ def test_who_went_on_alone_finds_both_talks_again(machine: Machine, away: list[A
     run(third.directory.refresh())
     assert said_to(third, "poet") == ["one", "theirs"]
     assert said_to(third, "poet.2") == ["one", "ours alone", "more"]
+
+
+PHASES = st.lists(
+    st.tuples(st.sampled_from(["", "a", "b", "ab"]), st.text("ab", max_size=4)), max_size=3
+)
+
+
+@settings(max_examples=10, deadline=None)
+@given(phases=PHASES)
+@example(phases=[("a", "ab"), ("b", "ba")])
+def test_whoever_is_cut_off_when_no_turn_is_lost(phases: list[tuple[str, str]]) -> None:
+    """Each phase is who is cut off, and who speaks in which order."""
+    with (
+        tempfile.TemporaryDirectory(dir=QUICK) as folder,
+        pytest.MonkeyPatch.context() as patch,
+        ExitStack() as stack,
+    ):
+        gone = cutting(patch)
+        share = f"{folder}/share"
+        machines = {
+            name: stack.enter_context(manager(Path(folder) / name, shared=share)) for name in "ab"
+        }
+        run(machines["a"].lifecycle.create("poet"))
+        flushed(machines["a"])
+        run(machines["b"].directory.has("poet"))
+        told = []
+        for cut, speakers in [*phases, ("", "ab")]:
+            gone[:] = [tier_of(machines[name]).place for name in cut]
+            for name in set(machines) - set(cut):
+                answering(machines[name])
+            for name in speakers:
+                told.append(f"{name} {len(told)}")
+                run(turn(machines[name], "poet", told[-1]))
+        for one in machines.values():
+            flushed(one)
+        third = stack.enter_context(manager(Path(folder) / "c", shared=share))
+        run(third.directory.refresh())
+        infos = third.directory.infos()
+        found = [text for info in infos for text in said_to(third, info.agent_id)]
+        assert set(told) <= set(found)
