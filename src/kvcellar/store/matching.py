@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from kvcellar.history import History, common_prefix
-from kvcellar.store.blocks import Info, Kind, Link, Sealed, Unsealed, chain
+from kvcellar.store.blocks import Info, Kind, Link, Sealed, Unsealed, boundary_link, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
 from kvcellar.store.layout import ModelKey, Rows, States, WindowRows, rows_size_bytes, slice_rows
@@ -240,14 +240,23 @@ class Finder:
         return None if info is None else (info, SHARED)
 
     def _probe(self, key: ModelKey, tokens: History) -> None:
-        """Ask the shared tier for whole blocks of a history behind those that are known."""
-        if self._shared is None or not key.layout.full_groups:
+        """Ask the shared tier for whole blocks of a history behind those that are known.
+
+        And for the boundary state at its end, which somebody may have left for just this history.
+        """
+        if self._shared is None:
+            return
+        if key.layout.has_boundaries:
+            end = boundary_link(key, tokens)
+            if self.info(end.address) is None:
+                self._shared.probe(Kind.BOUNDARY, key.root, [end], tokens)
+        if not key.layout.full_groups:
             return
         size = key.layout.block_tokens
         links = [link for link in chain(key, tokens) if link.stop - link.start == size]
         known = next((i for i, link in enumerate(links) if self.info(link.address) is None), None)
         if known is not None:
-            self._shared.probe(key.root, links[known:], tokens)
+            self._shared.probe(Kind.BLOCK, key.root, links[known:], tokens)
 
     def _step(self, key: ModelKey, link: Link, tokens: IntArray) -> StoredBlock | None:
         found = self.info(link.address)

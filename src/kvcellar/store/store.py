@@ -20,6 +20,7 @@ from kvcellar.store.blocks import chain
 from kvcellar.store.catalogue import Catalogue, RefRow
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
+from kvcellar.store.documents import Documents
 from kvcellar.store.folder import Folder
 from kvcellar.store.layout import ModelKey
 from kvcellar.store.leases import Leases, LocalLeases
@@ -104,6 +105,7 @@ class Store:
         self._finder = Finder(*tiers, self._on_read, self._saver.keep)
         local = self._local_leases = LocalLeases(self._folder)
         self.leases: Leases = local if self.shared is None else self.shared.leases(local)
+        self._documents = Documents(self._cold.journal, self.shared)
         self._used: deque[bytes] = deque()
 
     def __enter__(self) -> Store:
@@ -336,15 +338,15 @@ class Store:
         Raises:
             StoreError: it could not be written; nothing was changed.
         """
-        self._cold.journal.put_document(document_id, payload)
+        self._documents.put(document_id, payload)
 
     def document(self, document_id: str) -> bytes | None:
         """Return a document; None where there is none of that id."""
-        return self._cold.journal.document(document_id)
+        return self._documents.get(document_id)
 
     def delete_document(self, document_id: str) -> bool:
         """Forget a document, durably; false where there is none of that id."""
-        return self._cold.journal.drop_document(document_id)
+        return self._documents.drop(document_id)
 
     def report(self, kind: EventKind, subject: str, detail: str) -> None:
         """Say what a caller found wrong with what it had stored, among the store's own events."""

@@ -87,6 +87,42 @@ def test_tokens_that_no_agent_names_here_are_found_by_their_content(machine: Ope
     assert load_all(theirs, history) == 40  # whole blocks
 
 
+@pytest.mark.parametrize("kind", KEYS)
+def test_what_is_nobodys_is_found_by_its_content(tmp_path: Path, kind: str) -> None:
+    share = str(tmp_path / "share")
+    history = History(KEYS[kind], tokens_of(1, 40))
+    with Store(tmp_path / "a", shared=share) as ours:
+        save(ours, "read for another", history)
+        assert tier(ours).flush()
+    with Store(tmp_path / "b", shared=share) as theirs:
+        assert load_all(theirs, history) == 40
+        assert not theirs.references()
+
+
+def test_documents_are_the_same_on_every_machine(machine: Opener) -> None:
+    one, other = machine("a"), machine("b")
+    one.put_document("resp_1", b"first")
+    assert other.document("resp_1") == b"first"
+    other.put_document("resp_1", b"second")
+    assert one.document("resp_1") == b"second"
+    assert other.delete_document("resp_1")
+    assert one.document("resp_1") is None
+    assert not one.delete_document("resp_1")
+
+
+def test_documents_are_here_while_the_place_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> object:
+        raise PlaceError("no answer")
+
+    with Store(tmp_path / "a", shared=str(tmp_path / "share")) as store:
+        monkeypatch.setattr(ObjectPlace, "_ask", broken)
+        store.put_document("resp_1", b"first")
+        assert store.document("resp_1") == b"first"
+        assert store.delete_document("resp_1")
+
+
 def test_each_goes_on_where_the_other_stopped(machine: Opener) -> None:
     one, other = machine("a"), machine("b")
     key, tokens = KEYS["full"], tokens_of(1, 60)

@@ -84,22 +84,25 @@ class SharedBlocks:
             if info is not None:
                 self._children[info.parent, info.kind].discard(address)
 
-    def probe(self, root: bytes, links: Sequence[Link], tokens: History) -> None:
-        """Find out how many of a history's blocks, in their order, are there; waits a second."""
+    def probe(self, kind: Kind, root: bytes, links: Sequence[Link], tokens: History) -> None:
+        """Find out how many of a history's blocks, in their order, are there; waits a second.
+
+        Of a boundary state nobody knows here how far it reaches back: it serves its end.
+        """
         deadline = time.monotonic() + PROBE_S
         at, n = 0, 1  # mostly there is not even one
         while at < len(links) and not self._reach.is_away:
             some = links[at : at + n]
-            sizes = self._sizes(some, deadline)
+            sizes = self._sizes(kind, some, deadline)
             self.learn(
                 Info(
-                    Kind.BLOCK,
+                    kind,
                     link.address,
                     root,
                     link.parent,
                     link.start,
                     tokens[link.start : link.stop],
-                    0,
+                    link.stop if kind is Kind.BOUNDARY else 0,
                     True,
                     size,
                     "",
@@ -110,7 +113,7 @@ class SharedBlocks:
                 return
             at, n = at + n, 4 * N_THREADS
 
-    def _sizes(self, links: Sequence[Link], deadline: float) -> list[int]:
+    def _sizes(self, kind: Kind, links: Sequence[Link], deadline: float) -> list[int]:
         """Return the sizes of blocks up to the first that is not there."""
         now = time.monotonic()
         sizes: list[int] = []
@@ -118,7 +121,7 @@ class SharedBlocks:
         for link in links:
             if now - self._missed_s.get(link.address, -MISSED_S) < MISSED_S:
                 break
-            key = key_of(Kind.BLOCK, link.address)
+            key = key_of(kind, link.address)
             futures.append(self._reach.begin(lambda place, key=key: place.size(key)))  # type: ignore[misc]
         for link, future in zip(links, futures, strict=False):
             try:

@@ -200,14 +200,15 @@ class SharedHistories:
             if known is not None and known.serial == DELETED:  # one that is damaged here is not
                 self._hand_in(register, name, None, known)
             return 0
-        if not ref.serial or name.startswith(DROPPED) or _is_there(ref, known):
+        if name.startswith(DROPPED) or (ref.serial and _is_there(ref, known)):
             return ref.serial
         if is_whole:
             addresses = (*ref.blocks, *(boundary.address for boundary in ref.boundaries))
             here = [info for info in map(self._cold.info, addresses) if info is not None]
             for info in self._blocks.missing(here):
                 self._put(info)
-        if is_whole or known is None or known.serial != ref.serial:
+        is_new = is_whole or known is None or known.serial != ref.serial
+        if ref.serial and is_new:  # of what is nobody's there are only blocks, found by content
             self._hand_in(register, name, ref, known)
         return ref.serial
 

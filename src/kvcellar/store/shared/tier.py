@@ -48,6 +48,8 @@ class SharedTier:
     Attributes:
         title: URL of the place, without what is secret in it.
         place: what it is in.
+        reading: asks it for what it has.
+        writing: hands in to it.
         blocks: content-addressed blocks and boundary states.
     """
 
@@ -57,13 +59,13 @@ class SharedTier:
         self.place = place
         self._cold = cold
         self._events = events
-        self._reading = Reach(place, "reading", events)
-        self._writing = Reach(place, "writing", events)
-        self.blocks = SharedBlocks(self._reading, self._writing, events)
+        self.reading = Reach(place, "reading", events)
+        self.writing = Reach(place, "writing", events)
+        self.blocks = SharedBlocks(self.reading, self.writing, events)
         self._ledger = Ledger(cold.folder.shared, self.title)
-        ways = self._reading, self._writing, self.blocks, self._ledger
+        ways = self.reading, self.writing, self.blocks, self._ledger
         self._histories = SharedHistories(*ways, cold, events)
-        self._pusher = Pusher(self._histories, self._writing, events)
+        self._pusher = Pusher(self._histories, self.writing, events)
         self._polled_s = -POLL_S
         self._polling = threading.Lock()
         for name in (*cold.ask(Catalogue.reference_names), *self._histories.deleted()):
@@ -129,7 +131,7 @@ class SharedTier:
 
     def leases(self, local: Leases) -> Leases:
         """Return the leases among all machines, in front of which are those of this one."""
-        return TierLeases(local, self._writing)
+        return TierLeases(local, self.writing)
 
     def is_diverged(self, name: str) -> bool:
         """Return whether another machine's state of a history came before the one here."""
@@ -137,14 +139,14 @@ class SharedTier:
 
     def stats(self) -> SharedStats:
         """Return what is known of the tier at this moment; nothing is asked."""
-        trouble = self._reading.trouble or self._writing.trouble
+        trouble = self.reading.trouble or self.writing.trouble
         return SharedStats(self.title, trouble, self._pusher.n_waiting)
 
     def close(self) -> None:
         """Hand in what waits, for a while, and let go of the place."""
         self._pusher.close(CLOSE_S)
-        self._reading.close()
-        self._writing.close()
+        self.reading.close()
+        self.writing.close()
         with contextlib.suppress(PlaceError):
             self.place.close()
         self._ledger.close()

@@ -22,6 +22,9 @@ T = TypeVar("T")
 TOMBSTONE_S = 30 * 86400.0
 """How long a place remembers that an agent was deleted, for machines that were away meanwhile."""
 
+DOCUMENT_S = 30 * 86400.0
+"""How long a place keeps documents that nobody has written again: responses that can be got."""
+
 _FOLDERS = ("blocks/", "windows/")
 _AT_ONCE = 500
 
@@ -105,7 +108,8 @@ def collect(
         for key, entry in blocks.items()
         if key not in held and now - entry.modified_s > grace_s
     }
-    names = sorted(gone)
+    old = _asked(place, lambda place: [*place.entries("documents/")])
+    names = [*gone, *(entry.key for entry in old if now - entry.modified_s > DOCUMENT_S)]
     for at in range(0, len(names), _AT_ONCE):
         _asked(place, lambda place, at=at: place.drop(names[at : at + _AT_ONCE]))  # type: ignore[misc]
     freed = sum(gone.values())
