@@ -60,7 +60,7 @@ def test_a_server_that_is_stopped_has_published_every_agent(tmp_path, environmen
             client.post("/v1/chat/completions", json=unnamed).raise_for_status()
 
             second = invoked("--port", 0, "--store", store)
-            assert second.exit_code == 2
+            assert second.exit_code == 3
             assert f"is served already by {url} (process {process.pid})" in second.stderr
             third = invoked("--port", url.rpartition(":")[2], "--store", tmp_path / "other")
             assert third.exit_code == 2 and "is taken by another program" in third.stderr
