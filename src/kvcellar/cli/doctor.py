@@ -58,6 +58,7 @@ _NEEDS = {
     "executorch": ("executorch", "torchao"),
     "tp": ("accelerate",),
     "shared": ("obstore", "valkey"),
+    "ray": ("ray",),
 }
 """What can be used -> the modules that it needs."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ REPORT_S = 1.0
 
 _HEALTH_S = 5.0
 _SAVING_S = 60.0
+_CONNECT_S = 5.0
 _READS = 3
 """How often a replica is asked to read a prompt; one that dies meanwhile changes nothing."""
 
@@ -203,15 +205,35 @@ def run(plan: Deployment, address: str | None = None) -> None:
         address: of a cluster of Ray; None: one is started on this machine, for this process.
 
     Raises:
-        ConfigError: this machine has too little for it.
+        ConfigError: this machine has too little for it, or there is no cluster.
     """
-    ray.init(address, include_dashboard=False)
     if address is None:
+        ray.init(include_dashboard=False)
         _check_fits(plan)
+    else:
+        _join(address)
     config = plan.replica.config
     serve.start(http_options={"host": config.host, "port": config.port})
     quiet = LoggingConfig(enable_access_log=False)  # replicas log each request by themselves
     serve.run(application_of(plan), name=APPLICATION, logging_config=quiet)
+
+
+def _join(address: str) -> None:
+    """Connect to a cluster.
+
+    Raises:
+        ConfigError: there is none at that address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdecimal() and "/" not in host:  # of which Ray itself waits for minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        ray.init(address)
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster at {address!r} can be reached ({error}); start one with `ray start "
+            f"--head`, set RAY_AUTH_MODE=token where it wants a token, or leave --address out"
+        ) from error
 
 
 def _check_fits(plan: Deployment) -> None:
