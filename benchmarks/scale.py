@@ -5,7 +5,8 @@ Two replicas on one core each, behind a gateway, with clients beside them:
 - `affinity`: how many turns of agents go to the replica that has their history;
 - `throughput_two_over_one`: tokens per second of both replicas over those of one alone;
 - `resume_over_recompute`: how much sooner an agent goes on that another machine left in a shared
-  place, at 4k tokens, than one whose history is computed again.
+  place, at 4k tokens, than one whose history is computed again (`machines.py`): of all places that
+  there are here, the one where it is least.
 
 The same trace then runs in the simulator (`simulate.py`), with the costs that were measured here:
 what it says is compared with what was seen.
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import machines
 from deployed import RUNNING, Answered, Clients, affinity, as_played, deployment
 from harness import run
 from simulate import ROUTER, simulated
@@ -57,7 +59,8 @@ def measure(quick: bool) -> Mapping[str, Any]:
             found[policy] = _compared(policy, seen(played), as_played(own, played), costs)
         found |= _throughput(clients, 3 if quick else 7)
     found["affinity"] = found[ROUTER]["seen"]["affinity"]
-    return found
+    resumed = machines.measure(quick, large=False)
+    return found | resumed | {"resume_over_recompute": min(resumed.values())}
 
 
 def _compared(
