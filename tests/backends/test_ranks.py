@@ -233,6 +233,18 @@ def test_what_the_leader_lets_go_of_the_others_let_go_of_too(folders):
         assert engine.generate(Request([1, 2], params=GREEDY)).error is None
 
 
+def test_a_rank_that_dies_while_nothing_is_asked_is_known_before_the_next_request(
+    folders, monkeypatch
+):
+    with engine_of(divided(folders("llama"))) as engine:
+        assert engine.failure is None
+        with monkeypatch.context() as patch:
+            patch.setattr(processes.Ranks, "_ended", lambda self: [(1, -9)])
+            with pytest.raises(EngineFailedError, match=r"rank 1 \(exit code -9\)"):
+                engine.submit(Request([1, 2], params=GREEDY))
+        assert engine.generate(Request([1, 2], params=GREEDY)).error is None
+
+
 def test_what_cannot_be_divided_is_refused_by_name(folders, monkeypatch):
     refused = {
         "weights that the kernels": {"weights": "int8"},

@@ -35,7 +35,13 @@ from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError, EngineFailedError, RankLostError
 from kvcellar.history import History
 from kvcellar.models.kept_logits import KeptLogits, PreparingRunner, SamplingRunner
-from kvcellar.models.runner import AdaptingRunner, FeatureRunner, adapting, step_limit
+from kvcellar.models.runner import (
+    AdaptingRunner,
+    FeatureRunner,
+    LosableRunner,
+    adapting,
+    step_limit,
+)
 from kvcellar.prefix import PrefixIndex, key_of, make_index
 from kvcellar.sight import FULL, Sight
 from kvcellar.space import SHARED, Space
@@ -198,6 +204,7 @@ class Engine:
         self._times = StepTimes()
         self._clock = clock
         self._failure: Exception | None = None
+        self._losable = runner if isinstance(runner, LosableRunner) else None
 
     def submit(self, request: Request) -> int:
         """Queue a request; return its id, under which its events come.
@@ -240,6 +247,8 @@ class Engine:
         and the cache is not used again, since a refusal is better than a wrong token.
         """
         error = self._failure
+        if error is None and self._losable is not None:
+            error = self._losable.lost
         if error is None:
             return None
         found = EngineFailedError(

@@ -121,6 +121,16 @@ class AdaptingRunner(Runner, Protocol):
         ...
 
 
+@runtime_checkable
+class LosableRunner(Runner, Protocol):
+    """A runner whose model may be lost while it rests, as one that several processes compute."""
+
+    @property
+    def lost(self) -> Exception | None:
+        """Reason why no forward will succeed any more; None: they may."""
+        ...
+
+
 def adapting(runner: Runner, runs: Sequence[tuple[str, int]]) -> AbstractContextManager[None]:
     """Have a runner's forwards compute their tokens with adapters; see ``AdaptingRunner``.
 

@@ -112,6 +112,11 @@ class TorchRunner(BoundRunner):
         states = found.last_hidden_state[0].float().cpu().numpy()
         return states, np.empty((len(ids), 0), np.float32)
 
+    @property
+    def lost(self) -> Exception | None:
+        """See :attr:`kvcellar.models.runner.LosableRunner.lost`."""
+        return None if self._leader is None else self._leader.ranks.lost
+
     @contextmanager
     def adapting(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
         """Compute tokens with adapters; see :class:`kvcellar.models.runner.AdaptingRunner`."""

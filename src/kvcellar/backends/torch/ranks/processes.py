@@ -81,6 +81,12 @@ class Ranks:
         """True if they have ended, or cannot go on."""
         return self._is_closed
 
+    @property
+    def lost(self) -> RankLostError | None:
+        """Reason why they cannot go on; None: they can, as far as their processes are there."""
+        ended = self._ended()
+        return _ended_error(self.n_ranks, ended) if self._lost is None and ended else self._lost
+
     def new_number(self) -> int:
         """Return a number for a model or a cache that no other one has."""
         with self._lock:
@@ -159,16 +165,21 @@ class Ranks:
             time.sleep(0.02)
             ended = self._ended()
         if ended:
-            said = ", ".join(f"rank {rank} (exit code {code})" for rank, code in ended)
-            return RankLostError(
-                f"of {self.n_ranks} ranks some have ended: {said}; the others cannot go on without "
-                f"them; load the model again, or start the program again"
-            )
+            return _ended_error(self.n_ranks, ended)
         return RankLostError(
             f"rank 0 of {self.n_ranks} failed in the middle of what all of them do "
             f"({type(error).__name__}: {error}), and they cannot go on; load the model again, or "
             f"start the program again"
         )
+
+
+def _ended_error(n_ranks: int, ended: Sequence[tuple[int, int]]) -> RankLostError:
+    """Make the error for ranks that have ended, each with its exit code."""
+    said = ", ".join(f"rank {rank} (exit code {code})" for rank, code in ended)
+    return RankLostError(
+        f"of {n_ranks} ranks some have ended: {said}; the others cannot go on without them; load "
+        f"the model again, or start the program again"
+    )
 
 
 def _is_of_others(error: BaseException) -> bool:
