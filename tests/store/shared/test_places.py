@@ -37,12 +37,14 @@ def test_only_one_can_create_a_name(place: Place) -> None:
 
 def test_a_register_moves_on_by_one_state_at_a_time(place: Place) -> None:
     assert place.latest("agents/a") is None
+    assert place.number("agents/a") == 0
     assert place.advance("agents/a", 5, b"five")  # an empty one takes any number
     assert place.advance("agents/a", 6, b"six")
     assert not place.advance("agents/a", 6, b"another six")
     state = place.latest("agents/a")
     assert state is not None
     assert (state.number, state.data) == (6, b"six")
+    assert place.number("agents/a") == 6
     assert place.numbers("agents/") == {"agents/a": 6}
     place.forget("agents/a")
     assert place.latest("agents/a") is None

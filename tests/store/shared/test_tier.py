@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -304,11 +305,29 @@ def test_what_a_process_did_not_hand_in_the_next_one_does(tmp_path: Path) -> Non
         assert tier(other).pull(NAME) is Pulled.TAKEN
 
 
+def test_a_place_that_was_put_back_takes_nobody_back(tmp_path: Path) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as store:
+        saved(store, key, tokens_of(1, 20), 1)
+        shutil.copytree(share, tmp_path / "backup")
+        saved(store, key, tokens_of(1, 30), 2)
+        shutil.rmtree(share)
+        (tmp_path / "backup").rename(share)
+        assert tier(store).pull(NAME) is Pulled.SAME
+        history = saved(store, key, tokens_of(1, 40), 3)
+        assert not tier(store).is_diverged(NAME)
+    with Store(tmp_path / "b", shared=str(share)) as other:
+        assert tier(other).pull(NAME) is Pulled.TAKEN
+        assert other.get(NAME).tokens.tokens.tolist() == history.tokens
+
+
 def test_a_lost_ledger_loses_no_history(tmp_path: Path) -> None:
     share, key = tmp_path / "share", KEYS["full"]
     with Store(tmp_path / "a", shared=str(share)) as store:
         saved(store, key, tokens_of(1, 20), 1)
-    (tmp_path / "a" / "shared.sqlite").write_bytes(b"no database" * 100)
+    ledger = tmp_path / "a" / "shared.sqlite"
+    assert ledger.stat().st_mode & 0o777 == 0o600
+    ledger.write_bytes(b"no database" * 100)
     with Store(tmp_path / "a", shared=str(share)) as store:
         saved(store, key, tokens_of(1, 30), 2)
         assert not tier(store).is_diverged(NAME)

@@ -22,7 +22,7 @@ from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.ledger import DELETED, Known, Ledger
 from kvcellar.store.shared.manifests import Manifest, pack_manifest, register_of, unpack_manifest
-from kvcellar.store.shared.places import State
+from kvcellar.store.shared.places import Place, State
 from kvcellar.store.shared.reach import AwayError, Reach
 
 ASK_S = 5.0
@@ -81,9 +81,9 @@ class SharedHistories:
             StoreError: it could not be written here.
         """
         try:
-            state = self._reach.ask(lambda place: place.latest(register), ASK_S)
             known = self._ledger.get(register)
-            if state is None or (known is not None and state.number == known.number):
+            state = self._reach.ask(lambda place: _news(place, register, known), ASK_S)
+            if state is None:
                 return Pulled.SAME
             return self._follow(register, state, known, is_giving_way)
         except AwayError:
@@ -118,6 +118,8 @@ class SharedHistories:
         manifest = unpack_manifest(register, state.data)
         name = manifest.ref.name
         self._blocks.learn(manifest.infos)
+        if _is_older(state.number, manifest.ref.serial, known):
+            return Pulled.SAME
         with self._cold.locked():
             local = self._local_serial(name)
             follows = local in (0, manifest.ref.serial, None if known is None else known.serial)
@@ -230,13 +232,14 @@ class SharedHistories:
         shown, infos = (None, {}) if ref is None else self._on_what_is_there(ref)
         data = b"" if shown is None else pack_manifest(shown, infos)
         for _ in range(3):
-            state = self._writing.ask(lambda place: place.latest(register), ASK_S)
-            number = max(0 if known is None else known.number, 0 if state is None else state.number)
-            if state is not None and (known is None or state.number != known.number):
+            state = self._writing.ask(lambda place: _news(place, register, known), ASK_S)
+            at = 1 if known is None else known.number + 1
+            if state is not None:
                 there = unpack_manifest(register, state.data).ref.serial if state.data else 0
-                if there not in (serial, None if known is None else known.serial):
+                is_ours = there in (serial, None if known is None else known.serial)
+                if not is_ours and not _is_older(state.number, there, known):
                     raise DivergedError(name)
-            at = number + 1
+                at = state.number + 1
             if self._writing.ask(lambda place, at=at: place.advance(register, at, data), ASK_S):  # type: ignore[misc]
                 now = Known(name, at, serial, 0, 0)
                 if shown is not None:
@@ -285,6 +288,21 @@ class SharedHistories:
         ref = manifest.ref
         known = Known(ref.name, number, ref.serial, ref.n_stored, len(ref.boundaries))
         self._ledger.put(register, known)
+
+
+def _news(place: Place, register: str, known: Known | None) -> State | None:
+    """Return the latest state of a register, where that is not the one that is known."""
+    if place.number(register) in (0, 0 if known is None else known.number):
+        return None
+    return place.latest(register)
+
+
+def _is_older(number: int, serial: int, known: Known | None) -> bool:
+    """Return whether a state of the tier is one before that which is known.
+
+    So it is where the place was put back to what it held earlier.
+    """
+    return known is not None and number < known.number and serial < known.serial
 
 
 def _is_there(ref: Reference, known: Known | None) -> bool:

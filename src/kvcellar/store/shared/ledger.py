@@ -7,11 +7,13 @@ this machine has not handed in count as its own.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from kvcellar.home import open_own
 from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage
 
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shared (
@@ -51,19 +53,23 @@ class Ledger:
         self._lock = threading.Lock()
         try:
             self._db = self._opened(path)
-        except sqlite3.Error as error:
-            if is_damage(error):
-                with contextlib.suppress(OSError):
+        except (sqlite3.Error, OSError) as error:
+            if isinstance(error, sqlite3.Error) and is_damage(error):
+                with contextlib.suppress(sqlite3.Error, OSError):
                     path.unlink()
-                with contextlib.suppress(sqlite3.Error):
                     self._db = self._opened(path)
                     return
-            self._db = self._opened(Path(":memory:"))
+            self._db = self._opened(None)
 
     @staticmethod
-    def _opened(path: Path) -> sqlite3.Connection:
+    def _opened(path: Path | None) -> sqlite3.Connection:
+        if path is not None:
+            os.close(open_own(path, os.O_CREAT | os.O_RDWR))  # which sets its mode
         db = sqlite3.connect(
-            path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+            path or ":memory:",
+            timeout=BUSY_TIMEOUT_S,
+            check_same_thread=False,
+            isolation_level=None,
         )
         try:
             db.execute(_SCHEMA)

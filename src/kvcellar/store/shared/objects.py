@@ -80,15 +80,19 @@ class ObjectPlace:
             for meta in part:
                 yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
+    def number(self, register: str) -> int:
+        """Return the number of a register's latest state; 0 where it has none."""
+        return max(self._numbers_of(register), default=0)
+
     def latest(self, register: str) -> State | None:
         """Return a register's latest state; None where it has none."""
         for _ in range(3):
-            numbers = self._numbers_of(register)
-            if not numbers:
+            number = self.number(register)
+            if not number:
                 return None
-            data = self.read(_state(register, max(numbers)))
+            data = self.read(_state(register, number))
             if data is not None:
-                return State(max(numbers), data)
+                return State(number, data)
         raise PlaceError(f"{self.title} lists what it does not give: {register}")
 
     def advance(self, register: str, number: int, data: bytes) -> bool:

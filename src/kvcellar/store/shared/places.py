@@ -83,6 +83,9 @@ class Place(Protocol):
     def entries(self, prefix: str) -> Iterator[Entry]:
         """Yield all names that begin so, registers' included."""
 
+    def number(self, register: str) -> int:
+        """Return the number of a register's latest state; 0 where it has none."""
+
     def latest(self, register: str) -> State | None:
         """Return a register's latest state; None where it has none."""
 

@@ -96,6 +96,10 @@ class ValkeyPlace:
             return float(self._ask(lambda: self._db.object("idletime", key)) or 0)
         return 0.0
 
+    def number(self, register: str) -> int:
+        """Return the number of a register's latest state; 0 where it has none."""
+        return int(self._ask(lambda: self._db.hget(self._key(register), "n")) or 0)
+
     def latest(self, register: str) -> State | None:
         """Return a register's latest state; None where it has none."""
         number, data = self._ask(lambda: self._db.hmget(self._key(register), "n", "data"))
