@@ -125,14 +125,15 @@ class TheirFile:
 def measure_file(path: Path, quick: bool) -> dict[str, Any]:
     """Load a file in both, and take turns: prompts of 512, tokens at 128 and at 8,192.
 
-    Where the file's context is shorter, tokens are decoded near its end; ``depth`` says where. With
-    ``--quick`` that is 2,048, and llama.cpp has its flash attention alone.
+    llama.cpp runs with its flash attention and without it, and is compared by the better one. Where
+    the file's context is shorter, tokens are decoded near its end; ``depth`` says where. With
+    ``--quick`` that is 2,048.
     """
     n_vocab, context = _facts(path)
     depth = min(2048 if quick else DEPTH, context - ROOM)
     capacity = depth + ROOM
     engines = [Remote("ours", OurFile, path, capacity)]
-    for has_flash in (True,) if quick else (True, False):
+    for has_flash in (True, False):
         name = "llama.cpp" + ("" if has_flash else ", no flash")
         engines.append(Remote(name, TheirFile, path, capacity, has_flash))
     found: dict[str, Any] = {"file": path.name, "depth": depth}
