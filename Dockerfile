@@ -26,7 +26,7 @@ ENV KVCELLAR_HOME=/data/kvcellar HF_HOME=/data/huggingface
 VOLUME /data
 WORKDIR /data
 EXPOSE 8642
-HEALTHCHECK --start-period=5m CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8642/ready')"]
+HEALTHCHECK --start-period=5m CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8642/health')"]
 # SIGTERM, which docker stop sends, saves all agents; it needs longer than docker's ten seconds only with a slow disk.
 ENTRYPOINT ["kvcellar"]
 CMD ["serve", "demo", "--host", "0.0.0.0"]

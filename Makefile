@@ -98,10 +98,10 @@ bench: $(VENV)/.dev ## Every benchmark, the quick way
 
 PREBUILT := src/kvcellar/backends/executorch/prebuilt
 
-wheel: $(VENV)/.dev ## A wheel in dist/ for this Python and this machine, with ExecuTorch's native part inside
-	@rm -rf $(PREBUILT)
+wheel: $(VENV)/.dev ## A wheel in dist/ for machines like this one, with ExecuTorch's native part inside, too
+	@rm -rf build/bdist.* build/lib.* build/temp.* $(PREBUILT)
 	@$(BIN)/python -W ignore -c 'from kvcellar.backends.executorch import building as b; print(b.build(b.PREBUILT))'
-	@$(BIN)/python tools/build_wheels.py --here
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps -w dist .
 	@rm -rf $(PREBUILT)
 
 wheels: $(VENV)/.dev ## What is published, in dist/: the source distribution, wheels for x86-64 and ARM, checked
