@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from kvcellar.cli import app
 from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.server import run as server_run
-from tests.real_models import SMOLLM2
+from tests.models.gguf.families import CASES
 from tests.server.live import serving
 
 HERE = "http://127.0.0.1:8642"
@@ -35,7 +35,6 @@ STANDS_FOR = {
     "path/to/another": str(DEMO_FOLDER),
     "path/to/large": str(DEMO_FOLDER),
     "path/to/small": str(DEMO_FOLDER),
-    "model.gguf": str(SMOLLM2.path),
     "smollm2": "demo",
     "--context 32768": "--context 4096",
 }
@@ -125,6 +124,8 @@ class World:
         """Return a text with what is here in place of what a reader has."""
         for theirs, here in STANDS_FOR.items():
             text = re.sub(rf"(?<![\w/-]){re.escape(theirs)}(?![\w/-])", here, text)
+        if "model.gguf" in text:
+            CASES["llama"].write(self._folder / "model.gguf")
         return text.replace(HERE, self.url()) if HERE in text else text
 
     def url(self) -> str:
