@@ -153,7 +153,7 @@ class TorchWithoutKernel(TorchAdapter):
         from kvcellar.backends.torch import kernel
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "takes", lambda device: False)
+            patch.setattr(kernel, "takes", lambda *_: False)
             yield
 
 

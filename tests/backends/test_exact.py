@@ -59,7 +59,7 @@ class Model:
         self.kind = kind
         self.patch = pytest.MonkeyPatch()
         if self.options:
-            self.patch.setattr(kernel, "takes", lambda device: False)
+            self.patch.setattr(kernel, "takes", lambda *_: False)
         config = make_config(PARAMS, 200, kv_dtype, 16, block_size=4, window_slack=20, **policy)
         self.session: Any = MAKERS[kind](self.backend, config)
 

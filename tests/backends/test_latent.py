@@ -99,7 +99,7 @@ def test_a_long_history_of_latents_is_read_where_it_lies(
     from kvcellar.backends.torch import kernel
 
     if not has_kernel:
-        monkeypatch.setattr(kernel, "takes", lambda device: False)
+        monkeypatch.setattr(kernel, "takes", lambda *_: False)
     n, dtype = 32_768, getattr(torch, kv_dtype)
     with make_decode_session("torch", config_of(kv_dtype, n, min_chunk=n)) as session:
         cache = session.cache
