@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parent))
 from harness import alternate, median_ms, median_ratio, run
 
 import kvcellar as kv
-from kvcellar.backends.mlx.binding import wrap
+from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 
 VOCAB, N_KV_HEADS, DIM = 1024, 4, 64
@@ -32,8 +32,8 @@ LENGTHS = (64, 300, 900, 2500, 8000)
 TRUNK, BRANCHES = 3000, 4
 
 
-def make_model(n_layers: int, hidden: int) -> tuple[Any, kv.ModelCacheParams]:
-    """Make a Llama with random weights, wrapped; mlx-lm's caches run it as ever."""
+def make_model(n_layers: int, hidden: int) -> tuple[Any, Learnt]:
+    """Make a Llama with random weights, bound; mlx-lm's caches run it as ever."""
     mx.random.seed(0)
     model = llama.Model(
         llama.ModelArgs(
@@ -42,8 +42,7 @@ def make_model(n_layers: int, hidden: int) -> tuple[Any, kv.ModelCacheParams]:
         )
     )  # fmt: skip
     mx.eval(model.parameters())
-    wrap(model)
-    return model, kv.ModelCacheParams(n_layers, N_KV_HEADS, DIM)
+    return model, learn(model, "llama")
 
 
 def rows(params: Any, n: int, seed: int) -> list[tuple[Any, Any]]:
@@ -74,12 +73,12 @@ def fill_ours(cache: Any, given: list[tuple[Any, Any]], seq_id: int | None = Non
     cache.end_step()
 
 
-def one_stream(model: Any, params: Any, n: int, rounds: int) -> float:
+def one_stream(model: Any, learnt: Learnt, n: int, rounds: int) -> float:
     """Return decoded tokens per second over mlx-lm's; a token's logits come to the host."""
-    given = rows(params, 512, 1)
+    given = rows(learnt.params, 512, 1)
     said: dict[str, list[int]] = {}
-    with kv.make_decode_session("mlx", kv.make_config(params, 4096)) as session:
-        cache, runner = session.cache, MlxRunner(model, params, VOCAB, session)
+    with kv.make_decode_session("mlx", kv.make_config(learnt.params, 4096)) as session:
+        cache, runner = session.cache, MlxRunner(model, learnt, session)
         fill_ours(cache, given)
         caches = fill_theirs(given)
 
@@ -105,14 +104,16 @@ def one_stream(model: Any, params: Any, n: int, rounds: int) -> float:
     return ratio
 
 
-def ragged(model: Any, params: Any, rounds: int) -> tuple[float, float]:
+def ragged(model: Any, learnt: Learnt, rounds: int) -> tuple[float, float]:
     """Decode for five agents of different lengths: (speed, memory) against the padded batch."""
-    given = [rows(params, n, i) for i, n in enumerate(LENGTHS)]
+    given = [rows(learnt.params, n, i) for i, n in enumerate(LENGTHS)]
     tokens = list(range(5, 5 + len(LENGTHS)))
     n_cells = sum(LENGTHS) + 64 * len(LENGTHS)
     said: dict[str, Any] = {}
-    with kv.make_seq_session("mlx", kv.make_config(params, n_cells, min_chunk=n_cells)) as session:
-        cache, runner = session.cache, MlxRunner(model, params, VOCAB, session)
+    with kv.make_seq_session(
+        "mlx", kv.make_config(learnt.params, n_cells, min_chunk=n_cells)
+    ) as session:
+        cache, runner = session.cache, MlxRunner(model, learnt, session)
         for seq_id, one in enumerate(given):
             fill_ours(cache, one, seq_id)
         singles = [fill_theirs(one) for one in given]
@@ -144,13 +145,13 @@ def ragged(model: Any, params: Any, rounds: int) -> tuple[float, float]:
     return speedup, memory
 
 
-def fork(model: Any, params: Any, rounds: int) -> tuple[float, float]:
+def fork(model: Any, learnt: Learnt, rounds: int) -> tuple[float, float]:
     """Fork a trunk, to the first tokens: (speed, memory) against copies in a batch."""
-    given = rows(params, TRUNK, 9)
+    given = rows(learnt.params, TRUNK, 9)
     tokens = list(range(7, 7 + BRANCHES))
     held: dict[str, int] = {}
-    with kv.make_seq_session("mlx", kv.make_config(params, TRUNK + 512)) as session:
-        cache, runner = session.cache, MlxRunner(model, params, VOCAB, session)
+    with kv.make_seq_session("mlx", kv.make_config(learnt.params, TRUNK + 512)) as session:
+        cache, runner = session.cache, MlxRunner(model, learnt, session)
         fill_ours(cache, given, 0)
         trunk = fill_theirs(given)
         ids = mx.array(tokens)[:, None]
@@ -183,9 +184,9 @@ def fork(model: Any, params: Any, rounds: int) -> tuple[float, float]:
 def measure(quick: bool) -> Mapping[str, Any]:
     """Measure one stream on a model that is mostly weights, the others on mostly history."""
     stream = one_stream(*make_model(6, 512), 16 if quick else 64, 9 if quick else 21)
-    model, params = make_model(4, 256)
-    speedup, memory = ragged(model, params, 5 if quick else 15)
-    fork_speedup, fork_memory = fork(model, params, 3 if quick else 9)
+    model, learnt = make_model(4, 256)
+    speedup, memory = ragged(model, learnt, 5 if quick else 15)
+    fork_speedup, fork_memory = fork(model, learnt, 3 if quick else 9)
     return {
         "single_stream_ratio_to_mlx_lm": round(stream, 3),
         "ragged_batch_speedup": round(speedup, 2),
