@@ -121,8 +121,9 @@ def test_a_branch_whose_turn_is_refused_is_not_left_behind(
         run(both(ours, theirs))
 
 
+@pytest.mark.parametrize("is_named", [True, False])
 def test_messages_that_continue_what_has_gone_on_meanwhile_are_answered_in_a_branch(
-    tmp_path: Path,
+    tmp_path: Path, is_named: bool
 ) -> None:
     """The client of a server, whose agent somebody else talks with on the command line."""
 
@@ -132,7 +133,7 @@ def test_messages_that_continue_what_has_gone_on_meanwhile_are_answered_in_a_bra
         known = list(ours.directory.conversation("poet"))
         await turn(theirs, "poet", "two")
         asked = Turn("poet", messages=[*known, {"role": "user", "content": "other"}], params=GREEDY)
-        asked.is_continuing = True
+        asked.is_continuing = is_named  # else they may replace a history, but not an unseen one
         async with talking(ours, asked) as running:
             pass
         assert running.end.agent_id == "poet.2"

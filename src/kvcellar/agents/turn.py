@@ -144,7 +144,9 @@ class Turns:
                     await stack.aclose()
                     agent = await self._parted(turn, agent)
                     hold = await stack.enter_async_context(changing(self.publisher, agent))
-                elif hold.has_news and turn.messages is None:
+                elif hold.has_news and turn.messages is not None:
+                    turn.is_continuing = True  # nobody replaces what he has not seen
+                elif hold.has_news:
                     turn.notice = (
                         f"another process has talked with agent {agent.agent_id!r} meanwhile; this "
                         f"turn is behind what was said there"
