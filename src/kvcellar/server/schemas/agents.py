@@ -6,7 +6,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import Body, TemplateKwargs
+from kvcellar.server.schemas.base import (
+    MODEL,
+    STREAM,
+    TOOLS,
+    Body,
+    TemplateKwargs,
+)
 from kvcellar.server.schemas.openai import SamplingFields
 
 
@@ -16,9 +22,9 @@ class CreateRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     id: str | None = Field(None, max_length=128, description="Its name; made up without one.")
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     system: str | None = Field(None, description="Its system message.")
-    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=512, description=TOOLS)
 
 
 class PlaceRequest(Body):
@@ -58,7 +64,7 @@ class GenerateRequest(SamplingFields):
     chat_template_kwargs: TemplateKwargs | None = None
     max_tokens: int | None = Field(None, ge=1)
     priority: int = Field(0, ge=-1000, le=1000, description="Higher goes first.")
-    stream: bool | None = None
+    stream: bool | None = Field(None, description=STREAM)
 
     @model_validator(mode="after")
     def one_of_them(self) -> GenerateRequest:

@@ -7,6 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import (
+    MODEL,
+    STREAM,
+    TOOLS,
     AgentId,
     Body,
     CacheSalt,
@@ -129,10 +132,10 @@ class ThinkingConfig(Setting):
 class CountRequest(Body):
     """``POST /v1/messages/count_tokens``."""
 
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     messages: list[Message] = Field(min_length=1)
     system: str | list[ContentBlock] | None = None
-    tools: list[Tool] | None = Field(None, max_length=512)
+    tools: list[Tool] | None = Field(None, max_length=512, description=TOOLS)
     tool_choice: ToolChoiceField | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -153,7 +156,7 @@ class MessagesRequest(CountRequest, QuestionBody):
     route: ClassVar[str] = "/v1/messages"
 
     max_tokens: int = Field(ge=1)
-    stream: bool | None = None
+    stream: bool | None = Field(None, description=STREAM)
     stop_sequences: Stops | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)

@@ -6,7 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from kvcellar.server.schemas.base import QuestionBody
+from kvcellar.server.schemas.base import (
+    MODEL,
+    QuestionBody,
+)
 from kvcellar.server.schemas.ollama import ModelName, WithOptions
 from kvcellar.server.schemas.openai import Texts, Tokens
 
@@ -18,7 +21,7 @@ class EmbeddingsRequest(QuestionBody):
 
     route: ClassVar[str] = "/v1/embeddings"
 
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     input: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None

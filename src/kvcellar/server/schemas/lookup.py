@@ -6,7 +6,14 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from kvcellar.server.schemas.base import Open, QuestionBody, TemplateKwargs
+from kvcellar.server.schemas.base import (
+    MODEL,
+    STREAM,
+    TOOLS,
+    Open,
+    QuestionBody,
+    TemplateKwargs,
+)
 from kvcellar.server.schemas.openai import (
     ChatMessage,
     FunctionTool,
@@ -18,14 +25,14 @@ from kvcellar.server.schemas.openai import (
 class TokenizeRequest(QuestionBody):
     """``POST /tokenize``: ``content`` as llama.cpp has it; ``prompt`` or ``messages`` as vLLM."""
 
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     content: str | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[FunctionTool] | None = Field(None, max_length=512)
+    tools: list[FunctionTool] | None = Field(None, max_length=512, description=TOOLS)
     chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -41,7 +48,7 @@ class TokenizeRequest(QuestionBody):
 class DetokenizeRequest(QuestionBody):
     """``POST /detokenize``."""
 
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     tokens: Tokens
 
 
@@ -57,7 +64,7 @@ class InfillRequest(SamplingFields):
 
     route: ClassVar[str] = "/infill"
 
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: list[ExtraFile] | None = Field(None, max_length=256)
@@ -65,4 +72,4 @@ class InfillRequest(SamplingFields):
     n_predict: int | None = Field(None, ge=-1, description="-1: to the end of the context.")
     repeat_penalty: float | None = Field(None, ge=0, le=10)
     samplers: list[str] | str | None = None
-    stream: bool | None = None
+    stream: bool | None = Field(None, description=STREAM)

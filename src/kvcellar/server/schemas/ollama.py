@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from kvcellar.server.schemas.base import AgentId, Open, QuestionBody, Stop, Stops
+from kvcellar.server.schemas.base import (
+    STREAM,
+    TOOLS,
+    AgentId,
+    Open,
+    QuestionBody,
+    Stop,
+    Stops,
+)
 
 ModelName = Annotated[str, Field(max_length=512)]
 Think = bool | Literal["low", "medium", "high"]
@@ -47,7 +55,7 @@ class OllamaBody(WithOptions):
     """A request for an answer: how, and whether as a stream, which is the rule."""
 
     model: ModelName
-    stream: bool | None = None
+    stream: bool | None = Field(None, description=STREAM)
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: Think | None = None
     keep_alive: float | str | None = Field(None, description="0 and nothing to answer: unload.")
@@ -103,7 +111,7 @@ class OllamaChatRequest(OllamaBody):
     route: ClassVar[str] = "/api/chat"
 
     messages: list[OllamaMessage] = Field(default_factory=list)
-    tools: list[OllamaTool] | None = Field(None, max_length=512)
+    tools: list[OllamaTool] | None = Field(None, max_length=512, description=TOOLS)
 
 
 class OllamaGenerateRequest(OllamaBody):
@@ -124,4 +132,4 @@ class OllamaName(Open):
     """A model that is asked about; older clients call its field ``name``."""
 
     model: ModelName = Field(validation_alias=AliasChoices("model", "name"))
-    stream: bool | None = None
+    stream: bool | None = Field(None, description=STREAM)

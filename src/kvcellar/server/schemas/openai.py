@@ -7,6 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import (
+    MODEL,
+    STREAM,
+    TOOLS,
     AgentId,
     CacheSalt,
     Effort,
@@ -40,14 +43,30 @@ class SamplingFields(QuestionBody):
     temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token.")
     top_p: float | None = Field(None, ge=0, le=1, description="0: the likeliest token.")
     top_k: TopK | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[TokenKey, Bias] | None = Field(None, max_length=1024)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Stops | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Leaves out tokens below so much of the likeliest one."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Off a token's logit, each time that the answer has it."
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Off the logit of every token that the answer has."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="Above 1: tokens of prompt and answer are less likely."
+    )
+    logit_bias: dict[TokenKey, Bias] | None = Field(
+        None, max_length=1024, description="From tokens to what is added to their logits."
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="Draws depend on it and the logits alone."
+    )
+    stop: Stop | Stops | None = Field(
+        None, description="Texts at which the answer ends, and which are no part of it."
+    )
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=64, description="Tokens at which the answer ends."
+    )
     ignore_eos: bool | None = Field(None, description="Sample on after the model's end token.")
     min_tokens: int | None = Field(None, ge=0, description="Before them no end token comes.")
 
@@ -291,18 +310,24 @@ class ChatRequest(ScoredFields):
 
     route: ClassVar[str] = "/v1/chat/completions"
 
-    model: str | None = Field(None, max_length=512)
-    messages: list[ChatMessage] = Field(min_length=1)
+    model: str | None = Field(None, max_length=512, description=MODEL)
+    messages: list[ChatMessage] = Field(
+        min_length=1, description="The conversation, oldest message first."
+    )
     max_tokens: MostTokens | None = None
     max_completion_tokens: MostTokens | None = None
-    n: int | None = Field(None, ge=1, le=64)
-    stream: bool | None = None
+    n: int | None = Field(None, ge=1, le=64, description="Answers, which share the prompt.")
+    stream: bool | None = Field(None, description=STREAM)
     stream_options: StreamOptions | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[FunctionTool] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = Field(None, description="Tell each token's log probability.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="And so many of the likeliest others'."
+    )
+    tools: list[FunctionTool] | None = Field(None, max_length=512, description=TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="Whether it may, may not or has to call, or which one."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: one call at a time.")
     continue_final_message: bool | None = Field(
         None, description="True where the last message is the assistant's, which is gone on with."
     )
@@ -328,13 +353,13 @@ class CompletionRequest(ScoredFields):
 
     route: ClassVar[str] = "/v1/completions"
 
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = ""
     max_tokens: int | None = Field(
         None, ge=-1, description="0: read the prompt alone. -1: no limit."
     )
-    n: int | None = Field(None, ge=1, le=64)
-    stream: bool | None = None
+    n: int | None = Field(None, ge=1, le=64, description="Answers, which share the prompt.")
+    stream: bool | None = Field(None, description=STREAM)
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None

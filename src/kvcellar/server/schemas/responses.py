@@ -8,6 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from kvcellar.server.schemas.base import (
+    MODEL,
+    STREAM,
+    TOOLS,
     AgentId,
     CacheSalt,
     Effort,
@@ -132,15 +135,15 @@ class ResponseRequest(SamplingFields):
 
     route: ClassVar[str] = "/v1/responses"
 
-    model: str | None = Field(None, max_length=512)
+    model: str | None = Field(None, max_length=512, description=MODEL)
     input: str | list[AnyItem]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     conversation: Annotated[str, Field(max_length=128)] | ConversationId | None = None
     max_output_tokens: MostTokens | None = None
-    stream: bool | None = None
+    stream: bool | None = Field(None, description=STREAM)
     store: bool | None = None
-    tools: list[FlatTool] | None = Field(None, max_length=512)
+    tools: list[FlatTool] | None = Field(None, max_length=512, description=TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
