@@ -14,6 +14,7 @@ what it says is compared with what was seen.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -75,7 +76,11 @@ def _compared(
 
 
 def _throughput(clients: Clients, rounds: int) -> dict[str, float]:
-    """Have one replica answer, and both, in turns."""
+    """Have one replica answer, and both, in turns.
+
+    Whatever else the machine does has a share of the cores, and both replicas together may get no
+    more of them than one: the load average stands beside the ratio.
+    """
     pairs = [
         [clients.tokens_per_s(at, 2 * RUNNING, 160, is_one=is_one) for is_one in (True, False)]
         for at in range(rounds)
@@ -83,8 +88,9 @@ def _throughput(clients: Clients, rounds: int) -> dict[str, float]:
     ratio = statistics.median(both / one for one, both in pairs)
     for at, name in enumerate(("one replica", "two replicas")):
         print(f"{name:24} {statistics.median(pair[at] for pair in pairs):8.0f} tokens/s")
-    print(f"two over one             {ratio:8.2f}")
-    return {"throughput_two_over_one": ratio}
+    load = os.getloadavg()[0]
+    print(f"two over one             {ratio:8.2f}  (load average {load:.0f})")
+    return {"throughput_two_over_one": ratio, "load_average": load}
 
 
 if __name__ == "__main__":
