@@ -46,6 +46,7 @@ class Local:
         self.holdings = Holdings()
         self.holdings.keep(self.replicas)
         self.lost = set()
+        self.dies = False
         self.prefilling, self.prepared = None, []
         self.gateway = Gateway(config, self, self.holdings, prefill_tokens)
 
@@ -67,6 +68,8 @@ class Local:
         async with contextlib.aclosing(self.replicas[name].answer(asked, wanted)) as batches:
             async for batch in batches:
                 yield batch
+                if self.dies:
+                    raise ReplicaLostError(name)
 
     async def told(self):
         """Every replica has reported."""

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvcellar.deploy.gateway import ReplicaLostError
 from kvcellar.deploy.reading import PROMPTS, Asked
 from kvcellar.prefix.digest import CHUNK
 
@@ -84,6 +85,15 @@ def test_a_lost_replica_loses_no_agent_and_the_other_gives_the_same_tokens(loop,
     assert [one.json["choices"][0]["message"] for one in found] == [
         one["choices"][0]["message"] for one in alone
     ]
+
+
+def test_an_answer_whose_replica_dies_in_the_middle_breaks_off_and_is_not_begun_again(loop, local):
+    body = {"messages": [{"role": "user", "content": "Count."}], "stream": True}
+    local.dies = True
+    with pytest.raises(ReplicaLostError):
+        loop.run(local.ask("POST", "/v1/chat/completions", body))
+    for replica in local.replicas.values():
+        assert replica.service.n_active == 0
 
 
 @pytest.mark.parametrize("path", sorted(PROMPTS))

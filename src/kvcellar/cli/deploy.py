@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 from dataclasses import dataclass, replace
@@ -136,7 +137,7 @@ def deploy_command(
     behind theirs (--shared): an agent goes on where another replica left it. Deployed again on a
     cluster, replicas are replaced one after the other, and no agent is lost.
     """
-    _check_installed()
+    _check_installed(is_alone=scale.address is None)
     least, most = scale.counts()
     offered = offered_models(models or ["demo"])
     adapters = adapters_of(loading.adapter, offered)
@@ -175,12 +176,18 @@ def deploy_command(
     _run(plan, scale.address)
 
 
-def _check_installed() -> None:
-    """Refuse where Ray is not installed.
+def _check_installed(*, is_alone: bool) -> None:
+    """Load Ray, and refuse where it is not installed.
+
+    Args:
+        is_alone: no other machine takes part, so Ray listens on the loopback device, as it does by
+            itself on macOS and Windows; that is settled when it is loaded.
 
     Raises:
-        BackendError: it is not.
+        BackendError: it is not installed.
     """
+    if is_alone:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         import ray.serve  # noqa: F401
     except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from ray.serve.request_router import (
@@ -48,7 +49,9 @@ class HoldingRouter(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
             wanted = pending_request.kwargs.get(WANTED, wanted)
-        known = {str(one.replica_id.unique_id): one for one in candidate_replicas}
+        # What wants nothing in particular goes anywhere: not always to the first that is as good.
+        mixed = random.sample(candidate_replicas, len(candidate_replicas))
+        known = {str(one.replica_id.unique_id): one for one in mixed}
         lengths = self.replica_queue_len_cache
         loads = {name: lengths.get(one.replica_id) or 0 for name, one in known.items()}
         return [[known[name]] for name in rank(wanted, self._holdings, loads, self._policy)]
