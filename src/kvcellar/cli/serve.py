@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvcellar.server.config import ServerConfig
     from kvcellar.server.models import ServedModels
     from kvcellar.server.service import Service
+    from kvcellar.store import StoreEvent
 
 
 def register(app: typer.Typer) -> None:
@@ -342,7 +343,7 @@ def _serve(
         if DEMO in offered:
             print_note(options.DEMO_NOTE)
 
-    with place.open(hosting.store) as store:
+    with place.open(hosting.store, _log_place) as store:
         serve(config, store, make_models, on_ready=on_ready)
         for event in store.take_events():
             print_warning(f"{event.subject}: {event.detail}")
@@ -351,6 +352,12 @@ def _serve(
 def _log_stage(fraction: float, stage: str) -> None:
     """Log how far a slow start is, as the server logs all else."""
     _log("starting", stage=stage, done=round(fraction, 2))
+
+
+def _log_place(event: StoreEvent) -> None:
+    """Log when a shared place goes away and comes back; all else is told at the end."""
+    if event.kind in ("shared_away", "shared_back"):
+        _log(event.kind, place=event.subject, detail=event.detail)
 
 
 def _log(event: str, **facts: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvcellar.store import Store, StoreConfig
+    from kvcellar.store import Store, StoreConfig, StoreEvent
 
 
 Folder = Annotated[
@@ -61,8 +61,10 @@ class StorePlace:
 
         return (self.store or default_store()).expanduser()
 
-    def open(self, config: StoreConfig) -> Store:
-        """Open the store, or make one.
+    def open(
+        self, config: StoreConfig, on_event: Callable[[StoreEvent], None] | None = None
+    ) -> Store:
+        """Open the store, or make one; ``on_event`` is told what happens in it.
 
         Raises:
             StoreError: the folder cannot hold one.
@@ -70,7 +72,7 @@ class StorePlace:
         """
         from kvcellar.store import Store
 
-        return Store(self.path, config, shared=self.shared)
+        return Store(self.path, config, shared=self.shared, on_event=on_event)
 
 
 HOME_STORE = StorePlace()

@@ -72,6 +72,15 @@ async def metrics(request: Request) -> Response:
             if isinstance(value, int | float) and not isinstance(value, bool)
         ),
     ]
+    if stored.shared is not None:
+        gauges += [
+            (
+                "shared_is_away",
+                "1 while the shared place fails.",
+                float(bool(stored.shared.trouble)),
+            ),
+            ("shared_waiting", "Agents not handed in whole.", float(stored.shared.n_waiting)),
+        ]
     return Response(service.metrics.render(engines, gauges), media_type=CONTENT_TYPE_LATEST)
 
 
