@@ -189,15 +189,15 @@ def test_bodies_take_a_small_part_of_the_memory(tmp_path, monkeypatch, arguments
 )
 def test_devices_are_those_of_models_that_are_offered(device, said):
     with pytest.raises(ConfigError, match=said):
-        serve._devices(device, {"small": "/a", "other": "/b"}, None)
+        serve.devices_of(device, {"small": "/a", "other": "/b"}, None)
 
 
 def test_each_model_runs_where_it_was_put_and_memory_is_of_one_device():
     offered = {"small": "/a", "large": "/b", "third": "/c"}
-    device, devices = serve._devices("small=cuda:0,large=cuda:1", offered, None)
+    device, devices = serve.devices_of("small=cuda:0,large=cuda:1", offered, None)
     assert device is None and devices == {"/a": "cuda:0", "/b": "cuda:1"}
     made = hosting.Hosting(LoadOptions("demo"), devices=devices)
     assert [made.options_of(path).device for path in offered.values()] == ["cuda:0", "cuda:1", None]
-    assert serve._devices("cuda:1", offered, "8GB") == ("cuda:1", {})
+    assert serve.devices_of("cuda:1", offered, "8GB") == ("cuda:1", {})
     with pytest.raises(ConfigError, match="--memory bounds one device"):
-        serve._devices("small=cuda:0", offered, "8GB")
+        serve.devices_of("small=cuda:0", offered, "8GB")
