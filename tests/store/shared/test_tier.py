@@ -299,10 +299,12 @@ def test_what_a_process_did_not_hand_in_the_next_one_does(tmp_path: Path) -> Non
     share, key = tmp_path / "share", KEYS["full"]
     with Store(tmp_path / "a") as alone:
         save(alone, NAME, History(key, tokens_of(1, 20)), metadata={"serial": 1})
+        save(alone, "nobody's", History(key, tokens_of(2, 20)))
     with Store(tmp_path / "a", shared=str(share)) as store:
         assert tier(store).flush()
     with Store(tmp_path / "b", shared=str(share)) as other:
         assert tier(other).pull(NAME) is Pulled.TAKEN
+        assert not other.match(key, tokens_of(2, 20)).n_tokens
 
 
 def test_a_place_that_was_put_back_takes_nobody_back(tmp_path: Path) -> None:

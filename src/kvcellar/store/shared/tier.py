@@ -69,7 +69,8 @@ class SharedTier:
         self._polled_s = -POLL_S
         self._polling = threading.Lock()
         for name in (*cold.ask(Catalogue.reference_names), *self._histories.deleted()):
-            self.hand_in(name)
+            if "@" in name:  # an agent's; what is nobody's is handed in when it is saved
+                self.hand_in(name)
 
     def hand_in(self, name: str) -> None:
         """Have a history handed in; waits for nothing."""
