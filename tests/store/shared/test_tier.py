@@ -331,6 +331,7 @@ def test_a_lost_ledger_loses_no_history(tmp_path: Path) -> None:
     assert ledger.stat().st_mode & 0o777 == 0o600
     ledger.write_bytes(b"no database" * 100)
     with Store(tmp_path / "a", shared=str(share)) as store:
+        assert tier(store).pull(NAME) is Pulled.SAME  # as before each turn
         saved(store, key, tokens_of(1, 30), 2)
         assert not tier(store).is_diverged(NAME)
 
