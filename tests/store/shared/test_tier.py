@@ -152,6 +152,18 @@ def test_of_two_who_went_on_at_once_neither_is_lost(machine: Opener) -> None:
     assert tier(machine("c")).pull(NAME) is Pulled.TAKEN
 
 
+def test_what_another_process_of_the_folder_handed_in_has_not_diverged(tmp_path: Path) -> None:
+    share, key = str(tmp_path / "share"), KEYS["full"]
+    with (
+        Store(tmp_path / "a", shared=share) as one,
+        Store(tmp_path / "a", shared=share) as other,
+    ):
+        saved(one, key, tokens_of(1, 20), 1)
+        tier(other)._pusher.diverged.add(NAME)  # it lost a race for the very state
+        assert tier(other).pull(NAME) is Pulled.SAME
+        assert not tier(other).is_diverged(NAME)
+
+
 def test_what_is_deleted_on_one_machine_goes_on_the_other(machine: Opener) -> None:
     one, other = machine("a"), machine("b")
     saved(one, KEYS["full"], tokens_of(1, 20), 1)

@@ -141,6 +141,11 @@ class SharedHistories:
                 return Pulled.SAME  # it has gone on here: that is handed in again
             return Pulled.GONE if self._cold.remove_reference(known.name) else Pulled.SAME
 
+    def is_same(self, name: str) -> bool:
+        """Return whether the local state is the one that the tier had last, as far as is known."""
+        known = self._ledger.get(register_of(name))
+        return known is not None and known.serial == self._local_serial(name)
+
     def _local_serial(self, name: str) -> int:
         """Return the number of the latest state that is durable here; 0: there is none."""
         ref = self._cold.reference(name)

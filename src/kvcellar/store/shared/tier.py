@@ -104,9 +104,16 @@ class SharedTier:
             pulled = self._histories.pull(register_of(name), is_giving_way=is_giving_way)
         if pulled is Pulled.DIVERGED:
             self._pusher.diverged.add(name)
-        elif pulled is not Pulled.SAME:
+        elif pulled is not Pulled.SAME or self._is_same(name):
             self._pusher.diverged.discard(name)
         return pulled
+
+    def _is_same(self, name: str) -> bool:
+        """Return whether the tier has the local state; another process may have handed it in."""
+        if name in self._pusher.diverged:
+            with self._said(name):
+                return self._histories.is_same(name)
+        return False
 
     def pull_all(self, agent_id: str | None = None) -> None:
         """Take over all states that are new; asked often, it asks the place every 2 s.
