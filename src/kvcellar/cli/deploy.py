@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from kvcellar.deploy.application import Deployment
 
 _in_scale = partial(option, panel="Scale")
+
+_LOOK_S = 1.0
+"""How often a signal is looked for where waiting keeps it from being handled, as on Windows."""
 
 _COUNTS = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -210,9 +214,11 @@ def _run(plan: Deployment, address: str | None) -> None:
         if address is not None:
             print_note("`serve status` shows it, and `serve shutdown` ends it")
             return
-        stopping = {signal.SIGINT, signal.SIGTERM}
-        signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
-        signal.sigwait(stopping)
+        stopping = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stopping.set())
+        while not stopping.wait(_LOOK_S):
+            pass
     finally:
         if address is None:
             stop()
