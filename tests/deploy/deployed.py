@@ -50,6 +50,7 @@ class Deployed:
 def deployed(folder: Path, *options: str) -> Iterator[Deployed]:
     """Run ``kvcellar deploy`` until the block ends; it has to end in order."""
     command = [sys.executable, "-m", "kvcellar", "deploy", "demo", "--port", "0", *options]
+    command += ["--cpus", "0.5"]  # on a machine with one core, too
     with ExitStack() as stack:
         short = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp"))
         env = os.environ | {"KVCELLAR_HOME": str(folder / "home"), "RAY_TMPDIR": short}
