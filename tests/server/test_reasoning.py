@@ -15,6 +15,8 @@ import pytest
 from kvcellar.server.dialects import ReasoningMarks
 from kvcellar.server.signing import signer_of
 from kvcellar.server.thought_budget import ThoughtBound, ThoughtBudget
+from kvcellar.store import Store
+from kvcellar.store.shared.tier import SharedTier
 from tests.engine.fakes import STATE_PARAMS
 from tests.server.live import Live, serving
 from tests.server.scripted import QWEN, chat_tokenizer, scripted_host
@@ -384,6 +386,24 @@ def test_signatures_are_known_again_after_a_restart_and_by_no_other_store(tmp_pa
         assert again.opened(damaged) is None
     assert other.opened(first.seal("Hm.")) is None
     assert (tmp_path / "a" / "signing.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_machines_with_one_shared_place_know_each_others_signatures(tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    place = f"file://{tmp_path}/place"
+
+    def signer(name):
+        with Store(tmp_path / name, shared=place) as store:
+            return signer_of(store.path, store.shared)
+
+    with Store(tmp_path / "b") as store:
+        alone = signer_of(store.path).sign("Before.")
+    first, other = signer("a"), signer("b")
+    assert other.has_signed("Hm.", first.sign("Hm.")) and first.has_signed("Hm.", other.sign("Hm."))
+    assert other.opened(first.seal("Hm.")) == "Hm." and other.has_signed("Before.", alone)
+    monkeypatch.setattr(SharedTier, "agreed", lambda *_: None)  # the place is away
+    assert signer("b").has_signed("Hm.", first.sign("Hm."))
+    assert (tmp_path / "b" / "signing-shared.key").stat().st_mode & 0o777 == 0o600
 
 
 def test_anthropics_client_sends_a_thought_back_as_it_read_it_from_a_stream(thinker):

@@ -62,7 +62,7 @@ class Service:
         self.pins = Pins()
         self.metrics = Metrics()
         self.responses = StoredResponses(store)
-        self.signer = signer_of(store.path)
+        self.signer = signer_of(store.path, store.shared)
         self.stored_conversations = StoredConversations(store)
         self.started_s = time.time()
         self.is_closing = False

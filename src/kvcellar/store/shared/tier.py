@@ -25,7 +25,7 @@ from kvcellar.store.shared.ledger import Ledger
 from kvcellar.store.shared.manifests import folder_of, register_of
 from kvcellar.store.shared.places import Place, PlaceError
 from kvcellar.store.shared.pusher import Pusher
-from kvcellar.store.shared.reach import Reach
+from kvcellar.store.shared.reach import AwayError, Reach
 
 TIMEOUT_S = 30.0
 """How long the place may take for one request."""
@@ -107,6 +107,20 @@ class SharedTier:
         elif pulled is not Pulled.SAME or self._is_same(name):
             self._pusher.diverged.discard(name)
         return pulled
+
+    def agreed(self, name: str, data: bytes) -> bytes | None:
+        """Return what all machines have under a name: these bytes, where nobody was there before.
+
+        None while the place is away, or takes nothing and has none.
+        """
+        register = f"agreed/{name}"
+        with contextlib.suppress(AwayError):
+            state = self.reading.ask(lambda place: place.latest(register), DURABLE_S)
+            if state is None:
+                self.writing.ask(lambda place: place.advance(register, 1, data), DURABLE_S)
+                state = self.reading.ask(lambda place: place.latest(register), DURABLE_S)
+            return None if state is None else state.data
+        return None
 
     def _is_same(self, name: str) -> bool:
         """Return whether the tier has the local state; another process may have handed it in."""
