@@ -208,7 +208,7 @@ def _home() -> Finding:
 
 def _shared(url: str) -> Finding:
     """Write to the place that is to be shared, as every machine does, and read it again."""
-    from kvcellar.store.shared.places import PlaceError, open_place, shown_url
+    from kvcellar.store.shared.places import PlaceError, open_place
 
     key = f"doctor/{uuid.uuid4().hex}"
     try:
@@ -218,7 +218,7 @@ def _shared(url: str) -> Finding:
         place.drop([key])
     except (ConfigError, PlaceError) as error:
         helps = "everything works without it; see docs/shared-tier.md for addresses and credentials"
-        return Finding("shared place", BROKEN, f"{shown_url(url)}: {error}", helps)
+        return Finding("shared place", BROKEN, str(error), helps)
     if not is_there:
         helps = "it cannot be shared: two machines would write over each other"
         return Finding("shared place", BROKEN, f"{place.title} makes one name twice", helps)

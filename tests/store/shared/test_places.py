@@ -106,3 +106,40 @@ def test_a_url_that_names_no_place_is_refused() -> None:
         with pytest.raises(ConfigError):
             open_place(url, timeout_s=1.0)
     assert shown_url("valkey://me:hidden@host:1/0?prefix=x") == "valkey://host:1/0"
+
+
+@pytest.mark.parametrize("mark", ["", "/", "?", "#", "@", "[", "%", ":"])
+@pytest.mark.parametrize(
+    "form", ["valkey://me:{}@host:port/0", "valkey:me:{}@host", "s3://me:{}@b/x"]
+)
+def test_no_refusal_tells_a_password_whatever_is_in_it(mark: str, form: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        open_place(form.format(f"hid{mark}den"), timeout_s=1.0)
+    assert "hid" not in str(raised.value)
+    assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("valkey://[host", "%5B"),
+        ("valkey://me:hid/den@host:1/0", "%2F"),
+        ("valkey://host:1/first", "number"),
+        ("valkey:///0", "valkey://host"),
+        ("valkey://host:1?db=3", "'db'"),
+        ("file://mnt/share", "three slashes"),
+        ("file:///mnt/share?x=1", "%3F"),
+        ("s3://cellar/x?signature=hidden", "no options"),
+        ("s3://key:hidden@cellar/x", "environment"),
+    ],
+)
+def test_what_would_be_ignored_in_a_url_is_refused_by_name(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        open_place(url, timeout_s=1.0)
+    assert "hid" not in str(raised.value)
+
+
+def test_places_that_differ_are_called_by_different_names() -> None:
+    assert shown_url("abfss://one@account.host/x") == "abfss://one@account.host/x"
+    urls = ("valkey://host:1/0?prefix=one", "valkey://host:1/0?prefix=other", "valkey://host:1/0")
+    assert len({open_place(url, timeout_s=1.0).title for url in urls}) == 3

@@ -366,3 +366,51 @@ def wait_for(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_place_that_was_emptied_gets_all_of_it_again(machine: Opener, place_url: str) -> None:
+    key = KEYS["full"]
+    one = machine("a")
+    history = saved(one, key, tokens_of(1, 43), 1)
+    place = tier(one).place
+    for register in place.numbers(""):
+        place.forget(register)
+    place.drop([entry.key for entry in place.entries("blocks/")])
+    assert tier(one).flush()
+    tier(one).pull_all()
+    assert tier(one).flush()
+    other = machine("b")
+    assert tier(other).pull(NAME) is Pulled.TAKEN
+    assert load_all(other, history) == 43
+
+
+def test_a_state_without_bytes_deletes_nothing(tmp_path: Path) -> None:
+    """So a file share that lost power may leave it."""
+    share, key = tmp_path / "share", KEYS["full"]
+    with (
+        Store(tmp_path / "a", shared=str(share)) as one,
+        Store(tmp_path / "b", shared=str(share)) as other,
+    ):
+        saved(one, key, tokens_of(1, 20), 1)
+        assert tier(other).pull(NAME) is Pulled.TAKEN
+        saved(one, key, tokens_of(1, 30), 2)
+        max(path for path in (share / "agents").rglob("0*") if path.is_file()).write_bytes(b"")
+        assert tier(other).pull(NAME) is Pulled.SAME
+        assert other.get(NAME).tokens.tokens.tolist() == tokens_of(1, 20)
+        assert [event.kind for event in other.take_events()] == ["damaged"]
+
+
+def test_what_else_lies_in_a_place_is_nobodys_state(tmp_path: Path) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with (
+        Store(tmp_path / "a", shared=str(share)) as one,
+        Store(tmp_path / "b", shared=str(share)) as other,
+    ):
+        saved(one, key, tokens_of(1, 20), 1)
+        for folder in [path for path in share.rglob("*") if path.is_dir()]:
+            for name in ("Thumbs.db", "0000", "cafe"):
+                (folder / name).write_bytes(b"x")
+        history = saved(one, key, tokens_of(1, 30), 2)
+        tier(other).pull_all()
+        assert other.get(NAME).tokens.tokens.tolist() == history.tokens
+        assert not other.take_events()

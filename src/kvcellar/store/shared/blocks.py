@@ -76,6 +76,11 @@ class SharedBlocks:
                 self._children.setdefault((info.parent, info.kind), set()).add(info.address)
                 self._there_s[info.address] = now
 
+    def distrust(self) -> None:
+        """Believe of no block that it is there still, before one like it is put."""
+        with self._lock:
+            self._there_s.clear()
+
     def forget(self, address: bytes) -> None:
         """Take note that a block is not there, or not as it should be."""
         with self._lock:

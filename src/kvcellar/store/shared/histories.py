@@ -11,6 +11,7 @@ import enum
 import json
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvcellar.store.blocks import Info, Kind, address_of
@@ -21,7 +22,13 @@ from kvcellar.store.references import DROPPED, Boundary, Reference
 from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.ledger import DELETED, Known, Ledger
-from kvcellar.store.shared.manifests import Manifest, pack_manifest, register_of, unpack_manifest
+from kvcellar.store.shared.manifests import (
+    TOMBSTONE,
+    Manifest,
+    pack_manifest,
+    register_of,
+    unpack_manifest,
+)
 from kvcellar.store.shared.places import Place, State
 from kvcellar.store.shared.reach import AwayError, Reach
 
@@ -59,14 +66,26 @@ class SharedHistories:
         ledger: Ledger,
         cold: ColdTier,
         events: EventLog,
+        hand_in: Callable[[str], None],
     ) -> None:
-        """Create the ways; nothing is asked yet."""
+        """Create the ways; nothing is asked yet.
+
+        Args:
+            reading: asks for what there is.
+            writing: hands in.
+            blocks: what is known of them there.
+            ledger: what is known of states there.
+            cold: the local store.
+            events: where trouble is said.
+            hand_in: called with the name of a history that the place has lost.
+        """
         self._reach = reading
         self._writing = writing
         self._blocks = blocks
         self._ledger = ledger
         self._cold = cold
         self._events = events
+        self._hand_in_again = hand_in
 
     # Out of the tier ---------------------------------------------------------------------------
 
@@ -99,21 +118,31 @@ class SharedHistories:
             StoreError: one could not be written here.
         """
         deadline = time.monotonic() + wait_s
+        known = self._ledger.all()  # first, so that what is handed in meanwhile is not missed
         try:
             numbers = self._reach.ask(lambda place: place.numbers(f"{folder}/"), ASK_S)
         except AwayError:
             return
-        known = self._ledger.all()
+        self._miss(folder, numbers, known)
         for register, number in numbers.items():
             is_news = register not in known or known[register].number != number
             if is_news and time.monotonic() < deadline:
                 self.pull(register)
 
+    def _miss(self, folder: str, numbers: Mapping[str, int], known: Mapping[str, Known]) -> None:
+        """Have handed in again what a place has lost: it was emptied, or put back."""
+        for register, was in known.items():
+            is_lost = was.serial > 0 and numbers.get(register, 0) < was.number
+            if is_lost and self._ledger.get(register) == was and register.startswith(f"{folder}/"):
+                self._blocks.distrust()
+                self._ledger.put(register, was._replace(n_stored=-1))
+                self._hand_in_again(was.name)
+
     def _follow(
         self, register: str, state: State, known: Known | None, is_giving_way: bool
     ) -> Pulled:
         """Make a state of the tier the local one, unless that has gone on by itself."""
-        if not state.data:
+        if state.data == TOMBSTONE:
             return self._remove(register, state, known)
         manifest = unpack_manifest(register, state.data)
         name = manifest.ref.name
@@ -235,12 +264,13 @@ class SharedHistories:
         """
         serial = 0 if ref is None else ref.serial
         shown, infos = (None, {}) if ref is None else self._on_what_is_there(ref)
-        data = b"" if shown is None else pack_manifest(shown, infos)
+        data = TOMBSTONE if shown is None else pack_manifest(shown, infos)
         for _ in range(3):
             state = self._writing.ask(lambda place: _news(place, register, known), ASK_S)
             at = 1 if known is None else known.number + 1
             if state is not None:
-                there = unpack_manifest(register, state.data).ref.serial if state.data else 0
+                is_deleted = state.data == TOMBSTONE
+                there = 0 if is_deleted else unpack_manifest(register, state.data).ref.serial
                 is_ours = there in (serial, None if known is None else known.serial)
                 if not is_ours and not _is_older(state.number, there, known):
                     raise DivergedError(name)

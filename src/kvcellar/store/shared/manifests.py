@@ -16,6 +16,9 @@ from kvcellar.store.layout import root_address
 from kvcellar.store.references import Reference, file_stem, unpack_reference
 from kvcellar.types import IntArray
 
+TOMBSTONE = b"deleted"
+"""The state of a history that was deleted; no file that was cut short reads like that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -6,7 +6,6 @@ such a place has to do for two writers to be safe.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,9 @@ T = TypeVar("T")
 
 CONNECT_S = 3
 """Seconds after which a server that does not answer a connection is taken to be away."""
+
+_NUMBER = re.compile("[0-9a-f]{16}")
+"""Names of states; whatever else lies beside them is somebody's own."""
 
 _GONE = (FileNotFoundError, NotFoundError)
 
@@ -114,7 +116,7 @@ class ObjectPlace:
         found: dict[str, int] = {}
         for entry in self.entries(prefix):
             register, _, number = entry.key.rpartition("/")
-            with contextlib.suppress(ValueError):
+            if _NUMBER.fullmatch(number):
                 found[register] = max(found.get(register, 0), int(number, 16))
         return found
 
@@ -126,11 +128,8 @@ class ObjectPlace:
         """Let go of nothing: connections end with their store."""
 
     def _numbers_of(self, register: str) -> list[int]:
-        found = []
-        for entry in self.entries(f"{register}/"):
-            with contextlib.suppress(ValueError):
-                found.append(int(entry.key.rpartition("/")[2], 16))
-        return found
+        keys = (entry.key.rpartition("/") for entry in self.entries(f"{register}/"))
+        return [int(n, 16) for of, _, n in keys if of == register and _NUMBER.fullmatch(n)]
 
     def _ask(self, request: Callable[[], T]) -> T | None:
         """Return an answer; None where there is nothing of that name.

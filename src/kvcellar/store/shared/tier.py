@@ -64,7 +64,7 @@ class SharedTier:
         self.blocks = SharedBlocks(self.reading, self.writing, events)
         self._ledger = Ledger(cold.folder.shared, self.title)
         ways = self.reading, self.writing, self.blocks, self._ledger
-        self._histories = SharedHistories(*ways, cold, events)
+        self._histories = SharedHistories(*ways, cold, events, self.hand_in)
         self._pusher = Pusher(self._histories, self.writing, events)
         self._polled_s = -POLL_S
         self._polling = threading.Lock()

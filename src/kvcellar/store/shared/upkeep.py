@@ -14,7 +14,7 @@ from typing import TypeVar
 from kvcellar.errors import StoreError
 from kvcellar.store.format import DamagedError
 from kvcellar.store.shared.blocks import key_of
-from kvcellar.store.shared.manifests import Manifest, unpack_manifest
+from kvcellar.store.shared.manifests import TOMBSTONE, Manifest, unpack_manifest
 from kvcellar.store.shared.places import Entry, Place, PlaceError
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ def _states(place: Place, now: float) -> list[tuple[float, Manifest]]:
         state = place.latest(register)
         if state is None:
             continue
-        if state.data:
+        if state.data != TOMBSTONE:
             try:
                 found.append((written.get(register, now), unpack_manifest(register, state.data)))
             except DamagedError as error:

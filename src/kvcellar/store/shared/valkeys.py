@@ -35,7 +35,7 @@ class ValkeyPlace:
     """Keys of one prefix in one database.
 
     Attributes:
-        title: URL of the place, without what is secret in it.
+        title: URL of the place, without what is secret in it; no other place has the same.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -44,8 +44,8 @@ class ValkeyPlace:
         Raises:
             ConfigError: the URL cannot be used.
         """
-        self.title = shown_url(url)
         prefix = parse_qs(urlsplit(url).query).get("prefix", ["kvcellar"])[0]
+        self.title = shown_url(url) + (f"?prefix={prefix}" if "?" in url else "")
         self._prefix = f"{prefix}:"
         try:
             self._db: Any = valkey.Valkey.from_url(
