@@ -46,6 +46,10 @@ class DamagedError(Exception):
     """A file's bytes are not what was written, or not what its name says; not for callers."""
 
 
+class BrokenError(DamagedError):
+    """A file's bytes are not what anybody wrote, not even a later version of this package."""
+
+
 class Tensor(NamedTuple):
     """An array and its type as safetensors calls it (bfloat16 is held as uint16)."""
 
@@ -115,13 +119,13 @@ def read_file(path: Path) -> FileBytes:
 def read_from(file: BinaryIO | Any, size_bytes: int) -> FileBytes:
     """Read and verify the next ``size_bytes`` of a file; as :func:`read_file`."""
     if size_bytes < 8:
-        raise DamagedError(f"{size_bytes} bytes are too few for a header")
+        raise BrokenError(f"{size_bytes} bytes are too few for a header")
     data = empty_bytes(size_bytes)
     view = data.data
     _fill(file, view[:8])
     length = int.from_bytes(view[:8], "little")
     if length > min(MAX_HEADER_BYTES, size_bytes - 8):
-        raise DamagedError(f"a header of {length} bytes in a file of {size_bytes}")
+        raise BrokenError(f"a header of {length} bytes in a file of {size_bytes}")
     base = 8 + length
     _fill(file, view[8:base])
     head = bytes(view[:base])
@@ -174,21 +178,21 @@ def _fill(file: Any, view: memoryview) -> None:
     while at < len(view):
         n = file.readinto(view[at:])
         if not n:
-            raise DamagedError("the file ends early")
+            raise BrokenError("the file ends early")
         at += n
 
 
 def _without_checksum(head: bytes) -> bytes:
     at = 8 + len(_START)
     if head[8:at] != _START:
-        raise DamagedError("the header does not begin with a checksum")
+        raise BrokenError("the header does not begin with a checksum")
     return head[:at] + _ZEROS + head[at + _DIGITS :]
 
 
 def _opened(data: Bytes, head: bytes, digest: str) -> FileBytes:
     at = 8 + len(_START)
     if head[at : at + _DIGITS] != digest.encode():
-        raise DamagedError("the checksum does not fit the bytes")
+        raise BrokenError("the checksum does not fit the bytes")
     header = _parse(head[8:], len(data) - len(head))
     try:
         views = _views(data, len(head), header)

@@ -414,3 +414,56 @@ def test_what_else_lies_in_a_place_is_nobodys_state(tmp_path: Path) -> None:
         tier(other).pull_all()
         assert other.get(NAME).tokens.tokens.tolist() == history.tokens
         assert not other.take_events()
+
+
+def put_back(share: Path, backup: Path) -> None:
+    shutil.rmtree(share)
+    shutil.copytree(backup, share)
+
+
+@pytest.mark.parametrize("n_ours", [1, 2])
+@pytest.mark.parametrize("is_ours_first", [True, False])
+def test_a_place_that_was_put_back_loses_no_machines_turn(
+    tmp_path: Path, n_ours: int, is_ours_first: bool
+) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with (
+        Store(tmp_path / "a", shared=str(share)) as ours,
+        Store(tmp_path / "b", shared=str(share)) as theirs,
+    ):
+        saved(ours, key, tokens_of(1, 20), 1)
+        assert tier(theirs).pull(NAME) is Pulled.TAKEN
+        shutil.copytree(share, tmp_path / "backup")
+        for i in range(n_ours):  # which the place forgets
+            saved(ours, key, tokens_of(1, 30 + i), 20 + i)
+        put_back(share, tmp_path / "backup")
+        told = {"a": tokens_of(1, 29 + n_ours), "b": [*tokens_of(1, 20), 7, 8]}
+        saved(theirs, key, told["b"], 30)
+        stores = {"a": ours, "b": theirs}
+        for name in stores if is_ours_first else reversed(stores):
+            pulled = tier(stores[name]).pull(NAME)
+            assert pulled in (Pulled.SAME, Pulled.DIVERGED)
+            if pulled is Pulled.SAME:
+                told[name] = [*told[name], 9]
+                saved(stores[name], key, told[name], 40)
+        assert {n: s.get(NAME).tokens.tokens.tolist() for n, s in stores.items()} == told
+
+
+def test_a_state_that_nobody_can_read_is_followed_and_its_writer_finds_out(tmp_path: Path) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with (
+        Store(tmp_path / "a", shared=str(share)) as ours,
+        Store(tmp_path / "b", shared=str(share)) as theirs,
+    ):
+        saved(ours, key, tokens_of(1, 20), 1)
+        assert tier(theirs).pull(NAME) is Pulled.TAKEN
+        saved(theirs, key, tokens_of(1, 25), 2)
+        last = max(path for path in (share / "agents").rglob("0*") if path.is_file())
+        last.write_bytes(last.read_bytes()[:300])
+        assert tier(ours).pull(NAME) is Pulled.SAME
+        history = saved(ours, key, tokens_of(1, 30), 3)
+        assert tier(theirs).pull(NAME) is Pulled.DIVERGED
+        assert theirs.get(NAME).tokens.tokens.tolist() == tokens_of(1, 25)
+    with Store(tmp_path / "c", shared=str(share)) as third:
+        assert tier(third).pull(NAME) is Pulled.TAKEN
+        assert third.get(NAME).tokens.tokens.tolist() == history.tokens

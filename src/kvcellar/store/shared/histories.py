@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from kvcellar.store.blocks import Info, Kind, address_of
 from kvcellar.store.cold import ColdTier
-from kvcellar.store.format import DamagedError
+from kvcellar.store.format import BrokenError, DamagedError
 from kvcellar.store.layout import root_address
 from kvcellar.store.references import DROPPED, Boundary, Reference
 from kvcellar.store.reports import EventKind, EventLog
@@ -86,6 +86,8 @@ class SharedHistories:
         self._cold = cold
         self._events = events
         self._hand_in_again = hand_in
+        self._behind: dict[str, tuple[int, ...]] = {}
+        """By register the serial numbers of its states up to the last known one, latest first."""
 
     # Out of the tier ---------------------------------------------------------------------------
 
@@ -151,7 +153,9 @@ class SharedHistories:
             return Pulled.SAME
         with self._cold.locked():
             local = self._local_serial(name)
-            follows = local in (0, manifest.ref.serial, None if known is None else known.serial)
+            follows = local in (0, manifest.ref.serial)
+            if known is not None and local == known.serial:
+                follows = follows or _is_behind(known, state.number, manifest)
             if not follows and not is_giving_way:
                 return Pulled.DIVERGED
             if not follows:
@@ -264,24 +268,33 @@ class SharedHistories:
         """
         serial = 0 if ref is None else ref.serial
         shown, infos = (None, {}) if ref is None else self._on_what_is_there(ref)
-        data = TOMBSTONE if shown is None else pack_manifest(shown, infos)
         for _ in range(3):
             state = self._writing.ask(lambda place: _news(place, register, known), ASK_S)
             at = 1 if known is None else known.number + 1
+            behind = self._known_behind(register, known)
             if state is not None:
-                is_deleted = state.data == TOMBSTONE
-                there = 0 if is_deleted else unpack_manifest(register, state.data).ref.serial
-                is_ours = there in (serial, None if known is None else known.serial)
-                if not is_ours and not _is_older(state.number, there, known):
+                behind = _behind_of(register, state, behind)
+                is_ours = behind[0] in (serial, None if known is None else known.serial)
+                if not is_ours and not _is_older(state.number, behind[0], known):
                     raise DivergedError(name)
                 at = state.number + 1
-            if self._writing.ask(lambda place, at=at: place.advance(register, at, data), ASK_S):  # type: ignore[misc]
+            data = TOMBSTONE if shown is None else pack_manifest(shown, infos, behind)
+            next_state = register, at, data
+            if self._writing.ask(lambda place, to=next_state: place.advance(*to), ASK_S):  # type: ignore[misc]
                 now = Known(name, at, serial, 0, 0)
                 if shown is not None:
                     now = Known(name, at, serial, shown.n_stored, len(shown.boundaries))
                 self._ledger.put(register, now)
+                self._behind[register] = (serial, *behind)
                 return now
         raise DivergedError(name)
+
+    def _known_behind(self, register: str, known: Known | None) -> tuple[int, ...]:
+        """Return what lies behind the next state: all that is known of it, the latest first."""
+        if known is None:
+            return ()
+        behind = self._behind.get(register, ())
+        return behind if behind[:1] == (known.serial,) else (known.serial,)
 
     def _on_what_is_there(self, ref: Reference) -> tuple[Reference, dict[bytes, Info]]:
         """Cut a state to the blocks that are in the tier, more than the local store may have."""
@@ -323,6 +336,7 @@ class SharedHistories:
         ref = manifest.ref
         known = Known(ref.name, number, ref.serial, ref.n_stored, len(ref.boundaries))
         self._ledger.put(register, known)
+        self._behind[register] = (ref.serial, *manifest.behind)
 
 
 def _news(place: Place, register: str, known: Known | None) -> State | None:
@@ -330,6 +344,37 @@ def _news(place: Place, register: str, known: Known | None) -> State | None:
     if place.number(register) in (0, 0 if known is None else known.number):
         return None
     return place.latest(register)
+
+
+def _behind_of(register: str, state: State, known: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the serial numbers of a state and of those behind it; 0 is one that was deleted.
+
+    One that nobody can read counts as that which is known, and is followed: else nothing would be
+    handed in any more. Who wrote it finds that its own is not among these.
+
+    Raises:
+        DamagedError: it was written so, perhaps by a later version of this package.
+    """
+    if state.data == TOMBSTONE:
+        return (0,)
+    try:
+        manifest = unpack_manifest(register, state.data)
+    except BrokenError:
+        if not known:
+            raise
+        return known
+    return (manifest.ref.serial, *manifest.behind)
+
+
+def _is_behind(known: Known, number: int, manifest: Manifest) -> bool:
+    """Return whether a state follows the known one; of one far behind it that is believed.
+
+    It does not where the place was put back in between, and another machine was there first.
+    """
+    at = number - known.number - 1
+    if at < 0:
+        return known.serial in manifest.behind
+    return at >= len(manifest.behind) or manifest.behind[at] == known.serial
 
 
 def _is_older(number: int, serial: int, known: Known | None) -> bool:

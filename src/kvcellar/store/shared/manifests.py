@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from kvcellar.types import IntArray
 TOMBSTONE = b"deleted"
 """The state of a history that was deleted; no file that was cut short reads like that."""
 
+MOST_BEHIND = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -27,10 +29,13 @@ class Manifest:
     Attributes:
         ref: the state, on the blocks that the tier has.
         infos: these blocks and boundary states.
+        behind: serial numbers of the states that it was handed in behind, the latest first; by
+            them a machine finds out whether its own is one of these.
     """
 
     ref: Reference
     infos: tuple[Info, ...]
+    behind: tuple[int, ...]
 
 
 def register_of(name: str) -> str:
@@ -43,11 +48,12 @@ def folder_of(agent_id: str) -> str:
     return f"agents/{file_stem(agent_id)}"
 
 
-def pack_manifest(ref: Reference, infos: Mapping[bytes, Info]) -> bytes:
+def pack_manifest(ref: Reference, infos: Mapping[bytes, Info], behind: Sequence[int]) -> bytes:
     """Make the bytes of a manifest from a state on blocks all of which are known."""
     kept = [infos[b] for b in ref.blocks], [infos[b.address] for b in ref.boundaries]
     facts = np.array([[info.size_bytes, info.first] for info in (*kept[0], *kept[1])], np.int64)
-    return ref.pack({"there": Tensor("I64", facts.reshape(-1))}).data.tobytes()
+    more = {"there": facts.reshape(-1), "behind": np.array(behind[:MOST_BEHIND], np.int64)}
+    return ref.pack({name: Tensor("I64", array) for name, array in more.items()}).data.tobytes()
 
 
 def unpack_manifest(register: str, data: bytes) -> Manifest:
@@ -60,7 +66,14 @@ def unpack_manifest(register: str, data: bytes) -> Manifest:
     ref = unpack_reference(file)
     if register_of(ref.name) != register:
         raise DamagedError(f"it is the state of {ref.name!r}")
-    return Manifest(ref, tuple(_infos(ref, _there(file, ref))))
+    return Manifest(ref, tuple(_infos(ref, _there(file, ref))), _behind(file))
+
+
+def _behind(file: FileBytes) -> tuple[int, ...]:
+    behind = file.tensors.get("behind")
+    if behind is None or behind.dtype != np.int64 or behind.ndim != 1 or len(behind) > MOST_BEHIND:
+        raise DamagedError("it does not say which states it follows")
+    return tuple(behind.tolist())
 
 
 def _there(file: FileBytes, ref: Reference) -> IntArray:
