@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import ModelRegistry
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, NameTakenError
 from tests.agents.fakes import FULL_PARAMS, make_host, manager, oracle, run, tokens_of, turn
 from tests.agents.test_turns import check
 
@@ -37,6 +37,23 @@ def test_agents_of_a_model_that_was_swapped_out_come_back_with_it(tmp_path):
                     assert agents.models.names == [model]
                     if i:
                         assert end.usage.restored_tokens == before - 1
+
+        run(main())
+
+
+def test_a_name_of_an_agent_with_another_model_is_not_taken_by_an_empty_one_unasked(tmp_path):
+    with manager(tmp_path, load) as agents:
+
+        async def main() -> None:
+            await agents.lifecycle.create("poet", model="one")
+            await turn(agents, "poet", "some words to say")
+            said = len(tokens_of(agents, "poet"))
+            assert agents.lifecycle.default_model != "one"
+            with pytest.raises(NameTakenError, match="'poet' with model 'one' already"):
+                await agents.lifecycle.create("poet")
+            assert len(tokens_of(agents, "poet")) == said
+            await agents.lifecycle.create("poet", model="two")  # asked for, so it is another one
+            assert [info.model for info in agents.directory.infos()] == ["one", "two"]
 
         run(main())
 

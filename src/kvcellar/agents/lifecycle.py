@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcellar.agents.directory import Directory
+from kvcellar.agents.directory import Directory, name_taken
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.freeing import free_cells
 from kvcellar.agents.host import ModelHost
@@ -62,20 +62,23 @@ class Lifecycle:
 
         Args:
             agent_id: None: a name is made up.
-            model: None: the default.
+            model: None: the default, for a name that no agent has with any model.
             system: its system message.
             tools: definitions of its tools.
             is_passing: save nothing of it until its second turn, or until its model goes.
 
         Raises:
             AgentNameError: it cannot be a name; nothing was changed.
-            NameTakenError: the name is taken with this model; nothing was changed.
+            NameTakenError: the name is taken, with this model or, where none was named, with
+                another; nothing was changed.
             ContextError: what is said is longer than the model's context; nothing was changed.
             ModelError: the model cannot be loaded; nothing was changed.
             StoreError: it cannot be saved; nothing was changed.
         """
         agent_id = checked_id(agent_id if agent_id is not None else f"agent-{uuid.uuid4().hex[:8]}")
         system, tools = valid_json((system, tools))
+        if model is None and await self.directory.has(agent_id):
+            raise name_taken(self.directory.agent(agent_id))
         async with self.models.use(model or self.default_model) as host:
             if host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)

@@ -27,7 +27,7 @@ from kvcellar.types import LayerGroup
 
 USUAL_CONTEXT = 4096
 
-SHOWN = ("float32", "bfloat16", "int8", "k8v4", "int4")
+SHOWN = ("float32", "bfloat16", "fp8", "int8", "k8v4", "int4")
 """Types of K and V that are compared where none is asked for."""
 
 
