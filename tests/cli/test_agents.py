@@ -187,4 +187,4 @@ def test_what_was_dropped_is_listed_brought_back_and_deleted_for_good() -> None:
     code, _, err = run("delete", "poet", "--forever")
     assert (code, err) == (0, "") and run_json("dropped") == []
     code, _, err = run("undo", "poet")
-    assert code == 2 and "no agent 'poet'" in err
+    assert code == 2 and "no agent 'poet'" in err and "`kvcellar agents create` makes one" in err

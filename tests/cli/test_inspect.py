@@ -58,7 +58,7 @@ def test_the_object_has_every_figure_that_the_answer_comes_from():
         (None, 8, 32768),
     ]
     rows = {row["kv_dtype"]: row for row in value["kv_dtypes"]}
-    assert list(rows) == ["float32", "bfloat16", "int8", "k8v4", "int4"]
+    assert list(rows) == ["float32", "bfloat16", "fp8", "int8", "k8v4", "int4"]
     row = rows["bfloat16"]
     assert row["bytes_per_token"] == 393_216
     assert row["group_bytes_per_token"] == [327_680, 65_536]

@@ -15,6 +15,7 @@ from kvcellar.cli import options
 from kvcellar.cli.hosting import hosting_of, open_shown
 from kvcellar.cli.store import StorePlace
 from kvcellar.cli.terminal import print_warning, progress_bar, write
+from kvcellar.errors import UnknownAgentError
 from kvcellar.models.options import DEMO, LoadOptions
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def opened_agents(
             yield agents
             models.close()
             store.flush()
+        except UnknownAgentError as error:
+            raise UnknownAgentError(f"{error}; `kvcellar agents create` makes one") from error
         finally:
             models.close()
             for event in store.take_events():

@@ -36,10 +36,10 @@ DEMO = "demo"
 """The name of the bundled model."""
 
 _NOT_DIVIDED = {
-    "weights": "weights that the kernels of this package hold are those of a whole model",
-    "adapters": "adapters are computed beside the layers of a whole model",
-    "speculate": "a head of EAGLE-3 takes the embeddings of a whole model",
-    "memory_bytes": "a limit of memory (--memory) bounds one process",
+    "weights": "--weights other than none needs the whole model in one process",
+    "adapters": "an adapter (--adapter) needs the whole model in one process",
+    "speculate": "a head of EAGLE-3 (--speculate) needs the whole model in one process",
+    "memory_bytes": "--memory bounds one process",
 }
 """What a model that is divided among ranks cannot have -> why not."""
 
@@ -151,7 +151,8 @@ class LoadOptions:
         for name, is_refused in refused.items():
             if is_refused:
                 raise ConfigError(
-                    f"{_NOT_DIVIDED[name]}, and tp={self.tp} was asked for; leave one of them out"
+                    f"{_NOT_DIVIDED[name]}, and --tp {self.tp} divides the model among "
+                    f"{self.tp} processes; leave one of them out"
                 )
         object.__setattr__(self, "weights", PLAIN)
 
