@@ -248,9 +248,9 @@ def test_a_rank_that_dies_while_nothing_is_asked_is_known_before_the_next_reques
 def test_what_cannot_be_divided_is_refused_by_name(folders, monkeypatch):
     refused = {
         "--weights other than none needs the whole model": {"weights": "int8"},
-        "--adapter) needs the whole model": {"adapters": {"a": "x"}},
+        "an adapter .* needs the whole model": {"adapters": {"a": "x"}},
         "a head of EAGLE-3": {"speculate": "eagle3:x"},
-        "a limit of memory": {"memory_bytes": 1 << 30},
+        "--memory bounds one process": {"memory_bytes": 1 << 30},
         "1 or more": {"tp": 0},
     }
     for said, settings in refused.items():
