@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -143,3 +144,13 @@ def test_places_that_differ_are_called_by_different_names() -> None:
     assert shown_url("abfss://one@account.host/x") == "abfss://one@account.host/x"
     urls = ("valkey://host:1/0?prefix=one", "valkey://host:1/0?prefix=other", "valkey://host:1/0")
     assert len({open_place(url, timeout_s=1.0).title for url in urls}) == 3
+
+
+def test_who_has_no_credentials_is_told_where_they_are_looked_for(monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # no cloud's machine
+    place = open_place("s3://cellar/x", timeout_s=5.0)
+    with pytest.raises(PlaceError, match=r"no credentials were found.*AWS_ACCESS_KEY_ID"):
+        place.read("blocks/1")
+    place.close()

@@ -166,6 +166,15 @@ def _opened(url: str, timeout_s: float) -> ObjectStore:
     return from_url(url, client_options=client, retry_config=retry)
 
 
+_ROLES = ("/latest/api/token", "169.254.", "metadata.google.internal")
+"""Where libraries ask for the role of a cloud's machine when they have found no credentials."""
+
+_NO_CREDENTIALS = (
+    "no credentials were found, and this machine has no role of a cloud's; docs/shared-tier.md "
+    "lists where they are looked for, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+)
+
+
 def _state(register: str, number: int) -> str:
     return f"{register}/{number:016x}"
 
@@ -180,4 +189,7 @@ def _said(error: BaseException) -> str:
     said, _, answer = str(error).partition("\n")[0].partition(" - Server returned")
     code = answer.partition(": ")[2].partition(":")[0]
     plain = re.sub(r"\?\S+", "", said)  # a query may hold a signature
-    return f"{kind}: {plain[:200]}{f' ({code})' if code else ''}"
+    why = f"{kind}: {plain[:200]}{f' ({code})' if code else ''}"
+    if any(service in said for service in _ROLES):
+        return f"{_NO_CREDENTIALS} ({why})"
+    return why
