@@ -306,6 +306,24 @@ def test_weights_that_cannot_be_read_are_named_as_they_are_for_one_rank(folders,
         ranks._lost = None
 
 
+def test_a_rank_that_is_killed_while_weights_are_read_is_no_fault_of_the_model(
+    folders, monkeypatch
+):
+    def cannot(*args: Any) -> Any:
+        raise ModelError("leave --tp out") from RuntimeError("Connection closed by peer")
+
+    ranks = processes.ranks_of(2, "cpu")
+    monkeypatch.setattr(processes.Ranks, "close", lambda self: None)
+    monkeypatch.setattr(processes.Ranks, "_ended", lambda self: [(1, -9)])
+    monkeypatch.setattr(processes, "_send", lambda process, command: None)
+    monkeypatch.setattr("kvcellar.backends.torch.ranks.leading.read_part", cannot)
+    try:
+        with pytest.raises(RankLostError, match=r"rank 1 \(exit code -9\)"):
+            divided(folders("llama"))
+    finally:
+        ranks._lost, ranks.was_killed = None, False
+
+
 def test_a_prefix_is_not_frozen_of_some_heads(folders):
     with engine_of(divided(folders("llama"))) as engine:
         engine.runner.forward([1, 2], engine.cache.begin_step([0, 0]))

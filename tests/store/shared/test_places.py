@@ -123,6 +123,7 @@ def test_no_refusal_tells_a_password_whatever_is_in_it(mark: str, form: str) -> 
 @pytest.mark.parametrize(
     ("url", "said"),
     [
+        ("", "empty"),
         ("valkey://[host", "%5B"),
         ("valkey://me:hid/den@host:1/0", "%2F"),
         ("valkey://host:1/first", "number"),

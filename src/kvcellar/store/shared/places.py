@@ -145,6 +145,8 @@ def _checked(url: str) -> str:
     Raises:
         ConfigError: it cannot; what is said holds no secret.
     """
+    if not url.strip():
+        raise ConfigError("a shared place has an empty URL; give one, or leave it out")
     try:
         parts = urlsplit(url)
         scheme = parts.scheme.lower()

@@ -102,7 +102,7 @@ def read_together(ranks: Ranks, what: Load, device: torch.device) -> tuple[Any, 
         with ranks.together(what):
             network, groups = read_part(what, device)
     except RankLostError as lost:
-        if isinstance(lost.__cause__, ModelError):
+        if isinstance(lost.__cause__, ModelError) and not ranks.was_killed:
             raise lost.__cause__ from None
         raise
     return network, Leader(ranks, what.model, groups)

@@ -38,7 +38,11 @@ _END_S = 5.0
 
 
 class Ranks:
-    """The ranks of this process, which leads them as rank 0; for several threads."""
+    """The ranks of this process, which leads them as rank 0; for several threads.
+
+    Attributes:
+        was_killed: whether a process was ended by something else than an error of its own.
+    """
 
     def __init__(self, n_ranks: int, kind: str) -> None:
         """Start the others and join them in one process group.
@@ -57,6 +61,7 @@ class Ranks:
             )
         self.n_ranks, self.kind = n_ranks, kind
         self._lock = threading.RLock()
+        self.was_killed = False
         self._lost: RankLostError | None = None
         self._is_closed = False
         self._n_numbers = 0
@@ -165,6 +170,7 @@ class Ranks:
             time.sleep(0.02)
             ended = self._ended()
         if ended:
+            self.was_killed = any(code not in (0, 1) for _, code in ended)
             return _ended_error(self.n_ranks, ended)
         return RankLostError(
             f"rank 0 of {self.n_ranks} failed in the middle of what all of them do "
@@ -184,7 +190,8 @@ def _ended_error(n_ranks: int, ended: Sequence[tuple[int, int]]) -> RankLostErro
 
 def _is_of_others(error: BaseException) -> bool:
     """Return true for errors that the end of another process may have caused."""
-    return isinstance(error, EOFError | OSError | RuntimeError | pickle.UnpicklingError)
+    of_others = EOFError | OSError | RuntimeError | pickle.UnpicklingError
+    return isinstance(error, of_others) or isinstance(error.__cause__, of_others)
 
 
 def _start(rank: int, kind: str) -> subprocess.Popen[bytes]:
