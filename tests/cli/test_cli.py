@@ -185,7 +185,10 @@ def test_the_bundled_model_is_the_default() -> None:
         (("--temperature", "-1"), "temperature must be 0 or more, got -1.0"),
         (("--top-p", "0"), "top_p must be above 0 and up to 1"),
         (("--max-tokens", "0"), "invalid value for '--max-tokens': Input should be greater"),
-        (("--max-tokens", "many"), "invalid value for '--max-tokens'"),
+        (
+            ("--max-tokens", "many"),
+            "a valid integer, unable to parse string as an integer; got 'many'; see",
+        ),
         (("--stop", ""), "stop holds texts of at least one character"),
         (("--system", "x", "--raw"), "leave --raw out"),
         (("--wibble",), "no such option: --wibble; see kvcellar generate --help"),

@@ -87,7 +87,11 @@ class Commands(TyperGroup):
 
 def _explain(error: typer.exceptions.TyperException) -> int:
     """Say in one line what the parser did not like; return the exit code."""
+    from pydantic import ValidationError
+
     message = " ".join(error.format_message().split())
+    if isinstance(error.__cause__, ValidationError):
+        message = f"{message.rstrip('.')}; got {error.__cause__.errors()[0]['input']!r}"
     context = getattr(error, "ctx", None)
     if context is not None and message:
         message = f"{message.rstrip('.')}; see {context.command_path} --help"
