@@ -108,7 +108,7 @@ def test_settings_are_those_of_the_engine_and_of_loading():
         "unset",
     }
     of_loading = set(LoadOptions.__dataclass_fields__) - {"model", "memory_bytes"}
-    assert Settings.__annotations__.keys() == of_loading | {"store", "memory", "progress"}
+    assert Settings.__annotations__.keys() == of_loading | {"store", "shared", "memory", "progress"}
     assert params_of({"temperature": 0.2}).temperature == 0.2
     assert "temperature" not in params_of({"temperature": 0.2}).unset
     assert "top_p" in params_of({"temperature": 0.2}).unset
