@@ -426,6 +426,7 @@ def test_what_waits_is_sent_by_one_of_two_tabs(open_page, shown):
     shown.post("/v1/agents", {"id": "shared"})
     page = open_page()
     page.evaluate("""localStorage.setItem("kvcellar-queue:shared", '["A."]')""")
+    page.reload()
     other = page.context.new_page()
     other.goto(shown.url)
     asked = []

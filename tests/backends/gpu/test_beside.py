@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return plans.Tiling(n_heads // n_kv_heads, n_kv_heads, 16, 16, 16, 2, 4)
 
     hasten()
-    monkeypatch.setattr(kernel, "takes", lambda device: False)
+    monkeypatch.setattr(kernel, "takes", lambda *_: False)
     monkeypatch.setattr(launch, "tiling_of", tiling)
     monkeypatch.setattr(lists, "LEAST_SHARED", 8)
     monkeypatch.setattr(plans, "SHORT_RUN", 4)

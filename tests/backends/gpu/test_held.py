@@ -61,8 +61,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def logits(model: Any) -> np.ndarray:
-    """Logits of a prompt, of single tokens and of a few."""
-    with Player(model, "seq") as player:
+    """Logits of a prompt, of single tokens and of a few, over K and V in float32."""
+    with Player(model, "seq", kv_dtype="float32") as player:
         found = [player.feed(text(9), rows="all")]
         found += [player.feed(text(1), rows="all"), player.feed(text(3), rows="all")]
     return np.concatenate(found)

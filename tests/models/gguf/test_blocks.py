@@ -99,7 +99,7 @@ def test_matrices_of_16_bits_lose_nothing(kind: str, tmp_path: Path) -> None:
     found = []
     for weights in ("none", "file"):
         model = load_model(path, weights=weights, dtype="float32", is_unchecked=True)
-        with Player(model, "contiguous") as player:
+        with Player(model, "contiguous", kv_dtype="float32") as player:
             found.append(torch.from_numpy(np.stack([*player.feed(IDS), *player.feed([5])])))
     assert any(isinstance(one, BlockLinear) for one in model.network.modules())
     assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
