@@ -103,8 +103,7 @@ class AsyncCellar:
         """Open what the cellar consists of, but load no model."""
         if self._agents is not None:
             raise ConfigError(f"the cellar of {self.model!r} is open already; make another one")
-        options = self._options
-        hosting = Hosting.within(limit_of(self._memory, options), options)
+        hosting = Hosting.within(limit_of(self._memory, self._options), self._options)
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(Store(self._folder, hosting.store, shared=self._shared))
             models = ModelRegistry(lambda name: self._load(hosting, name), **hosting.registry)

@@ -208,7 +208,8 @@ def _home() -> Finding:
 
 def _shared(url: str) -> Finding:
     """Write to the place that is to be shared, as every machine does, and read it again."""
-    from kvcellar.store.shared.places import PlaceError, open_place
+    from kvcellar.store.shared.opening import open_place
+    from kvcellar.store.shared.places import PlaceError
 
     key = f"doctor/{uuid.uuid4().hex}"
     try:

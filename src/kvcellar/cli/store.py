@@ -231,7 +231,7 @@ def gc_shared_command(
     stays. To be run by one machine, such as once a day.
     """
     from kvcellar.store.shared import upkeep
-    from kvcellar.store.shared.places import open_place
+    from kvcellar.store.shared.opening import open_place
     from kvcellar.store.shared.tier import TIMEOUT_S
 
     if shared is None:

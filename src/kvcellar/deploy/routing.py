@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvcellar.prefix import PrefixDigest, chunk_hashes
 from kvcellar.prefix.digest import CHUNK
-from kvcellar.prefix.protocol import Tokens
+from kvcellar.prefix.nodes import Tokens
 
 MOST_AGENTS = 1024
 """Agents of one report: those that were served last."""

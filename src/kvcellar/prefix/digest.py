@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvcellar.errors import PrefixError
 from kvcellar.prefix.hashed import TOKEN_BYTES, block_digest
-from kvcellar.prefix.nodes import PathNode, token_array
-from kvcellar.prefix.protocol import PrefixIndex, Tokens
+from kvcellar.prefix.nodes import PathNode, Tokens, token_array
+from kvcellar.prefix.protocol import PrefixIndex
 from kvcellar.types import IntArray
 
 CHUNK = 32

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import xxhash
 
-from kvcellar.prefix.nodes import PathNode, cells_array, joined, token_array
-from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
+from kvcellar.prefix.nodes import PathNode, Tokens, cells_array, joined, token_array
+from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch
 from kvcellar.prefix.tree import PathTree
 from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray

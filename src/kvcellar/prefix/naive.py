@@ -8,8 +8,8 @@ import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.errors import CacheFullError
-from kvcellar.prefix.nodes import PathNode, check_sights
-from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
+from kvcellar.prefix.nodes import PathNode, Tokens, check_sights
+from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo
 from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray
 

@@ -10,9 +10,11 @@ import numpy as np
 
 from kvcellar.errors import ConfigError, PrefixError
 from kvcellar.history import History
-from kvcellar.prefix.protocol import Tokens
 from kvcellar.sight import Sight
 from kvcellar.types import BoolArray, IntArray
+
+Tokens = History | IntArray | Sequence[int]
+"""Token ids. A history or an int64 array costs nothing to take; a long list costs milliseconds."""
 
 
 class PathNode(ABC):

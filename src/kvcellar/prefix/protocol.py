@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvcellar.bookkeeping.compaction import Relocation
-from kvcellar.history import History
+from kvcellar.prefix.nodes import PathNode, Tokens
 from kvcellar.sight import Sight
 from kvcellar.types import IntArray
-
-if TYPE_CHECKING:
-    from kvcellar.prefix.nodes import PathNode
-
-Tokens = History | IntArray | Sequence[int]
-"""Token ids. A history or an int64 array costs nothing to take; a long list costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

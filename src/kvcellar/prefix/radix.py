@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvcellar.history import common_prefix
-from kvcellar.prefix.nodes import PathNode, cells_array, joined, owned, token_array
-from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
+from kvcellar.prefix.nodes import PathNode, Tokens, cells_array, joined, owned, token_array
+from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch
 from kvcellar.prefix.tree import PathTree
 from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray

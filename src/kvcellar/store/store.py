@@ -35,7 +35,7 @@ from kvcellar.store.reports import (
     VerifyReport,
 )
 from kvcellar.store.saving import Saver
-from kvcellar.store.shared.places import open_place
+from kvcellar.store.shared.opening import open_place
 from kvcellar.store.shared.tier import TIMEOUT_S, SharedTier
 from kvcellar.store.tickets import HistoryState, RowSource, SaveTicket
 from kvcellar.store.warm import WarmTier

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.shared.places import MOST_PENDING, Place, PlaceError, open_place, shown_url
+from kvcellar.store.shared.opening import open_place
+from kvcellar.store.shared.places import MOST_PENDING, Place, PlaceError
+from kvcellar.store.shared.urls import shown_url
 
 
 @pytest.fixture

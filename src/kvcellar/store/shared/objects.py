@@ -19,7 +19,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.shared.places import MOST_PENDING, Entry, PlaceError, State, shown_url
+from kvcellar.store.shared.places import MOST_PENDING, Entry, PlaceError, State
+from kvcellar.store.shared.urls import shown_url
 
 T = TypeVar("T")
 

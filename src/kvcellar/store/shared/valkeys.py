@@ -14,7 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 import valkey
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.shared.places import Entry, PlaceError, State, shown_url
+from kvcellar.store.shared.places import Entry, PlaceError, State
+from kvcellar.store.shared.urls import shown_url
 
 T = TypeVar("T")
 

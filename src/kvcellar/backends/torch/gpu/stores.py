@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcellar import kv_dtype
 from kvcellar.backends.torch.gpu.kernels import places
+from kvcellar.kv_dtype import MOST_FP8
 
 ROUNDER = tl.constexpr(12582912.0)
 """1.5 times 2 to the 23rd: added and taken away again, it rounds to the nearest even integer."""
 
-MOST_FP8 = tl.constexpr(kv_dtype.MOST_FP8)
+LARGEST = tl.constexpr(MOST_FP8)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _quantise(grouped, ok, BITS: tl.constexpr):
 @triton.jit
 def _to_fp8(numbers):
     """Round numbers (float32) to the bytes of fp8; see :mod:`kvcellar.kv_dtype`."""
-    size = tl.minimum(tl.abs(numbers), MOST_FP8)
+    size = tl.minimum(tl.abs(numbers), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = ((size * 512.0 + ROUNDER) - ROUNDER).to(tl.int32)

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import kvcellar
 from kvcellar.backends.torch.ranks.commands import Command, Forget, Join
 from kvcellar.errors import BackendError, RankLostError
 
@@ -196,7 +195,7 @@ def _is_of_others(error: BaseException) -> bool:
 
 def _start(rank: int, kind: str) -> subprocess.Popen[bytes]:
     """Start one that follows; it answers once it is ready."""
-    source = str(Path(kvcellar.__file__).parent.parent)
+    source = str(Path(__file__).parents[4])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(
