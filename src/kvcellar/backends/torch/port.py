@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,9 +21,30 @@ from kvcellar.types import IntArray, LayerGroup
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.gpu.transfers import RowTransfers
-    from kvcellar.backends.torch.ranks.leading import OtherRanks
 
 _COPY = "a copy of rows"
+
+
+class OtherRows(Protocol):
+    """Protocol of the rows that other ranks have of a cache: ``ranks.leading.OtherRanks``."""
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks that have rows, this one among them."""
+
+    def moving(self, group: int, base: int, src_cells: IntArray) -> AbstractContextManager[None]:
+        """Have the others copy the cells that the block copies here."""
+
+    def joined(self, group: int, cells: IntArray, own: GroupParts) -> GroupParts:
+        """Return rows with the heads of all ranks, of which these are this one's own."""
+
+    def writing(
+        self, group: int, cells: IntArray, rows: GroupParts
+    ) -> AbstractContextManager[GroupParts]:
+        """Have the others store their heads of some rows; enter with those to store here."""
+
+    def writing_states(self, slots: IntArray, states: StateArrays) -> AbstractContextManager[None]:
+        """Have the others store the states that the block stores."""
 
 
 class TorchPools:
@@ -47,7 +68,7 @@ class TorchPools:
         """States of recurrent layers; None: there are none."""
         self._device = torch.device("cpu")
         self._of_card: RowTransfers | None = None
-        self._others: OtherRanks | None = None
+        self._others: OtherRows | None = None
         self.graph_bytes = 0
         """Bytes of captured steps over these pools, as whoever captured them counts."""
         self._make(config.params.groups)
@@ -68,7 +89,7 @@ class TorchPools:
         self._stored = list(found.values())
         self.of_layer = [found[source] for source in config.params.sources]
 
-    def divide(self, groups: tuple[LayerGroup, ...], others: OtherRanks) -> None:
+    def divide(self, groups: tuple[LayerGroup, ...], others: OtherRows) -> None:
         """Hold one rank's KV heads alone, before any cell is held; other ranks have the rest.
 
         Args:
