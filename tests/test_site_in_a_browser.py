@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.live import PATIENCE_S
+
 sync_api = pytest.importorskip("playwright.sync_api")
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,7 @@ def browser():
 
 def opened(browser, name: str, **how):
     page = browser.new_page(**how)
+    page.set_default_timeout(PATIENCE_S * 1000)
     page.on("request", lambda sent: page.elsewhere.append(sent.url))
     page.elsewhere = []
     page.goto((SITE / f"{name}.html").as_uri())

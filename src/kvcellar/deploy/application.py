@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to Ray's makers
+# A proxy of a busy machine takes longer to start than Ray's 5 s, behind which it is killed.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
@@ -25,7 +27,7 @@ from kvcellar.deploy.reading import Asked
 from kvcellar.deploy.replica import Replica, ReplicaSpec
 from kvcellar.deploy.router import WANTED, HoldingRouter
 from kvcellar.deploy.routing import Policy, Wanted, holdings_of
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, EngineClosedError
 
 APPLICATION = "kvcellar"
 REPLICAS = "replicas"
@@ -206,6 +208,7 @@ def run(plan: Deployment, address: str | None = None) -> None:
 
     Raises:
         ConfigError: this machine has too little for it, or there is no cluster.
+        EngineClosedError: Ray Serve did not start.
     """
     if address is None:
         ray.init(include_dashboard=False)
@@ -213,7 +216,13 @@ def run(plan: Deployment, address: str | None = None) -> None:
     else:
         _join(address)
     config = plan.replica.config
-    serve.start(http_options={"host": config.host, "port": config.port})
+    try:
+        serve.start(http_options={"host": config.host, "port": config.port})
+    except RayError as error:
+        raise EngineClosedError(
+            f"Ray Serve did not start at {config.host}:{config.port} ({type(error).__name__}); "
+            f"where this machine is busy, try again; its logs are in /tmp/ray/session_latest/logs"
+        ) from error
     quiet = LoggingConfig(enable_access_log=False)  # replicas log each request by themselves
     serve.run(application_of(plan), name=APPLICATION, logging_config=quiet)
 
