@@ -13,7 +13,7 @@ from itertools import islice
 from kvcellar.prefix.digest import CHUNK
 
 _NOTHING = 1e-6
-"""Of a token, below which none is left."""
+"""Part of a token that counts as none: what rounding leaves of a prompt that has been computed."""
 
 
 @dataclass(frozen=True)

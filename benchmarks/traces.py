@@ -77,7 +77,7 @@ SMALL = Shape(
     start_s=2.0,
     most_tokens=2_600,
 )
-"""The same for the bundled model, with which two replicas on two cores are asked for real."""
+"""Shape for the bundled model, short enough to be sent to two real replicas on two cores."""
 
 
 def make_trace(n_agents: int, shape: Shape, seed: int = 1) -> list[AgentTrace]:

@@ -60,12 +60,12 @@ _NEEDS = {
     "shared": ("obstore", "valkey"),
     "ray": ("ray",),
 }
-"""What can be used -> the modules that it needs."""
+"""Modules that each part of an installation needs, by the name that doctor gives it."""
 
 _SHARED_S = 5.0
 
 _BASE = ("torch", "server")
-"""What ``pip install kvcellar`` brings; the rest are extras: ``pip install 'kvcellar[mlx]'``."""
+"""Parts that ``pip install kvcellar`` brings; each of the others is an extra of its own name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from kvcellar.server.streams import disconnected, ended
 
 _KEPT = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 _MORE = ("root_path", "headers", "client", "server", GUEST)
-"""What replicas are told of a request."""
+"""Keys of a request's ASGI scope that a gateway sends to a replica."""
 
 _NAMED = re.compile(r"/v1/(?:agents|responses|conversations)/([^/]+)")
 _IMPORT = "/v1/agents/import"

@@ -41,7 +41,7 @@ _NOT_DIVIDED = {
     "speculate": "a head of EAGLE-3 (--speculate) needs the whole model in one process",
     "memory_bytes": "--memory bounds one process",
 }
-"""What a model that is divided among ranks cannot have -> why not."""
+"""Reasons why a model that is divided among ranks cannot have an option, by the option's field."""
 
 ProgressFn = Callable[[float, str], None]
 """Called with how much is done, 0 to 1 and never less than before, and what comes now."""

@@ -56,8 +56,8 @@ class _Renderer:
         )
         self._is_ready = False
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        """What it has said; None: it has ended. Pipes cannot be waited for with a limit of time on
-        every system, queues can."""
+        """Answers of the worker, then None when it has ended. A thread moves them here from its
+        pipe, since a queue can be waited for with a time limit on every system, a pipe cannot."""
         self._reader = threading.Thread(target=self._read, name="kvcellar-render", daemon=True)
         self._reader.start()
 

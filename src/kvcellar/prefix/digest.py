@@ -120,7 +120,8 @@ def _hashes(index: PrefixIndex, chunk: int) -> Iterator[int]:
         assert node.parent is not None
         before, rest = ends.get(node.parent, nothing)
         tokens = np.concatenate([rest, node.ids()])
-        for before in _chained(before, tokens, chunk):  # noqa: B020
+        chain = _chained(before, tokens, chunk)
+        for before in chain:
             yield before
         ends[node] = before, tokens[tokens.size - tokens.size % chunk :]
 

@@ -22,7 +22,7 @@ def _magnitudes() -> NDArray[np.float32]:
 
 
 _MAGNITUDES = _magnitudes()
-"""What bytes 0 to 126 stand for, ascending."""
+"""Values of the bytes 0 to 126, ascending: all numbers of fp8 that are not negative."""
 
 _VALUES = np.concatenate([_MAGNITUDES, [np.nan], -_MAGNITUDES, [np.nan]]).astype(np.float32)
 
