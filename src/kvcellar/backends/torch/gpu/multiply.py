@@ -93,6 +93,8 @@ def multiply(
     """
     n_rows = len(x)
     to = Result(n_rows, weights.n_out // (1 + is_gated), out, add, bias)
+    if not n_rows:  # the head, in a chunk of a prompt whose logits nobody wants
+        return _empty(to, x)
     if n_rows <= FEW:
         return _few(weights, x, to, 1, None, norm, is_gated=is_gated)
     assert not is_gated and norm is None, "those are for few rows"
@@ -121,8 +123,10 @@ def multiply_chosen(
     Returns:
         ``[n_rows, n_out]``, or half of the outputs where it is gated, in the type of x.
     """
-    n_out, per = weights.n_out // (1 + is_gated), len(chosen) // len(x)
+    n_out, per = weights.n_out // (1 + is_gated), len(chosen) // max(1, len(x))
     to = Result(len(chosen), n_out, None, None, bias)
+    if not len(chosen):
+        return _empty(to, x)
     if rows is None:
         return _few(weights, x, to, per, chosen, None, is_gated=is_gated)
     assert not is_gated, "those are for few rows"
@@ -216,6 +220,11 @@ def _tiles(
             size, n, k, num_warps=8 if size > 64 else 4, num_stages=4 if size <= 32 else 3,
         )  # fmt: skip
     return _rounded(out, to, x)
+
+
+def _empty(to: Result, x: Tensor) -> Tensor:
+    """Return the product of no rows."""
+    return x.new_empty((0, to.n_out)) if to.out is None else to.out
 
 
 def _room(to: Result, x: Tensor) -> Tensor:
