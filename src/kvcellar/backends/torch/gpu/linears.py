@@ -176,7 +176,8 @@ class CardExperts(HeldExperts):
             inner = gate(inner) if self._is_silu else self._between(inner)
         found = multiply.multiply_chosen(self._down, inner, flat, self.down_bias, rows)
         found = found if self._after is None else self._after(found)
-        return weighed(found.view(*chosen.shape, found.shape[1]), self._shares(chosen, shares), x.dtype)
+        found = found.view(*chosen.shape, found.shape[1])
+        return weighed(found, self._shares(chosen, shares), x.dtype)
 
     def _shares(self, chosen: Tensor, shares: Tensor) -> Tensor:
         """Return shares in float32, none for an expert that is not there."""
