@@ -36,7 +36,7 @@ from clients.scripted import ASSISTANT, Asked, Scripted, make_model, serving
 from clients.session import ASIDE, FILE, N_STEPS, PROJECT, REQUESTS, Hands, finished
 
 from kvcellar.agents import DEFAULT_RULES
-from kvcellar.server.dialects import DIALECTS
+from kvcellar.dialects import DIALECTS
 
 LEAST_REUSE = 0.95
 RULES = {"dropped": DEFAULT_RULES, "kept": (*DEFAULT_RULES, "reasoning")}

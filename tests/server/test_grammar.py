@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.dialects import DIALECTS, AnswerParser
 from kvcellar.engine import SamplingParams, SamplingState, sample
 from kvcellar.errors import PromptError
-from kvcellar.server.dialects import DIALECTS, AnswerParser
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import MOST_KNOWN, Grammars
 from kvcellar.server.loosening import loosened
-from tests.server.dialects.writing import CALL_BEGIN, CALL_END, call_head
+from tests.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 NO_GRAMMAR = {
     "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from kvcellar.server.guidance import guidance_tokenizer, tags_of_text
-from tests.server.dialects.vocabularies import tokenizer_of
+from tests.dialects.vocabularies import tokenizer_of
 
 TAGS = ("<h1>", "</h1>", "<td>", "<tool_call>", "<think>", "<unused7>", "<|user|>")
 TEXT = "%llguidance {}\nstart: TEXT\nTEXT: /(.|\\n)*/"

@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from kvcellar.server.dialects import ReasoningMarks
+from kvcellar.dialects import ReasoningMarks
 from kvcellar.server.signing import signer_of
 from kvcellar.server.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.store import Store

@@ -22,12 +22,12 @@ import numpy as np
 
 from clients.session import ASIDE, Said
 from kvcellar.agents import DEFAULT_RULES, ModelHost, open_host
+from kvcellar.dialects import Dialect, dialect_for
+from kvcellar.dialects.messages import write_calls
 from kvcellar.engine import EngineService, EventStream, FinishEvent, Request
 from kvcellar.engine.guide import Guide
 from kvcellar.history import History
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.dialects import Dialect, dialect_of
-from kvcellar.server.dialects.messages import write_calls
 from kvcellar.server.models import ServedModels
 from kvcellar.server.run import Server, listen
 from kvcellar.server.service import Service
@@ -122,7 +122,7 @@ class ScriptedService(EngineService):
     def __init__(self, host: ModelHost, script: ScriptFn, dialect: str | None) -> None:
         """Take the place of a host's own."""
         super().__init__(host.engine)
-        self._dialect = dialect_of(host, dialect)
+        self._dialect = dialect_for(host.tokenizer, dialect)
         self.asked: list[Asked] = []
         self.troubles: list[str] = []
         self._script = script

@@ -12,20 +12,20 @@ from typing import Any
 from kvcellar.agents import ModelHost, Turn, TurnEnd, without_salt
 from kvcellar.agents.lengths import size_of
 from kvcellar.agents.work import OTHER_BYTES
-from kvcellar.engine import Guide, TokenEvent
-from kvcellar.engine.generate import GeneratedToken
-from kvcellar.errors import ModelError
-from kvcellar.history import History
-from kvcellar.models.prompts import begun_of
-from kvcellar.server.conversations import Seat
-from kvcellar.server.dialects import (
+from kvcellar.dialects import (
     AnswerParser,
     Part,
     ReasoningPart,
     TextPart,
     is_whole,
 )
-from kvcellar.server.dialects.messages import as_message
+from kvcellar.dialects.messages import as_message
+from kvcellar.engine import Guide, TokenEvent
+from kvcellar.engine.generate import GeneratedToken
+from kvcellar.errors import ModelError
+from kvcellar.history import History
+from kvcellar.models.prompts import begun_of
+from kvcellar.server.conversations import Seat
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,

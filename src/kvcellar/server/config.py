@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcellar.agents import DEFAULT_RULES, RULES
+from kvcellar.dialects import DIALECTS
 from kvcellar.errors import ConfigError
-from kvcellar.server.dialects import DIALECTS
 from kvcellar.server.origins import checked_origin
 
 DEFAULT_PORT = 8642

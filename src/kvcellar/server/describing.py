@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvcellar.dialects import dialect_for
 from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import KVCellarError
 from kvcellar.models.hub import find_checkpoint
@@ -17,7 +18,6 @@ from kvcellar.models.options import no_progress
 from kvcellar.models.runner import HiddenRunner
 from kvcellar.models.sizing import size_model
 from kvcellar.models.tokenizer import load_tokenizer
-from kvcellar.server.dialects import dialect_for
 from kvcellar.server.models import ServedModels
 
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))

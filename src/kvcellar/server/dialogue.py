@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents import AgentUsage
+from kvcellar.dialects import Call, is_whole
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.server.conversations import Whose
-from kvcellar.server.dialects import Call, is_whole
 from kvcellar.server.forms import Form
 from kvcellar.server.media import LeftOut
 from kvcellar.server.thinking import Thinking

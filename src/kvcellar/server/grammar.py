@@ -19,18 +19,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from kvcellar.agents import ModelHost
-from kvcellar.server.dialects import dialect_of
-from kvcellar.server.dialects.lark import call_grammars, schema_grammar
+from kvcellar.dialects import Dialect, dialect_for
+from kvcellar.dialects.held import HeldArguments, few
+from kvcellar.dialects.lark import call_grammars, schema_grammar
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
 from kvcellar.server.guidance import guidance_tokenizer
 from kvcellar.server.guide import GuideFn, TokenGuide, one_line
 from kvcellar.server.holding import (
-    HeldArguments,
     KeywordChecks,
     answer_schema,
     check_promise,
-    few,
     held_arguments,
 )
 from kvcellar.server.loosening import ANYTHING
@@ -68,7 +67,7 @@ class Grammars:
     """Compiles grammars for the models' tokenizers."""
 
     def __init__(self, dialect: str | None = None) -> None:
-        """Create a compiler that has compiled nothing; ``dialect`` as ``dialect_of`` has it."""
+        """Create a compiler that has compiled nothing; ``dialect`` as ``dialect_for`` has it."""
         self._dialect = dialect
         self._tokenizers: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -92,7 +91,7 @@ class Grammars:
     def _of_schema(self, host: ModelHost, schema: Mapping[str, Any], is_strict: bool) -> Constraint:
         held, losses = answer_schema(schema, is_strict)
         try:
-            begin = self._compiled(host, schema_grammar(dialect_of(host, self._dialect), held))
+            begin = self._compiled(host, schema_grammar(self._dialect_of(host), held))
         except NoGrammarError as error:
             raise ApiError(400, f"no grammar can be made: {error}") from error
         return Constraint(begin, begin, _lost(losses))
@@ -150,7 +149,7 @@ class Grammars:
                 of its parameters, or not of all where it is strict.
         """
         how = {"is_forced": is_forced, "most": most, "schema": schema, "is_strict": is_strict}
-        key = dialect_of(host, self._dialect), json.dumps([tools, how, sorted(strict)])
+        key = self._dialect_of(host), json.dumps([tools, how, sorted(strict)])
         known = self._of_turns.setdefault(host.engine, OrderedDict())
         found = known.get(key)
         if found is None:
@@ -190,7 +189,7 @@ class Grammars:
         if schema is not None and not is_forced:
             json_schema, losses = answer_schema(schema, is_strict)
 
-        dialect = dialect_of(host, self._dialect)
+        dialect = self._dialect_of(host)
 
         def compiled() -> tuple[GuideFn, GuideFn]:
             first, second = call_grammars(
@@ -215,6 +214,9 @@ class Grammars:
             begin, in_thought = compiled()
         notes = [note for note in map(HeldArguments.note, arguments) if note is not None]
         return Constraint(begin, in_thought, (*notes, *_lost(losses)))
+
+    def _dialect_of(self, host: ModelHost) -> Dialect:
+        return dialect_for(host.tokenizer, self._dialect)
 
     def _compiled(
         self,
@@ -249,7 +251,7 @@ class Grammars:
                         host.tokenizer,
                         host.engine.runner.vocab_size,
                         sorted(host.eos_token_ids) or None,
-                        [one.content for one in dialect_of(host, self._dialect).tokens],
+                        [one.content for one in self._dialect_of(host).tokens],
                     )
                 except ValueError as error:
                     raise ApiError(

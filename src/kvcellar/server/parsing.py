@@ -10,10 +10,10 @@ from fastapi import Depends, Header
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from kvcellar.dialects.messages import read_arguments
 from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.models.prompts import begun_of
 from kvcellar.server.conversations import Whose
-from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.errors import ApiError
 from kvcellar.server.media import MEDIA, LeftOut, join_parts
 from kvcellar.server.salts import own_id, salt_for

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcellar.agents import salt_of, without_salt
+from kvcellar.dialects.messages import without_tools
 from kvcellar.errors import UnknownAgentError
-from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.service import Service
 from kvcellar.server.snapshot import agent_as_json
 

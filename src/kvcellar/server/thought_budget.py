@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.agents import ModelHost
+from kvcellar.dialects import ReasoningMarks
 from kvcellar.engine import Guide
 from kvcellar.engine.token_bytes import TokenBytes, token_bytes
-from kvcellar.server.dialects import ReasoningMarks
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvcellar.agents import ModelHost, Turn, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
+from kvcellar.dialects import Dialect, dialect_for
+from kvcellar.dialects.messages import say_calls, say_reasoning, say_tools, without_tools
 from kvcellar.history import History
-from kvcellar.server.dialects import Dialect, dialect_of
-from kvcellar.server.dialects.messages import say_calls, say_reasoning, say_tools, without_tools
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service
 from kvcellar.server.thinking import Wish, wish_of
@@ -55,7 +55,7 @@ async def word(service: Service, host: ModelHost, question: Question) -> tuple[T
         ContextError: it is longer than the model's context, as its bytes say.
         ApiError: 400, the model's template takes no such argument.
     """
-    dialect = dialect_of(host, service.config.dialect)
+    dialect = dialect_for(host.tokenizer, service.config.dialect)
     wording = Wording(
         dialect,
         wish_of(question.thinking, host, has_marks=dialect.thinks),

@@ -29,10 +29,10 @@ from kvcellar.agents import (
     without_salt,
 )
 from kvcellar.agents.live import Begun, LiveEvent, Said
+from kvcellar.dialects.messages import without_tools
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import StoreError
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.errors import ApiError
 from kvcellar.server.parsing import sampling_of
 from kvcellar.server.replies import Frames, frame, sse

@@ -11,10 +11,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvcellar.dialects import dialect_for
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import answer, read_prompt, whole
 from kvcellar.server.continuing import score_prompt
-from kvcellar.server.dialects import dialect_of
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,
@@ -89,7 +89,7 @@ async def _model(service: Service, name: str) -> dict[str, Any]:
     found = _described(service, name, context, trained)
     host = service.models.registry.host(path)
     if host is not None:  # before, nobody has read its template
-        found["meta"]["dialect"] = dialect_of(host, service.config.dialect).name
+        found["meta"]["dialect"] = dialect_for(host.tokenizer, service.config.dialect).name
     return found
 
 

@@ -10,9 +10,9 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from kvcellar.agents import AgentUsage, ModelHost
+from kvcellar.dialects import Call
 from kvcellar.engine.generate import GeneratedToken, Usage
 from kvcellar.server.continuing import Continuations, Pieces
-from kvcellar.server.dialects import Call
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.agents import n_system_of, salted_id
+from kvcellar.dialects.messages import read_arguments
 from kvcellar.server.conversations import Whose
-from kvcellar.server.dialects.messages import read_arguments
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form

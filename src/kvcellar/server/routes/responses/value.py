@@ -7,9 +7,9 @@ from typing import Any
 
 from starlette.requests import Request
 
+from kvcellar.dialects import Call
+from kvcellar.dialects.messages import without_tools
 from kvcellar.errors import StoreError
-from kvcellar.server.dialects import Call
-from kvcellar.server.dialects.messages import without_tools
 from kvcellar.server.dialogue import Ended
 from kvcellar.server.schemas.openai import NamedTool
 from kvcellar.server.schemas.responses import ResponseRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.server.dialects import is_whole
+from kvcellar.dialects import is_whole
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from kvcellar.server.dialects.dialect import (
+from kvcellar.dialects.dialect import (
     MARKS,
     BareArguments,
     CallForm,
@@ -18,9 +18,9 @@ from kvcellar.server.dialects.dialect import (
     PythonArguments,
     TaggedArguments,
 )
-from kvcellar.server.dialects.json_reader import JsonReader
-from kvcellar.server.dialects.patterns import tag_patterns_of
-from kvcellar.server.dialects.values import (
+from kvcellar.dialects.json_reader import JsonReader
+from kvcellar.dialects.patterns import tag_patterns_of
+from kvcellar.dialects.values import (
     NoValueError,
     bare_arguments,
     is_text,

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 
+from kvcellar.dialects import DIALECTS, AnswerParser, choose_dialect
+from kvcellar.dialects.messages import as_message, say_calls
 from kvcellar.engine import TextStream
 from kvcellar.models.prompts import encode, render
-from kvcellar.server.dialects import DIALECTS, AnswerParser, choose_dialect
-from kvcellar.server.dialects.messages import as_message, say_calls
-from tests.server.dialects.corpus import BLANK, CODE, FORMATS, MANY, NESTED, PATH, QUOTES, TOOLS
-from tests.server.dialects.templates import NO_REASONING, SAID_AS_TEXT, template_of
-from tests.server.dialects.test_lark import tokens_of
-from tests.server.dialects.vocabularies import marks_of, tokenizer_of
+from tests.dialects.corpus import BLANK, CODE, FORMATS, MANY, NESTED, PATH, QUOTES, TOOLS
+from tests.dialects.templates import NO_REASONING, SAID_AS_TEXT, template_of
+from tests.dialects.test_lark import tokens_of
+from tests.dialects.vocabularies import marks_of, tokenizer_of
 
 NUMBERS = ("run", {"n": 3, "is_deep": True, "nothing": None})
 ASKED = [{"role": "user", "content": "Go."}]

@@ -13,9 +13,9 @@ from typing import Any
 
 import regex
 
-from kvcellar.server.dialects.arguments import JsonArgumentsReader
-from kvcellar.server.dialects.dialect import CHANNEL_MARKS, Dialect
-from kvcellar.server.dialects.saying import Said
+from kvcellar.dialects.arguments import JsonArgumentsReader
+from kvcellar.dialects.dialect import CHANNEL_MARKS, Dialect
+from kvcellar.dialects.saying import Said
 
 _FUNCTIONS = "functions."
 _NAME = r"[\w.:\-/]+"

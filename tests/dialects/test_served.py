@@ -11,11 +11,11 @@ import pytest
 
 from kvcellar.agents import open_host
 from kvcellar.backends.torch.tiny import write_tiny
-from kvcellar.server.dialects.argument_rules import literal
+from kvcellar.dialects.argument_rules import literal
 from kvcellar.server.grammar import Constraint
-from tests.server.dialects.templates import template_of
-from tests.server.dialects.test_lark import CHOICES
-from tests.server.dialects.vocabularies import dialect_with_tokens, tokenizer_of
+from tests.dialects.templates import template_of
+from tests.dialects.test_lark import CHOICES
+from tests.dialects.vocabularies import dialect_with_tokens, tokenizer_of
 from tests.server.live import serving
 
 NAMES = ("qwen3-coder", "mistral", "gemma4", "glm-4.5", "kimi-k2", "lfm2")

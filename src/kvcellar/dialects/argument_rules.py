@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcellar.server.dialects.dialect import (
+from kvcellar.dialects.dialect import (
     MARKS,
     BareArguments,
     CallForm,
@@ -16,8 +16,8 @@ from kvcellar.server.dialects.dialect import (
     PythonArguments,
     TaggedArguments,
 )
-from kvcellar.server.dialects.values import is_text
-from kvcellar.server.holding import HeldArguments, schema_json
+from kvcellar.dialects.held import HeldArguments, schema_json
+from kvcellar.dialects.values import is_text
 
 _WORD = "/[A-Za-z_][A-Za-z0-9_]*/"
 _MOST_PROPERTIES = 200

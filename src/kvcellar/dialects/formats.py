@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcellar.server.dialects.dialect import (
+from kvcellar.dialects.dialect import (
     BareArguments,
     CallForm,
     Dialect,

@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from kvcellar.server.dialects import DIALECTS, AnswerParser, CallPart, Dialect
-from kvcellar.server.dialects.values import tagged_value
-from tests.server.dialects.corpus import FORMATS, TOOLS, outputs, with_tokens
-from tests.server.dialects.vocabularies import dialect_with_tokens
+from kvcellar.dialects import DIALECTS, AnswerParser, CallPart, Dialect
+from kvcellar.dialects.values import tagged_value
+from tests.dialects.corpus import FORMATS, TOOLS, outputs, with_tokens
+from tests.dialects.vocabularies import dialect_with_tokens
 
 CORPUS = list(outputs())
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from kvcellar.server.dialects import DIALECTS, AnswerParser, Dialect
-from kvcellar.server.dialects.lark import call_grammars, schema_grammar
-from kvcellar.server.dialects.messages import write_calls
-from kvcellar.server.holding import HeldArguments
-from tests.server.dialects.corpus import FORMATS, TOOLS, outputs, with_tokens
-from tests.server.dialects.vocabularies import dialect_with_tokens, guidance_of, tokenizer_of
+from kvcellar.dialects import DIALECTS, AnswerParser, Dialect
+from kvcellar.dialects.held import HeldArguments
+from kvcellar.dialects.lark import call_grammars, schema_grammar
+from kvcellar.dialects.messages import write_calls
+from tests.dialects.corpus import FORMATS, TOOLS, outputs, with_tokens
+from tests.dialects.vocabularies import dialect_with_tokens, guidance_of, tokenizer_of
 
 FEW = {
     "type": "object",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcellar.server.dialects.argument_rules import Rules, literal
-from kvcellar.server.holding import HeldArguments, schema_json
+from kvcellar.dialects.argument_rules import Rules, literal
+from kvcellar.dialects.held import HeldArguments, schema_json
 
 
 def channel_starts(

@@ -14,7 +14,7 @@ from functools import lru_cache
 import regex
 from regex import Pattern
 
-from kvcellar.server.dialects.dialect import (
+from kvcellar.dialects.dialect import (
     MARKS,
     CallForm,
     Dialect,

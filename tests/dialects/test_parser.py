@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.engine import SamplingParams, SamplingState, sample
-from kvcellar.server.dialects import (
+from kvcellar.dialects import (
     DIALECTS,
     AnswerParser,
     CallPart,
@@ -19,10 +18,11 @@ from kvcellar.server.dialects import (
     TextPart,
     choose_dialect,
 )
-from kvcellar.server.dialects.messages import as_message, say_calls, say_tools, without_tools
+from kvcellar.dialects.messages import as_message, say_calls, say_tools, without_tools
+from kvcellar.engine import SamplingParams, SamplingState, sample
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import Grammars
-from tests.server.dialects.writing import CALL_BEGIN, CALL_END, call_head
+from tests.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 JSON = st.recursive(
     st.booleans() | st.integers(-9, 9) | st.text(max_size=6),

@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvcellar.agents import ModelHost
-from kvcellar.server.dialects import formats
-from kvcellar.server.dialects.dialect import Dialect, ReasoningMarks
+from kvcellar.dialects import formats
+from kvcellar.dialects.dialect import Dialect, ReasoningMarks
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({one.name: one for one in formats.ALL})
 """Every dialect by its name."""
@@ -65,18 +64,13 @@ _known: WeakKeyDictionary[Any, tuple[tuple[str, str | None], Dialect]] = WeakKey
 _lock = threading.Lock()
 
 
-def dialect_of(host: ModelHost, name: str | None = None) -> Dialect:
+def dialect_for(tokenizer: Any, name: str | None = None) -> Dialect:
     """Return the dialect that a model's answers are in.
 
     Args:
-        host: the model.
+        tokenizer: of the model; None: it has none.
         name: of a dialect, where somebody has chosen one.
     """
-    return dialect_for(host.tokenizer, name)
-
-
-def dialect_for(tokenizer: Any, name: str | None = None) -> Dialect:
-    """Return the dialect of whoever has a tokenizer; None: of a model without one."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if tokenizer is None:
         return choose_dialect(template, name=name)

@@ -10,7 +10,7 @@ from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvcellar.server.dialects import DIALECTS, Dialect
+from kvcellar.dialects import DIALECTS, Dialect
 
 MARK = re.compile(
     r"<\|[^<>|]*\|?>|<[^<>|]*\|>|<｜[^<>]*｜>|｜DSML｜|\[/?[A-Z_]+\]|</?[\w:]+>|<\|\"\|>"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcellar.server.dialects.dialect import Dialect
-from kvcellar.server.dialects.parts import Call, CallPart, Part, ReasoningPart, TextPart
+from kvcellar.dialects.dialect import Dialect
+from kvcellar.dialects.parts import Call, CallPart, Part, ReasoningPart, TextPart
 
 
 @dataclass(slots=True)

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcellar.errors import PromptError
-from kvcellar.server.dialects.argument_rules import filled
-from kvcellar.server.dialects.dialect import (
+from kvcellar.dialects.argument_rules import filled
+from kvcellar.dialects.dialect import (
     BareArguments,
     CallForm,
     Dialect,
@@ -17,8 +16,9 @@ from kvcellar.server.dialects.dialect import (
     ReasoningMarks,
     TaggedArguments,
 )
-from kvcellar.server.dialects.formats import ALL, HERMES
-from kvcellar.server.dialects.parts import Call
+from kvcellar.dialects.formats import ALL, HERMES
+from kvcellar.dialects.parts import Call
+from kvcellar.errors import PromptError
 from kvcellar.valid import read_json, valid_json
 
 _TOOLS_HEAD = "You can call these functions:"

@@ -5,10 +5,10 @@ Start in ``dialect.py``, which says what a dialect is, then ``formats.py``, whic
 ``messages.py`` makes messages of them.
 """
 
-from kvcellar.server.dialects.dialect import Dialect, ReasoningMarks
-from kvcellar.server.dialects.known import DIALECTS, choose_dialect, dialect_for, dialect_of
-from kvcellar.server.dialects.parser import AnswerParser
-from kvcellar.server.dialects.parts import Call, CallPart, Part, ReasoningPart, TextPart, is_whole
+from kvcellar.dialects.dialect import Dialect, ReasoningMarks
+from kvcellar.dialects.known import DIALECTS, choose_dialect, dialect_for
+from kvcellar.dialects.parser import AnswerParser
+from kvcellar.dialects.parts import Call, CallPart, Part, ReasoningPart, TextPart, is_whole
 
 __all__ = [
     "DIALECTS",
@@ -22,6 +22,5 @@ __all__ = [
     "TextPart",
     "choose_dialect",
     "dialect_for",
-    "dialect_of",
     "is_whole",
 ]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcellar.server.dialects.blocks import BlockReader
-from kvcellar.server.dialects.channels import ChannelReader
-from kvcellar.server.dialects.dialect import Dialect
-from kvcellar.server.dialects.parts import Call, Part
-from kvcellar.server.dialects.saying import Said
+from kvcellar.dialects.blocks import BlockReader
+from kvcellar.dialects.channels import ChannelReader
+from kvcellar.dialects.dialect import Dialect
+from kvcellar.dialects.parts import Call, Part
+from kvcellar.dialects.saying import Said
 
 
 class AnswerParser:

@@ -8,10 +8,10 @@ from typing import Any
 
 from regex import Match
 
-from kvcellar.server.dialects.arguments import ArgumentsReader, JsonArgumentsReader, reader_of
-from kvcellar.server.dialects.dialect import Dialect
-from kvcellar.server.dialects.patterns import patterns_of
-from kvcellar.server.dialects.saying import Said
+from kvcellar.dialects.arguments import ArgumentsReader, JsonArgumentsReader, reader_of
+from kvcellar.dialects.dialect import Dialect
+from kvcellar.dialects.patterns import patterns_of
+from kvcellar.dialects.saying import Said
 
 
 class BlockReader:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from kvcellar.server.dialects.argument_rules import (
+from kvcellar.dialects.argument_rules import (
     Rules,
     argument_rules,
     filled,
     literal,
     regex_of,
 )
-from kvcellar.server.dialects.channel_rules import channel_starts
-from kvcellar.server.dialects.dialect import CallForm, Dialect, JsonArguments
-from kvcellar.server.holding import HeldArguments, schema_json
+from kvcellar.dialects.channel_rules import channel_starts
+from kvcellar.dialects.dialect import CallForm, Dialect, JsonArguments
+from kvcellar.dialects.held import HeldArguments, schema_json
 
 HEAD = "%llguidance {}"
 _TEXT = "TEXT: /(.|\\n)*/"
