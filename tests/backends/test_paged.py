@@ -28,6 +28,7 @@ from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.testing import STATE_CASES, BackendAdapter, ConformanceSuite, NumpyAdapter, opening
 from kvcellar.testing.cases import Case
 from kvcellar.testing.opening import open_driver
+from kvcellar.testing.suite.scenarios import chosen
 from kvcellar.testing.suite.trees import Trees
 from kvcellar.testing.walks import BATCH, BOUND, FATES, NODES, SEQ, SequenceWalk, Walk
 from tests.backends.adapters import (
@@ -110,7 +111,7 @@ class PagedConformance(ConformanceSuite):
         names = ("windowed", "recurrent", "walked")
         name = next((name for name in names if name in metafunc.fixturenames), "case")
         of_name = {"recurrent": self.adapter.state_cases, "walked": self.adapter.walked}
-        cases = list(of_name.get(name, self.adapter.cases))
+        cases = chosen(of_name.get(name, self.adapter.cases), metafunc.function)
         if name not in metafunc.fixturenames:
             metafunc.parametrize("kind", self.layouts)
             return

@@ -54,6 +54,17 @@ class Case:
         """True if a layer group has a window or a chunk, and lets go of its past."""
         return not all(g.is_full for g in self.groups)
 
+    @property
+    def bookkeeping(self) -> tuple[bool, ...]:
+        """What decides about cells and reads: full groups, windows, chunks, shared rows, states."""
+        return (
+            any(g.is_full for g in self.groups),
+            self.has_window,
+            any(g.chunk is not None for g in self.groups),
+            bool(self.shared),
+            self.state is not None,
+        )
+
     def group(self, layer: int) -> LayerGroup:
         """Return the layer group that a layer belongs to, or whose rows it shares."""
         source = dict(self.shared).get(layer, layer)

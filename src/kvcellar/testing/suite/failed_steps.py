@@ -12,7 +12,7 @@ from kvcellar.errors import (
 from kvcellar.testing.cases import Case
 from kvcellar.testing.inputs import misshapen
 from kvcellar.testing.opening import open_driver
-from kvcellar.testing.suite.scenarios import Scenarios
+from kvcellar.testing.suite.scenarios import Scenarios, once_per_bookkeeping
 
 
 class FailedSteps(Scenarios):
@@ -60,6 +60,7 @@ class FailedSteps(Scenarios):
                 np.testing.assert_array_equal(a, b)
             d.forward((7, 1), (1, 1), (2, 1), (3, 1))
 
+    @once_per_bookkeeping
     def test_a_forward_that_was_left_half_done_is_undone_by_the_next_verb(
         self, case: Case, kind: str
     ) -> None:
@@ -71,6 +72,7 @@ class FailedSteps(Scenarios):
             d.cp(1, 4)
             d.forward((4, 2), (1, 1))
 
+    @once_per_bookkeeping
     def test_layers_without_a_step_or_with_another_number_of_tokens_are_refused(
         self, case: Case, kind: str
     ) -> None:
@@ -95,6 +97,7 @@ class FailedSteps(Scenarios):
             d.cancel()
             d.forward((5, 2), (6, 1))
 
+    @once_per_bookkeeping
     def test_a_batch_that_was_refused_can_still_be_brought_right(
         self, case: Case, kind: str
     ) -> None:

@@ -16,7 +16,7 @@ from kvcellar.registry import FreezableCache, freeze_prefix
 from kvcellar.testing.cases import CASES, Case
 from kvcellar.testing.driver import Driver
 from kvcellar.testing.opening import open_driver
-from kvcellar.testing.suite.scenarios import Scenarios
+from kvcellar.testing.suite.scenarios import Scenarios, once_per_bookkeeping
 
 LENGTH = 21
 """Tokens that are frozen: of two or three windows, and no whole number of blocks."""
@@ -57,6 +57,7 @@ class FrozenPrefixes(Scenarios):
             d.clear()
             d.forward((0, 3))
 
+    @once_per_bookkeeping
     def test_forks_and_cuts_leave_the_prefix_where_it_is(self, case: Case, kind: str) -> None:
         with (
             self.frozen(case, kind) as (prefix, source),
@@ -82,6 +83,7 @@ class FrozenPrefixes(Scenarios):
             assert not d.cache.has_seq(0)
             d.forward((0, 2), (1, 1))
 
+    @once_per_bookkeeping
     def test_no_cut_goes_through_a_prefix_of_one_token(self, case: Case, kind: str) -> None:
         with (
             self.frozen(case, kind, 1) as (prefix, source),

@@ -12,7 +12,7 @@ from kvcellar.errors import (
 )
 from kvcellar.testing.cases import CASES, Case, group
 from kvcellar.testing.opening import open_driver
-from kvcellar.testing.suite.scenarios import Scenarios
+from kvcellar.testing.suite.scenarios import Scenarios, once_per_bookkeeping
 
 
 class ManySequences(Scenarios):
@@ -29,6 +29,7 @@ class ManySequences(Scenarios):
             for _ in range(6):
                 d.forward((12, 1), (10, 1), (4, 1), (11, 1))
 
+    @once_per_bookkeeping
     def test_a_sequence_may_come_in_several_stretches_of_one_batch(
         self, case: Case, kind: str
     ) -> None:
@@ -36,6 +37,7 @@ class ManySequences(Scenarios):
             d.forward((0, 3), (1, 2), (0, 4), (1, 1), (0, 1))
             d.forward((1, 1), (0, 1), (1, 1), (0, 9), (1, 5))
 
+    @once_per_bookkeeping
     def test_positions_may_come_as_a_column_for_many_sequences_too(
         self, case: Case, kind: str
     ) -> None:
@@ -44,6 +46,7 @@ class ManySequences(Scenarios):
             d.forward((0, 3), (1, 2))
             d.forward((0, 1), (1, 1))
 
+    @once_per_bookkeeping
     def test_sequences_do_not_see_each_other(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind) as d:
             d.forward((1, 3))
@@ -82,6 +85,7 @@ class ManySequences(Scenarios):
             d.forward((1, 4), (0, 1))
             d.forward((1, 1), (0, 1))
 
+    @once_per_bookkeeping
     def test_a_fork_of_a_middle_range_attends_that_range_alone(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind, window_slack=40) as d:
             d.forward((0, 20))
@@ -92,6 +96,7 @@ class ManySequences(Scenarios):
             d.cp(0, 2, 3, 20)  # grafted behind tokens of its own
             d.forward((2, 2), (1, 1))
 
+    @once_per_bookkeeping
     def test_a_fork_onto_other_tokens_is_refused(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind) as d:
             d.forward((0, 8), (1, 8))
@@ -113,6 +118,7 @@ class ManySequences(Scenarios):
             d.rm(0)
             d.forward((0, 2), (2, 1))
 
+    @once_per_bookkeeping
     def test_a_hole_in_a_history_is_not_attended(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind) as d:
             d.forward((0, 12), (1, 2))
@@ -125,6 +131,7 @@ class ManySequences(Scenarios):
             d.forward((1, 1), (0, 3))
             d.forward((0, 1), (2, 2))
 
+    @once_per_bookkeeping
     def test_keeping_one_sequence_drops_the_others(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind) as d:
             d.forward((0, 6), (1, 5))
@@ -234,6 +241,7 @@ class ManySequences(Scenarios):
             d.forward((31, 3), (1, 1), (30, 1))
             assert not d.compact() or not d.compact(), "at some time nothing is left to gather"
 
+    @once_per_bookkeeping
     def test_a_cleared_cache_is_as_new(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind) as d:
             d.run_poisoned((0, 6), (1, 9))
@@ -245,6 +253,7 @@ class ManySequences(Scenarios):
             d.clear()
             d.forward((2, 4))
 
+    @once_per_bookkeeping
     def test_a_cleared_single_sequence_is_as_new(self, case: Case) -> None:
         with open_driver(self.adapter, case, "decode") as d:
             d.run_poisoned((0, 60))
@@ -253,6 +262,7 @@ class ManySequences(Scenarios):
             d.forward((0, 5))
             d.forward((0, 1))
 
+    @once_per_bookkeeping
     def test_two_sessions_do_not_meet(self, case: Case) -> None:
         with (
             open_driver(self.adapter, case, "seq", "a") as a,
@@ -276,6 +286,7 @@ class ManySequences(Scenarios):
             assert len(tokens) == inputs.q[0].shape[1]
             a.forward((0, 1))
 
+    @once_per_bookkeeping
     def test_layers_of_two_sessions_may_take_turns(self, case: Case) -> None:
         with (
             open_driver(self.adapter, case, "seq", "a") as a,

@@ -13,7 +13,7 @@ from kvcellar.errors import (
 from kvcellar.testing.cases import Case, bytes_per_cell, group
 from kvcellar.testing.inputs import misshapen
 from kvcellar.testing.opening import open_driver
-from kvcellar.testing.suite.scenarios import Scenarios
+from kvcellar.testing.suite.scenarios import Scenarios, once_per_bookkeeping
 
 
 class SingleHistory(Scenarios):
@@ -128,6 +128,7 @@ class SingleHistory(Scenarios):
             with d.refuses(CacheFullError):
                 d.attend(0, d.begin((0, 1))[1], d.random_inputs(1), "float32")
 
+    @once_per_bookkeeping
     def test_positions_may_come_as_a_row_or_as_a_column(self, case: Case) -> None:
         with open_driver(self.adapter, case, "decode") as d:
             for n in (6, 1, 3, 1):
@@ -140,6 +141,7 @@ class SingleHistory(Scenarios):
                 d.forward((0, 4), out_dtype=out_dtype)
                 d.forward((0, 1), out_dtype=out_dtype)
 
+    @once_per_bookkeeping
     def test_wrong_positions_are_refused_and_the_right_ones_go_on(self, case: Case) -> None:
         with open_driver(self.adapter, case, "decode") as d:
             for good in (4, 1, 3):
@@ -154,6 +156,7 @@ class SingleHistory(Scenarios):
                         token.pos -= by
             d.forward((0, 2))
 
+    @once_per_bookkeeping
     def test_wrong_shapes_are_refused_and_the_right_ones_go_on(self, case: Case) -> None:
         with open_driver(self.adapter, case, "decode") as d:
             d.forward((0, 3))

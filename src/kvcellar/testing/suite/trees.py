@@ -12,7 +12,7 @@ from kvcellar.errors import (
 from kvcellar.testing.cases import Case
 from kvcellar.testing.driver import Driver
 from kvcellar.testing.opening import open_driver
-from kvcellar.testing.suite.scenarios import Scenarios
+from kvcellar.testing.suite.scenarios import Scenarios, once_per_bookkeeping
 
 
 class Trees(Scenarios):
@@ -86,6 +86,7 @@ class Trees(Scenarios):
             d.commit([1, 2, 3])
             d.forward((0, 1), (1, 1), (7, 1))
 
+    @once_per_bookkeeping
     def test_what_is_no_tree_is_refused(self, case: Case) -> None:
         with open_driver(self.adapter, case, "tree", capacity=12) as d:
             d.forward((0, 4), (1, 2))
