@@ -13,7 +13,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER := ccache
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: help demo serve test quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel wheels smoke tag clean
+.PHONY: help demo serve test night quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel wheels smoke tag clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -35,6 +35,10 @@ test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory -j4 check
 	@$(BIN)/python -m tests.real_models
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
+
+night: $(VENV)/.dev ## All tests with every case of the suites and long random walks, drawn anew: hours
+	@$(BIN)/python -m tests.real_models
+	HYPOTHESIS_PROFILE=night KVCELLAR_ALL_CASES=1 KVCELLAR_FUZZ=30 KVCELLAR_KILLS=50 $(PYTEST)
 
 QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents \
 	tests/cli/test_cli.py tests/server/test_openai.py tests/server/test_anthropic.py

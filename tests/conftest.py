@@ -23,7 +23,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("quick", settings.get_profile("local"), max_examples=15)
-settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
+settings.register_profile(
+    "ci",  # the same examples for the same tree, so that many of them would be found but once
+    settings.get_profile("local"),
+    derandomize=True,
+    print_blob=True,
+    max_examples=20,
+)
+settings.register_profile("night", settings.get_profile("local"), max_examples=200)
 settings.register_profile("thorough", settings.get_profile("local"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
 

@@ -198,7 +198,7 @@ class PagedConformance(ConformanceSuite):
     ) -> None:
         profile = settings.default
         assert profile is not None
-        n = max(5, profile.max_examples // 6)
+        n = max(3, profile.max_examples // 6)
         run_state_machine_as_test(
             lambda: PagedWalk(self.adapter, walked, kind),
             settings=settings(max_examples=n, stateful_step_count=40),

@@ -347,7 +347,7 @@ def run_walks(make: Callable[[], Walk]) -> None:
     profile = settings.default
     assert profile is not None
     few = settings(
-        max_examples=max(5, profile.max_examples // 6),
+        max_examples=max(3, profile.max_examples // 6),
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],  # a backend may be slow, or its machine
