@@ -214,7 +214,8 @@ def _show(rows: list[_Row]) -> None:
         if not row.verdict.is_exact:
             write(f"\n{row.verdict.refusal(row.verdict.family)}\n")
         elif row.verdict.remark:
-            write(f"\n{row.verdict.family}: {row.verdict.remark}\n")
+            ours = f"kvcellar's by {row.verdict.worst:.1e}"
+            write(f"\n{row.verdict.family}: {row.verdict.remark}; {ours}\n")
         if row.why_not is not None:
             write(f"\n{row.verdict.family} does not export: {row.why_not}\n")
         if row.is_replaced:

@@ -35,7 +35,7 @@ TOLERANCE = 2e-4
 LARGE = 10.0
 """Logit from which on differences are counted in proportion to the largest one."""
 
-VERSION = 2
+VERSION = 3
 """Version of what is compared; verdicts of another one are found again."""
 
 CACHES: Mapping[str, Callable[..., CacheSession[Any]]] = {
@@ -56,10 +56,6 @@ _TELLING = 100 * TOLERANCE
 
 Oracle = Callable[[IntArray], FloatArray]
 """Function from tokens ``[B, T]`` to the model's own logits ``[B, T, vocab_size]``, uncached."""
-
-Replay = Callable[[IntArray, tuple[int, ...]], FloatArray]
-"""Function from tokens ``[T]`` and the ends of the pieces that they come in to the logits of the
-last piece: the model's own, with its own cache."""
 
 
 class InexactModelWarning(UserWarning):
@@ -267,13 +263,11 @@ class Subject:
         params: facts for its caches.
         vocab_size: rows of its embedding.
         oracle: the model's own code.
-        replay: with its own cache, in pieces, for what differs from the oracle; None: nothing may.
         bind: joins the model with a session.
         backend: whose sessions it takes.
         n_columns: tokens of the texts that the oracle is given; it is compared on the first of
             them. More than those where a text's length changes every position.
         report: is told how much of the check is done.
-        followed: most by which what ours was held to in the oracle's place differs from it.
     """
 
     params: ModelCacheParams
@@ -282,23 +276,11 @@ class Subject:
     bind: Callable[[CacheSession[Any]], Runner]
     backend: str
     n_columns: int = LENGTH
-    replay: Replay | None = None
     report: Callable[[float], None] = field(default=lambda part: None)
-    followed: float = 0.0
-
-    def nearer(self, got: FloatArray, want: FloatArray, own: FloatArray, unit: float) -> float:
-        """Return how far logits are from the oracle's, or from the replay's where that is less."""
-        gap, other = gap_of(got, want, unit), gap_of(got, own, unit)
-        if other < gap:
-            self.followed = max(self.followed, gap_of(own, want, unit))
-        return min(gap, other)
 
 
 def compare(subject: Subject) -> dict[str, dict[str, float]]:
     """Play all texts on all kinds of caches; return cache -> part -> most that a logit differed.
-
-    Some models' own code computes otherwise in pieces than at once. Where a logit differs by more
-    than the tolerance it is held to what that code says of the same pieces, if it is known.
 
     Where the model's own logits are larger than ``LARGE`` they are counted as if scaled to that.
 
@@ -319,10 +301,6 @@ def compare(subject: Subject) -> dict[str, dict[str, float]]:
                 player = Player(session, subject.bind(session), texts, kind == "contiguous")
                 for part, row, at, got in play(player):
                     gap = gap_of(got, want[row, at : at + len(got)], unit)
-                    if gap > TOLERANCE and subject.replay is not None:
-                        ends = player.ends_of(row, at + len(got))
-                        own = subject.replay(texts[row, : ends[-1]], ends)
-                        gap = subject.nearer(got, want[row, at : at + len(got)], own, unit)
                     worst = max(parts.get(part, 0.0), gap)
                     parts[part] = worst if np.isfinite(gap) else float("inf")
         found[kind] = parts

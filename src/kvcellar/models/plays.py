@@ -51,14 +51,6 @@ class Player:
         self._runner, self._texts = runner, texts
         self._is_one = is_one
         self._at: dict[int, int] = {}
-        self._ends: dict[int, tuple[int, ...]] = {}
-        """Per sequence where each of the pieces ends that it came in."""
-        self._fed: dict[tuple[int, int], tuple[int, ...]] = {}
-        """By text and its length, the ends of the pieces that it was fed in last."""
-
-    def ends_of(self, text: int, length: int) -> tuple[int, ...]:
-        """Return the ends of the pieces in which a text came up to ``length`` tokens."""
-        return self._fed[text, length]
 
     def feed(self, text: int, n_tokens: int, seq_id: int = 0) -> FloatArray:
         """Run the next tokens of a text in one forward; return their logits."""
@@ -77,8 +69,6 @@ class Player:
             ids += self._texts[text, at : at + n_tokens].tolist()
             seq_ids += [seq_id] * n_tokens
             self._at[seq_id] = at + n_tokens
-            self._ends[seq_id] = (*self._ends.get(seq_id, ()), at + n_tokens)
-            self._fed[text, at + n_tokens] = self._ends[seq_id]
         positions = (
             range(self.cache.length, self.cache.length + len(ids))
             if self._is_one
@@ -92,7 +82,6 @@ class Player:
         """Go back to the first tokens of a sequence; return how many, fewer where states say so."""
         at: int = self.cache.rewind(length) if self._is_one else self.cache.seq_rm(seq_id, length)
         self._at[seq_id] = at
-        self._ends[seq_id] = tuple(end for end in self._ends[seq_id] if end <= at)
         return at
 
     def keep(self, seq_id: int = 0) -> None:
@@ -104,7 +93,7 @@ class Player:
     def fork(self, seq_id: int, to: int) -> None:
         """Have another sequence go on from where one is."""
         self.cache.seq_cp(seq_id, to)
-        self._at[to], self._ends[to] = self._at[seq_id], self._ends[seq_id]
+        self._at[to] = self._at[seq_id]
 
     def restore(self, seq_id: int, to: int) -> None:
         """Read what a sequence keeps, drop it, and put its bytes back as another sequence."""
@@ -123,7 +112,7 @@ class Player:
         self.cache.write_rows(cells, rows)
         for some, of_some in zip(slots, states, strict=True):
             self.cache.write_states(some, of_some)
-        self._at[to], self._ends[to] = self._at.pop(seq_id), self._ends.pop(seq_id)
+        self._at[to] = self._at.pop(seq_id)
 
 
 def _play_one(player: Player) -> Iterator[Piece]:

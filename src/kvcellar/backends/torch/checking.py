@@ -24,7 +24,6 @@ from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import (
     CAPACITY,
     TOLERANCE,
-    Replay,
     Subject,
     Verdict,
     compare,
@@ -47,9 +46,6 @@ _SHORT = 64
 _SLACK, _MOST_SLACK = 4.0, 1e-3
 """How many times a model's own rounding is allowed where that is more, and never more than that: a
 model that amplifies noise would hide a fault as large."""
-
-_MOST_OWN = 0.1
-"""Most by which a model's own code in pieces may differ from itself, where ours follows it."""
 
 _MOST_SAID = 400
 """Letters of a reason."""
@@ -134,15 +130,9 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
         pair = make()
         name, layers = pair.name, kinds_of(pair.facts.params)
         own = own_gap(pair.theirs, pair.facts.vocab_size)
-        replay = _Replay(pair.theirs) if pair.facts.states else None
-        subject = subject_of(pair, report, replay)
+        subject = subject_of(pair, report)
         differences = compare(subject)
-        own = subject.followed if own is None else max(own, subject.followed)
-        if subject.followed > _MOST_OWN:
-            raise _differs_from_itself(family, own)
         allowed = _allowed(pair, subject, differences)
-        if pair.facts.states:  # in chunks its own code rounds otherwise
-            allowed = max(allowed, min(own, _MOST_SLACK))
     except UnreadWeightsError:
         raise
     except Exception as error:  # whatever transformers' own code does not like
@@ -212,45 +202,6 @@ def own_gap(network: Any, vocab_size: int) -> float | None:
     return gap
 
 
-class _Replay:
-    """A model's own code with its own cache, fed in the pieces that ours was fed in."""
-
-    def __init__(self, network: Any) -> None:
-        """Remember nothing yet."""
-        self._network = network
-        self._pasts: dict[tuple[bytes, tuple[int, ...]], Any] = {}
-
-    def __call__(self, tokens: IntArray, ends: tuple[int, ...]) -> FloatArray:
-        """Return logits ``[n, vocab_size]`` of the last piece; see ``Replay``."""
-        ids = torch.from_numpy(tokens)[None]
-        at = torch.arange(ids.shape[1])[None]
-        starts = (0, *ends[:-1])
-        past = self._pasts.pop((tokens[: starts[-1]].tobytes(), ends[:-1]), None)
-        pieces = list(zip(starts, ends, strict=True))
-        logits = None
-        with torch.inference_mode():
-            for start, stop in pieces if past is None else pieces[-1:]:
-                out = self._network(
-                    input_ids=ids[:, start:stop],
-                    position_ids=at[:, start:stop],
-                    past_key_values=past,
-                    use_cache=True,
-                )
-                past, logits = out.past_key_values, out.logits
-        assert logits is not None, "there are pieces"
-        self._pasts[tokens.tobytes(), ends] = past
-        found: FloatArray = logits[0].float().numpy()
-        return found
-
-
-def _differs_from_itself(family: str, own: float) -> ModelError:
-    """Make the error for a model whose own code has no one result."""
-    return ModelError(
-        f"transformers' own cache in chunks differs by {own:.1e} from the whole text at once, so "
-        f"that nobody can tell which of the two {family!r} is; choose another model"
-    )
-
-
 def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> float:
     """Return how much a logit may differ: more where float32 itself is further from float64.
 
@@ -270,7 +221,7 @@ def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> fl
     return max(TOLERANCE, min(_SLACK * noise, _MOST_SLACK))
 
 
-def subject_of(pair: Pair, report: Report = unheard, replay: Replay | None = None) -> Subject:
+def subject_of(pair: Pair, report: Report = unheard) -> Subject:
     """Return a pair of networks as the neutral check takes them."""
     facts = pair.facts
 
@@ -288,9 +239,7 @@ def subject_of(pair: Pair, report: Report = unheard, replay: Replay | None = Non
             pair.ours, None, facts.params, facts.vocab_size, session, rope_length=length
         )
 
-    subject = Subject(
-        facts.params, facts.vocab_size, oracle, bind, "torch", report=report, replay=replay
-    )
+    subject = Subject(facts.params, facts.vocab_size, oracle, bind, "torch", report=report)
     if not facts.rope.is_fixed:  # factors are those of the longest text that the caches hold
         subject.n_columns = CAPACITY
     return subject

@@ -8,9 +8,14 @@ just these. What it leaves there is stored in the slots that the step writes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import math
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +41,63 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 def spare_advice() -> None:
     """Have transformers not advise kernels for cards to a model that runs on a CPU."""
     logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
+
+
+_STEP = "mamba2_selective_state_update"
+"""Function of transformers by which Mamba 2 takes one token."""
+
+_told = threading.local()
+"""What bounds the time steps of the module that this thread runs: the function is not told."""
+
+
+def time_limit_of(module: nn.Module) -> tuple[float, float] | None:
+    """Return within what a module's prompts keep their time steps; None: nothing bounds them.
+
+    transformers bounds them in prompts alone, so that a token that comes by itself would be
+    computed otherwise than the same token in a prompt.
+    """
+    limit = getattr(module, "time_step_limit", None)
+    if limit is None:
+        return None
+    least, most = limit
+    return (float(least), float(most)) if least > 0.0 or most < math.inf else None
+
+
+def _bound_steps(module: nn.Module) -> None:
+    """Have the function by which a module takes one token keep the limit that its thread has."""
+    defined_in = sys.modules[type(module).__module__]
+    step = getattr(defined_in, _STEP)
+    if not hasattr(step, "keeps_limit"):
+        setattr(defined_in, _STEP, _keeping_limit(step))
+
+
+def _keeping_limit(step: Any) -> Any:
+    """Return a step of Mamba 2 that bounds time steps where its thread has a limit."""
+
+    @functools.wraps(step)
+    def bounded(
+        state: Tensor, x: Tensor, dt: Tensor, *given: Any, dt_bias: Any = None, **named: Any
+    ) -> Any:
+        limit = getattr(_told, "limit", None)
+        if limit is not None:
+            dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+            if named.pop("dt_softplus", False):
+                dt = nn.functional.softplus(dt)
+            dt, dt_bias = dt.clamp(*limit), None
+        return step(state, x, dt, *given, dt_bias=dt_bias, **named)
+
+    vars(bounded)["keeps_limit"] = True
+    return bounded
+
+
+@contextmanager
+def _bounded(limit: tuple[float, float] | None) -> Iterator[None]:
+    """Bound the time steps of the modules that this thread runs in a block."""
+    _told.limit = limit
+    try:
+        yield
+    finally:
+        _told.limit = None
 
 
 def bind_states(network: nn.Module, facts: ModelFacts) -> None:
@@ -94,6 +156,9 @@ class Mixer:
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._is_first, self._is_last = is_first, is_last
         self._by_token = layer.by_token
+        self._limit = time_limit_of(module)
+        if self._limit is not None:
+            _bound_steps(module)
         self.is_alone = is_first and is_last
         """True if all states of its layer are its own."""
         self.shapes = tuple(state.shape for state in layer.shapes)
@@ -140,7 +205,7 @@ class Mixer:
         past = SlotStates(self.places, states, stretches, self._dtypes)
         n_tokens = hidden.shape[1]
         own = {name: _part(value, stretches, n_tokens) for name, value in named.items()}
-        with rows_of(stretches.tokens):
+        with rows_of(stretches.tokens), _bounded(self._limit):
             result = self._run((), {**own, self._argument: past})
         past.store()
         self._dtypes.update(past.dtypes)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.fast.recurrent import KernelMixer, MixerPart
 from kvcellar.backends.torch.fast.trial import Mix, Recorder, Trial, recorded
 from kvcellar.backends.torch.kernel import dtype_of
-from kvcellar.backends.torch.mixers import Mixer
+from kvcellar.backends.torch.mixers import Mixer, time_limit_of
 from kvcellar.backends.torch.state_pools import Stretches
 from kvcellar.kernel import levels
 from kvcellar.kernel import recurrent as native
@@ -190,8 +190,8 @@ def _look_at(trial: Trial, in_own_type: Trial, name: str) -> _Module | None:
     x = call.first()
     if not isinstance(bound, Mixer) or not bound.is_alone or x is None:
         return None
-    if not isinstance(call.result, Tensor):
-        return None
+    if not isinstance(call.result, Tensor) or time_limit_of(own) is not None:
+        return None  # the kernel's scan keeps no limit
     convs = [key for key, one in own.named_modules() if isinstance(one, nn.Conv1d)]
     mixes = [key for key, one in own.named_modules() if isinstance(one, _LINEAR)]
     of_conv = bound.places.get(("convolution", 0))
