@@ -147,6 +147,44 @@ class HistoryChangedError(AgentError):
     """An agent's history is not the one that a turn was to go on from. Nothing was changed."""
 
 
+class MovedOnError(AgentError):
+    """An agent's history is not, or will not stay, the one that a caller follows.
+
+    Nothing was changed.
+
+    Attributes:
+        follows: digest of the history that the caller knows.
+        history_digest: of the history that is there.
+        n_turns: turns of that history.
+        is_under_way: whether a turn is being answered behind it.
+        asked: what that turn answers; None where there is none, or it was given tokens.
+    """
+
+    def __init__(
+        self,
+        agent_id: str,
+        follows: str,
+        history_digest: str,
+        n_turns: int,
+        *,
+        is_under_way: bool = False,
+        asked: str | None = None,
+    ) -> None:
+        """Say what was followed, and what is there."""
+        turns = f"{n_turns} turn{'s' * (n_turns != 1)}"
+        now = "is in a turn behind" if is_under_way else "has by now"
+        super().__init__(
+            f"this follows the history {follows[:64]} of agent {agent_id!r}, which {now} the "
+            f"history {history_digest} of {turns}; nothing was changed: read the agent, and send "
+            f"this again behind what is there then"
+        )
+        self.follows = follows
+        self.history_digest = history_digest
+        self.n_turns = n_turns
+        self.is_under_way = is_under_way
+        self.asked = asked
+
+
 class UnknownAgentError(KVCellarError, KeyError):
     """No agent of that name is known."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, SupportsIndex, overload
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvcellar.checks import seen, whole, wholes
@@ -146,6 +147,10 @@ class History:
     def common_prefix(self, other: History | TokenArray, start: int = 0) -> int:
         """Return how many tokens of ``other`` stand here from ``start`` on, up to a difference."""
         return common_prefix(self[start:], other.tokens if isinstance(other, History) else other)
+
+    def digest(self) -> str:
+        """Return 32 hexadecimal digits that only a history of the same tokens has."""
+        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes())
 
     def spans(self, size: int) -> Iterator[tuple[int, int, TokenArray]]:
         """Yield each whole stretch of ``size`` tokens as (start, stop, view)."""

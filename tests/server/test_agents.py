@@ -10,12 +10,15 @@ import threading
 
 import pytest
 
+import kvcellar.agents.turn
 from kvcellar.agents import Turn
 from kvcellar.agents.live import Begun, LiveText, Over, Said
 from kvcellar.agents.records import Agent
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import UnknownAgentError
-from tests.server.live import serving
+from kvcellar.history import History
+from tests.server.live import PATIENCE_S, serving
+from tests.store.fakes import make_key
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -263,6 +266,125 @@ def test_an_answer_that_was_cut_is_gone_on_with(live):
     assert refused.status_code == 400
 
 
+# A turn says what it follows ----------------------------------------------------------------------
+
+
+def digest_of(live, name):
+    return live.get(f"/v1/agents/{name}")["history_digest"]
+
+
+def asked_of(live, name):
+    messages = live.get(f"/v1/agents/{name}")["messages"]
+    return [m["content"] for m in messages if m["role"] == "user"]
+
+
+def held_turns(monkeypatch):
+    """Have turns that have begun wait; returns what lets them go on."""
+    goes_on, bring_back = threading.Event(), kvcellar.agents.turn.bring_back
+
+    async def held(*asked, **more):
+        await asyncio.to_thread(goes_on.wait, PATIENCE_S)
+        return await bring_back(*asked, **more)
+
+    monkeypatch.setattr(kvcellar.agents.turn, "bring_back", held)
+    return goes_on
+
+
+def test_of_two_turns_at_once_that_follow_the_same_one_exactly_one_is_taken(live):
+    make(live, "raced", "One.")
+    body = {"follows": digest_of(live, "raced"), **SHORT}
+    together, said = threading.Barrier(2), {}
+
+    def send(text):
+        together.wait(PATIENCE_S)
+        said[text] = live.http.post("/v1/agents/raced/generate", json={"text": text, **body})
+
+    threads = [threading.Thread(target=send, args=(text,)) for text in ("Left.", "Right.")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (taken,) = [text for text, response in said.items() if response.status_code == 200]
+    (refused,) = [response for response in said.values() if response.status_code != 200]
+    assert asked_of(live, "raced") == ["One.", taken]
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (409, "history_moved_on")
+    assert error["follows"] == body["follows"] and "read the agent" in error["message"]
+    now = said[taken].json()["history_digest"]
+    assert now == digest_of(live, "raced") != body["follows"]
+    body["follows"] = now
+    live.post("/v1/agents/raced/generate", {"text": "Behind it.", **body})
+
+
+def test_a_turn_does_not_wait_for_the_one_that_it_cannot_follow(live, monkeypatch):
+    make(live, "taken-already", "One.")
+    follows = digest_of(live, "taken-already")
+    goes_on = held_turns(monkeypatch)
+    body = {"text": "First.", "follows": follows, **SHORT}
+    path = "/v1/agents/taken-already/generate"
+    first = threading.Thread(target=live.post, args=(path, body))
+    first.start()
+    under_way = live.service.agents.live.under_way
+    live.until(lambda: under_way("taken-already") is not None, "the first")
+    error = live.http.post(path, json={**body, "text": "Second."}).json()["error"]
+    assert (error["code"], error["asked"], error["is_under_way"]) == (
+        "history_moved_on",
+        "First.",
+        True,
+    )
+    assert (error["history_digest"], error["n_turns"]) == (follows, 1)
+    silent = threading.Thread(target=live.post, args=(path, {"text": "Third.", **SHORT}))
+    silent.start()  # says nothing, and is behind it as ever
+    goes_on.set()
+    for thread in (first, silent):
+        thread.join()
+    assert asked_of(live, "taken-already") == ["One.", "First.", "Third."]
+
+
+def test_what_a_turn_follows_goes_back_and_comes_back_with_the_history(live):
+    make(live, "sequence", "One.", "Two.")
+    path = "/v1/agents/sequence"
+    two = digest_of(live, "sequence")
+    fork = live.post(f"{path}/fork", {"id": "sequence-fork", "turn": 1})
+    one = live.post(f"{path}/rewind")["history_digest"]
+    assert one == fork["history_digest"] == digest_of(live, "sequence-fork") != two
+    stale = live.http.post(f"{path}/generate", json={"text": "x", "follows": two, **SHORT})
+    assert stale.status_code == 409 and stale.json()["error"]["n_turns"] == 1
+    (back,) = live.post(f"{path}/undo")["restored"]
+    assert back["history_digest"] == two
+    end = live.post(f"{path}/generate", {"text": "Three.", "follows": two, **SHORT})
+    for_one = {"text": "Other.", "follows": one, **SHORT}
+    other = live.post("/v1/agents/sequence-fork/generate", for_one)
+    assert len({one, two, end["history_digest"], other["history_digest"]}) == 4
+    listed = {agent["id"]: agent["history_digest"] for agent in live.get("/v1/agents")["data"]}
+    assert listed["sequence"] == end["history_digest"]
+    (seen,) = [one for one in live.get("/v1/cache")["agents"] if one["id"] == "sequence"]
+    assert seen["history_digest"] == end["history_digest"]
+
+
+def test_two_who_take_back_the_last_turn_take_back_one(live):
+    make(live, "rewound", "One.", "Two.", "Three.")
+    body = {"follows": digest_of(live, "rewound")}
+    assert live.post("/v1/agents/rewound/rewind", body)["n_turns"] == 2
+    again = live.http.post("/v1/agents/rewound/rewind", json=body)
+    assert again.status_code == 409 and again.json()["error"]["code"] == "history_moved_on"
+    assert live.get("/v1/agents/rewound")["n_turns"] == 2
+
+
+def test_going_on_with_an_answer_drops_no_turn_that_has_come_behind_it(live, monkeypatch):
+    make(live, "gone-on", "One.")
+    goes_on = held_turns(monkeypatch)
+    path = "/v1/agents/gone-on/generate"
+    turn = threading.Thread(target=live.post, args=(path, {"text": "Two.", **SHORT}))
+    turn.start()
+    under_way = live.service.agents.live.under_way
+    live.until(lambda: under_way("gone-on") is not None, "the turn")
+    assert live.http.post(path, json={"go_on": True, **SHORT}).status_code == 409
+    goes_on.set()
+    turn.join()
+    assert asked_of(live, "gone-on") == ["One.", "Two."]
+
+
 # Looking on ---------------------------------------------------------------------------------------
 
 
@@ -295,18 +417,22 @@ def test_whoever_looks_on_hears_what_another_client_is_told(live, route):
         body = {"messages": messages, "agent_id": name, **SHORT}
         said = live.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
     listener.join()
-    assert events[0] == ("turn", {"asked": "Say it.", "text": ""})
-    assert events[-1] == ("end", {})
+    follows = History().digest()
+    assert events[0] == ("turn", {"asked": "Say it.", "text": "", "follows": follows})
+    assert events[-1] == ("end", {"history_digest": digest_of(live, name)})
     text = "".join(event["text"] for kind, event in events if kind == "token")
     assert text.strip() == said.strip()
     live.until(lambda: name not in agents.live._listeners, "nobody to listen")
 
 
 def test_whoever_comes_late_is_told_what_was_said_so_far():
+    late = Agent("late", "demo", make_key())
+
     async def look():
         text = LiveText()
-        with text.turn("late", "Q?"):
+        with text.turn(late, "Q?"):
             text.say("late", "One ")
+            assert text.under_way("late") == Begun("Q?", "One ", late.history_digest)
             listener = text.listen("late")
             events = [await anext(listener)]
             text.say("late", "two")
@@ -316,7 +442,11 @@ def test_whoever_comes_late_is_told_what_was_said_so_far():
         assert not text._listeners and not text._turns
         return events
 
-    assert asyncio.run(look()) == [Begun("Q?", "One "), Said("two"), Over()]
+    assert asyncio.run(look()) == [
+        Begun("Q?", "One ", late.history_digest),
+        Said("two"),
+        Over(late.history_digest),
+    ]
 
 
 def test_nobody_can_be_listened_to_who_is_not_there(live):

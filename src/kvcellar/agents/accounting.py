@@ -62,12 +62,14 @@ class TurnEnd:
         finish: how, as the engine says it.
         usage: what it took.
         save: what becomes of the state after it; None where nothing was saved.
+        history_digest: of the agent's history behind it.
     """
 
     agent_id: str
     finish: FinishEvent
     usage: AgentUsage
     save: SaveTicket | None
+    history_digest: str
 
 
 def miss_of(

@@ -63,6 +63,7 @@ class AgentInfo:
         n_stored: leading tokens whose KV is in the store.
         n_turns: turns so far.
         n_messages: messages of its conversation.
+        history_digest: of its tokens; a turn says by it which history it follows.
         parent: the agent that it was forked from.
         is_parent_gone: whether that one was deleted, though another may have its name by now.
         parent_position: tokens that the two have in common since.
@@ -81,6 +82,7 @@ class AgentInfo:
     n_stored: int
     n_turns: int
     n_messages: int
+    history_digest: str
     parent: str | None
     parent_position: int | None
     created_s: float
@@ -107,6 +109,7 @@ def damaged_info(name: str, why: str) -> AgentInfo:
         n_stored=0,
         n_turns=0,
         n_messages=0,
+        history_digest="",
         parent=None,
         parent_position=None,
         created_s=0.0,

@@ -198,6 +198,7 @@ class Lifecycle:
         *,
         position: int | None = None,
         turn: int | None = None,
+        follows: str | None = None,
     ) -> AgentInfo:
         """Go back to a place in the history; ``undo`` brings back what came behind it.
 
@@ -205,14 +206,17 @@ class Lifecycle:
             agent_id: whose.
             position: tokens that stay.
             turn: or turns that stay, from the beginning, or from the end where negative.
+            follows: digest of the history that it goes back from; None: of any.
 
         Raises:
             UnknownAgentError: there is none of that name.
             AgentError: there is no such place; nothing was changed.
+            MovedOnError: it has another history by now; nothing was changed.
             StoreError: what is dropped cannot be saved; nothing was changed.
         """
         agent = await self.directory.find(agent_id)
         async with changing(self.publisher, agent):
+            agent.check_follows(follows)
             before = agent.tokens
             at, n_turns = agent.position_of(position, turn), agent.turns_of(turn)
             if at < len(before) or (n_turns is not None and n_turns < len(agent.turns)):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 
+from kvcellar.agents.records import Agent
 from kvcellar.engine.mailbox import Mailbox
 
 
@@ -18,10 +19,12 @@ class Begun:
     Attributes:
         asked: what it answers; None where tokens were given.
         text: what it has said by now.
+        follows: digest of the history that it goes on from.
     """
 
     asked: str | None
     text: str
+    follows: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,13 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The turn has ended, and is in the history."""
+    """The turn has ended, and is in the history, unless it said nothing.
+
+    Attributes:
+        history_digest: of that history.
+    """
+
+    history_digest: str
 
 
 LiveEvent = Begun | Said | Over
@@ -44,7 +53,11 @@ class _Turn:
     """A turn under way."""
 
     asked: str | None
+    follows: str
     pieces: list[str] = field(default_factory=list)
+
+    def so_far(self) -> Begun:
+        return Begun(self.asked, "".join(self.pieces), self.follows)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,17 +81,25 @@ class LiveText:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def turn(self, agent_id: str, asked: str | None) -> Iterator[None]:
+    def turn(self, agent: Agent, asked: str | None) -> Iterator[None]:
         """Say that an agent's turn is under way, for as long as the block lasts."""
+        agent_id = agent.agent_id
+        turn = _Turn(asked, agent.history_digest)
         with self._lock:
-            self._turns[agent_id] = _Turn(asked)
-            self._tell(agent_id, Begun(asked, ""))
+            self._turns[agent_id] = turn
+            self._tell(agent_id, turn.so_far())
         try:
             yield
         finally:
             with self._lock:
                 del self._turns[agent_id]
-                self._tell(agent_id, Over())
+                self._tell(agent_id, Over(agent.history_digest))
+
+    def under_way(self, agent_id: str) -> Begun | None:
+        """Return the turn that an agent is in, and what it has said by now; None: in none."""
+        with self._lock:
+            turn = self._turns.get(agent_id)
+            return None if turn is None else turn.so_far()
 
     def say(self, agent_id: str, text: str) -> None:
         """Say what came next in the turn of an agent."""
@@ -96,7 +117,7 @@ class LiveText:
             self._listeners.setdefault(agent_id, []).append(listener)
         try:
             if turn is not None:
-                yield Begun(turn.asked, "".join(turn.pieces))
+                yield turn.so_far()
             while True:
                 yield await listener.events.get()
         finally:

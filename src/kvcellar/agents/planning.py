@@ -48,6 +48,8 @@ class Turn:
         model: to run on; another one than before reads the conversation anew, and its history
             stays what it was.
         deadline_s: longest time to wait for room; None for any.
+        follows: digest of the history that it goes on from, as ``AgentInfo`` has it; where the
+            agent has another one by then, or is in a turn, it is refused. None: of any history.
         is_continuing: refuse ``messages`` that do not continue the agent's history.
         answer: from its text to the message that is kept, such as one with tool calls.
         marks: as ``Request`` has them; ``answer`` finds them in its text.
@@ -74,6 +76,7 @@ class Turn:
     priority: int = 0
     model: str | None = None
     deadline_s: float | None = None
+    follows: str | None = None
     is_continuing: bool = False
     answer: AnswerFn | None = None
     marks: Mapping[int, str] | None = None

@@ -13,7 +13,7 @@ from kvcellar.agents.infos import AgentInfo, Took, TurnRecord
 from kvcellar.agents.marks import Mark, next_serial
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.names import model_tag, reference_name
-from kvcellar.errors import AgentError
+from kvcellar.errors import AgentError, MovedOnError
 from kvcellar.history import History
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.references import SERIAL
@@ -70,6 +70,8 @@ class Agent:
     """True if it has gone back since its last turn."""
     beside: Agent | None = None
     """Until its first turn, the agent whose history that was expected to continue, as it was."""
+    digested: tuple[History, str] | None = field(default=None, repr=False)
+    """A history that it had, and its digest: hashed once for all who look."""
     dropped: dict[str, Any] | None = None
     """For a state that was dropped: whose it was, and what dropped it; see ``dropped.py``."""
 
@@ -84,6 +86,24 @@ class Agent:
         if self.dropped is None:
             return f"agent {self.agent_id!r}"
         return f"what {self.dropped['verb']} drops of agent {self.dropped['id']!r}"
+
+    @property
+    def history_digest(self) -> str:
+        """Digest of its tokens: 32 hexadecimal digits, the same in every process."""
+        known, tokens = self.digested, self.tokens
+        if known is None or known[0] is not tokens:
+            known = self.digested = (tokens, tokens.digest())
+        return known[1]
+
+    def check_follows(self, follows: str | None) -> None:
+        """Refuse what follows another history than the one that is there; None follows any.
+
+        Raises:
+            MovedOnError: it does.
+        """
+        if follows is not None and follows != self.history_digest:
+            digest, n_turns = self.history_digest, len(self.turns)
+            raise MovedOnError(self.agent_id, follows, digest, n_turns)
 
     @property
     def is_conversation(self) -> bool:
@@ -122,6 +142,7 @@ class Agent:
             n_stored=self.n_stored,
             n_turns=len(self.turns),
             n_messages=len(self.messages),
+            history_digest=self.history_digest,
             parent=parent,
             parent_position=self.parent_position,
             created_s=self.created_s,

@@ -40,6 +40,7 @@ from kvcellar.errors import (
     AgentHeldError,
     EngineClosedError,
     HistoryChangedError,
+    MovedOnError,
     PromptError,
     StoreError,
 )
@@ -111,6 +112,8 @@ class Turns:
             UnknownAgentError: there is none of that name.
             AgentError: the messages do not continue its history, though they have to; nothing was
                 changed.
+            MovedOnError: the turn follows another history than it has, or will have when it has
+                ended what it is in; nothing was changed.
             PromptError: there is nothing to answer, or no room for it; nothing was changed.
             ModelError: the model cannot be loaded, or its template refuses the messages; nothing
                 was changed.
@@ -119,12 +122,29 @@ class Turns:
         async with self.models.use(turn.model or agent.model) as own:
             host = own.in_salt(salt_of(agent.agent_id))
             agent = self.directory.on_model(agent, host)
+            self._check_free(turn, agent)
             async with (
                 self._planned(turn, agent, host) as (agent, hold),
                 self._replacing(turn, agent),
-                self._queued(turn, agent, host, hold) as running,
             ):
-                yield running
+                with self.live.turn(agent, turn.asked):
+                    async with self._queued(turn, agent, host, hold) as running:
+                        yield running
+
+    def _check_free(self, turn: Turn, agent: Agent) -> None:
+        """Refuse a turn that follows a history behind which another one has begun.
+
+        It would wait for the end of that one, only to be refused then.
+
+        Raises:
+            MovedOnError: there is such a turn.
+        """
+        now = self.live.under_way(agent.agent_id)
+        if turn.follows is not None and now is not None:
+            digest, n_turns = agent.history_digest, len(agent.turns)
+            raise MovedOnError(
+                agent.agent_id, turn.follows, digest, n_turns, is_under_way=True, asked=now.asked
+            )
 
     @contextlib.asynccontextmanager
     async def _planned(
@@ -151,9 +171,12 @@ class Turns:
                         f"another process has talked with agent {agent.agent_id!r} meanwhile; this "
                         f"turn is behind what was said there"
                     )
+                agent.check_follows(turn.follows)
                 await self._plan(turn, agent, host)
             except (AgentHeldError, HistoryChangedError) as error:
                 await stack.aclose()
+                if turn.follows is not None:  # whoever holds the agent goes on with it
+                    raise
                 agent = await stack.enter_async_context(self._branched(turn, agent, error))
                 hold = await stack.enter_async_context(changing(self.publisher, agent))
                 await self._plan(turn, agent, host)
@@ -394,22 +417,23 @@ class RunningTurn:
         with self._lock:
             if not self._is_over:
                 self._agent.request_id = self.events.request_id
-        with self._turns.live.turn(self._agent.agent_id, self._turn.asked):
-            try:
-                yield self
-            finally:
-                with contextlib.suppress(EngineClosedError):
-                    await self.events.cancel()
-                    async for event in self.events:
-                        self.take(event)
-                await self._make_durable()
-                self._note_end()
+        try:
+            yield self
+        finally:
+            with contextlib.suppress(EngineClosedError):
+                await self.events.cancel()
+                async for event in self.events:
+                    self.take(event)
+            await self._make_durable()
+            self._note_end()
 
     def _note_end(self) -> None:
         """Sum up what the turn took, where it has ended."""
         if self._finish is not None:
             usage = usage_of(self._turn, self._agent, self._finish, self._back, self._first_s)
-            self._end = TurnEnd(self._agent.agent_id, self._finish, usage, self._save)
+            self._end = TurnEnd(
+                self._agent.agent_id, self._finish, usage, self._save, self._agent.history_digest
+            )
 
     async def _make_durable(self) -> None:
         """Have what a turn said on disk before anybody is told that it has ended."""

@@ -23,6 +23,7 @@ from kvcellar.errors import (
     EngineFailedError,
     KVCellarError,
     ModelError,
+    MovedOnError,
     PromptError,
     StoreError,
     UnknownAgentError,
@@ -151,6 +152,10 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, _why_failed(error), "engine_failed")
     if isinstance(error, ContextError):
         return ContextExceeded(error.n_tokens, error.context, is_least=True)
+    if isinstance(error, MovedOnError):
+        known = ("follows", "history_digest", "n_turns", "is_under_way", "asked")
+        details = {name: getattr(error, name) for name in known}
+        return ApiError(409, str(error), "history_moved_on", param="follows", details=details)
     for kind, status, code in _STATUSES:
         if isinstance(error, kind):
             retry = 2.0 if status in (429, 503) else None

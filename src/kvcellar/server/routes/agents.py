@@ -165,7 +165,9 @@ async def rewind_agent(
     service = service_of(request)
     body = body or RewindRequest.model_validate({})
     turn = -1 if body.position is None and body.turn is None else body.turn
-    info = await service.agents.lifecycle.rewind(agent_id, position=body.position, turn=turn)
+    info = await service.agents.lifecycle.rewind(
+        agent_id, position=body.position, turn=turn, follows=body.follows
+    )
     return _shown(service, info)
 
 
@@ -325,13 +327,17 @@ async def _events(
     with service.admitted():
         async with service.models.registry.use(model) as own:
             host = own.in_salt(salt_of(agent_id))
-            said = service.agents.directory.conversation(agent_id) if body.go_on else None
+            agent = service.agents.directory.agent(agent_id)
+            said, follows = None, body.follows
+            if body.go_on:  # with the answer that is there now, and no later one
+                said, follows = agent.messages, follows or agent.history_digest
             turn = Turn(
                 agent_id,
                 body.text,
                 messages=said,
                 tokens=body.tokens,
                 role=body.role,
+                follows=follows,
                 template_kwargs=body.chat_template_kwargs,
                 params=params,
                 priority=body.priority,
@@ -361,6 +367,7 @@ def _end(end: TurnEnd) -> dict[str, Any]:
         "text": end.finish.text,
         "finish_reason": end.finish.reason,
         "finish_detail": end.finish.finish.detail if end.finish.finish else None,
+        "history_digest": end.history_digest,
         "usage": {**counts, **usage_extra(usage)},
     }
 
@@ -398,10 +405,8 @@ class LiveFrames(Frames[LiveEvent]):
     async def of(self, number: int, item: LiveEvent) -> bytes:
         """Write the beginning of a turn, the next piece of its text, or its end."""
         if isinstance(item, Begun):
-            return frame({"asked": item.asked, "text": item.text}, "turn")
-        if isinstance(item, Said):
-            return frame({"text": item.text}, "token")
-        return frame({}, "end")
+            return frame(dataclasses.asdict(item), "turn")
+        return frame(dataclasses.asdict(item), "token" if isinstance(item, Said) else "end")
 
 
 class TurnFrames(Frames[TokenEvent | TurnEnd]):

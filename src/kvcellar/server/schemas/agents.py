@@ -47,8 +47,16 @@ class ForkRequest(PlaceRequest):
     id: str | None = Field(None, max_length=128, description="Name of the new one.")
 
 
+FOLLOWS = (
+    "history_digest of the agent, as its client knows it: where it has another one by now, or is "
+    "in a turn, 409 and nothing is changed."
+)
+
+
 class RewindRequest(PlaceRequest):
     """``POST /v1/agents/{agent_id}/rewind``; without a place: before the last turn."""
+
+    follows: str | None = Field(None, max_length=64, description=FOLLOWS)
 
 
 class GenerateRequest(SamplingFields):
@@ -60,6 +68,7 @@ class GenerateRequest(SamplingFields):
     text: str | None = Field(None, description="What somebody says.")
     tokens: list[int] | None = Field(None, description="Or tokens behind the history.")
     go_on: bool = Field(False, description="Or nothing: the last answer is gone on with.")
+    follows: str | None = Field(None, max_length=64, description=FOLLOWS)
     role: Literal["user", "tool"] = "user"
     chat_template_kwargs: TemplateKwargs | None = None
     max_tokens: int | None = Field(None, ge=1)
