@@ -419,7 +419,7 @@ def test_whoever_looks_on_hears_what_another_client_is_told(live, route):
     listener.join()
     follows = History().digest()
     assert events[0] == ("turn", {"asked": "Say it.", "text": "", "follows": follows})
-    assert events[-1] == ("end", {"history_digest": digest_of(live, name)})
+    assert events[-1] == ("end", {"history_digest": digest_of(live, name), "reason": "length"})
     text = "".join(event["text"] for kind, event in events if kind == "token")
     assert text.strip() == said.strip()
     live.until(lambda: name not in agents.live._listeners, "nobody to listen")
@@ -445,7 +445,7 @@ def test_whoever_comes_late_is_told_what_was_said_so_far():
     assert asyncio.run(look()) == [
         Begun("Q?", "One ", late.history_digest),
         Said("two"),
-        Over(late.history_digest),
+        Over(late.history_digest, None),
     ]
 
 

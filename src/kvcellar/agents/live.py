@@ -40,9 +40,11 @@ class Over:
 
     Attributes:
         history_digest: of that history.
+        reason: why the answer ended, as ``TurnRecord`` has it; None where there was none.
     """
 
     history_digest: str
+    reason: str | None
 
 
 LiveEvent = Begun | Said | Over
@@ -83,7 +85,7 @@ class LiveText:
     @contextlib.contextmanager
     def turn(self, agent: Agent, asked: str | None) -> Iterator[None]:
         """Say that an agent's turn is under way, for as long as the block lasts."""
-        agent_id = agent.agent_id
+        agent_id, before = agent.agent_id, agent.turns
         turn = _Turn(asked, agent.history_digest)
         with self._lock:
             self._turns[agent_id] = turn
@@ -93,7 +95,8 @@ class LiveText:
         finally:
             with self._lock:
                 del self._turns[agent_id]
-                self._tell(agent_id, Over(agent.history_digest))
+                reason = None if agent.turns is before else agent.turns[-1].reason
+                self._tell(agent_id, Over(agent.history_digest, reason))
 
     def under_way(self, agent_id: str) -> Begun | None:
         """Return the turn that an agent is in, and what it has said by now; None: in none."""

@@ -4,12 +4,11 @@ import { $, button, copy, count, el, inSight, seconds, toast, untilHidden } from
 import { drafts } from "./kept.js";
 import { parted, render } from "./markdown.js";
 import { call, events, pathOf, trouble } from "./net.js";
-import { agentOf, colour, on, state, tell } from "./state.js";
+import { agentOf, colour, on, sees, state, tell } from "./state.js";
 import { choose, fork, once, verb } from "./verbs.js";
 
 let detail = null; // the agent with its messages and turns, as the server gave it
 let mark = ""; // of what it was like when it was asked for
-let heard = null; // the turn of another client that comes: {id, asked, text}
 let place = null; // a message that a search has found: {id, message}
 
 // What stands above ------------------------------------------------------------------------------
@@ -73,6 +72,7 @@ async function showAgent() {
     const found = await call("GET", pathOf(agent.id));
     if (state.chosen !== agent.id) return;
     detail = found;
+    sees(found);
     showTalk();
   } catch (error) {
     if (mark === now) mark = "";
@@ -84,7 +84,7 @@ async function showAgent() {
 let rows = []; // {key, node}
 function showTalk() {
   const wanted = detail ? rowsOf(detail) : [];
-  const talk = state.talks.get(state.chosen) ?? (heard?.id === state.chosen ? heard : null);
+  const talk = state.talks.get(state.chosen) ?? (state.heard?.id === state.chosen ? state.heard : null);
   if (talk) {
     if (talk.asked) wanted.push({ key: `asked:${talk.asked}`, make: () => message({ role: "user", content: talk.asked }) });
     wanted.push({ key: "now", make: nowRow });
@@ -276,23 +276,24 @@ let listening = null;
 async function listen(id) {
   listening?.abort();
   const controller = listening = new AbortController();
-  heard = null;
   while (id !== null && !controller.signal.aborted) {
     await inSight();
     const seen = new AbortController();
     untilHidden(seen);
     controller.signal.addEventListener("abort", () => seen.abort());
     if (controller.signal.aborted) return;
+    state.heard = null; // of a turn that goes on one is told again
     try {
       for await (const event of events(pathOf(id, "live"), { signal: seen.signal })) {
         const value = JSON.parse(event.data);
-        if (event.name === "turn") heard = { id, asked: value.asked, text: value.text };
-        else if (event.name === "token" && heard) heard.text += value.text;
-        else if (event.name === "end") { heard = null; mark = ""; }
+        if (event.name === "turn") state.heard = { id, asked: value.asked, text: value.text };
+        else if (event.name === "token" && state.heard) state.heard.text += value.text;
+        else if (event.name === "end") { state.heard = null; mark = ""; }
         if (state.talks.has(id) || id !== state.chosen) continue;
-        if (event.name === "token" && $("talk").querySelector(".now")) showNow(heard);
-        else if (event.name === "end") await showAgent().then(showTalk);
-        else showTalk();
+        if (event.name === "token" && $("talk").querySelector(".now")) { showNow(state.heard); continue; }
+        if (event.name === "end") await showAgent();
+        tell("talk", id);
+        if (event.name === "end") tell("free", id, value.reason);
       }
     } catch (error) {
       if (controller.signal.aborted || error.status === 404) return;

@@ -1,9 +1,9 @@
 // What one writes: sent when the agent is free, kept until the server has it.
 
 import { $, button, count, el, seconds, toast } from "./dom.js";
-import { drafts, files, inBrowser, inTurn, move, queues, samplings } from "./kept.js";
-import { call, events, pathOf, trouble } from "./net.js";
-import { agentOf, on, state, tell } from "./state.js";
+import { drafts, files, inBrowser, move, queues, samplings } from "./kept.js";
+import { call, events, hasMovedOn, pathOf, trouble } from "./net.js";
+import { agentOf, isBusy, on, seenOf, sees, state, tell } from "./state.js";
 import { create, once, refresh } from "./verbs.js";
 
 const took = new Map(); // agent's id -> what its last turn from here took, in words
@@ -75,17 +75,17 @@ async function askNow() {
       return;
     }
   }
-  if (state.talks.has(id) || queues.get(id).length) {
+  if (isBusy(id) || queues.get(id).length) {
     queues.set(id, [...queues.get(id), text]);
     clear(id, sent);
     show();
-    if (!state.talks.has(id)) next(id);
+    next(id);
     return;
   }
   send(id, text, () => clear(id, sent));
 }
 
-// `taken` is called when the text is in the history; until then whoever has it keeps it.
+// `taken` is called when the server has the text; until then whoever has it keeps it.
 async function send(id, text, taken) {
   const body = { text, ...samplingOf(id) };
   const isOk = await talk(id, text, body, taken);
@@ -101,15 +101,23 @@ async function talk(id, asked, body, taken = () => {}) {
   const take = () => { if (!isTaken) { isTaken = true; now.untaken = null; taken(); } };
   let hasEnded = false;
   try {
-    for await (const event of events(pathOf(id, "generate"), { body: { ...body, stream: true }, signal: now.controller.signal })) {
+    if (!seenOf(id)) sees(await call("GET", pathOf(id)));
+    const { digest, n } = seenOf(id);
+    for await (const event of events(pathOf(id, "generate"), { body: { ...body, follows: digest, stream: true }, signal: now.controller.signal })) {
       const value = JSON.parse(event.data);
       if (event.name === "token") { take(); now.text += value.text; tell("piece", id); }
       if (event.name === "error") throw new Error(value.error.message);
-      if (event.name === "end") { hasEnded = true; take(); took.set(id, inWords(value.usage)); tell("talked", id, value.text); }
+      if (event.name === "end") {
+        hasEnded = true;
+        take();
+        sees({ id, history_digest: value.history_digest, n_messages: n + (asked ? 2 : 0) });
+        took.set(id, inWords(value.usage)); tell("talked", id, value.text);
+      }
     }
     if (!hasEnded) throw new Error("the answer was cut off");
   } catch (error) {
-    if (error.name !== "AbortError") {
+    if (hasMovedOn(error)) await movedOn(id, asked, error, take);
+    else if (error.name !== "AbortError") {
       toast(trouble(error));
       if (isTaken && asked) { // how much of it the server has is not known
         if (drafts.get(id)) queues.set(id, [asked, ...queues.get(id)]); // and something else is typed by now
@@ -119,10 +127,22 @@ async function talk(id, asked, body, taken = () => {}) {
     }
   }
   state.talks.delete(id);
+  if (hasEnded && state.heard?.id === id) state.heard = null; // it was this one
   tell("talk", id);
   await tell("answered", id);
   refresh();
   return hasEnded;
+}
+
+// Another tab, or another client, was first: what it did is shown, and what was to be sent stays where it is,
+// unless it is the very text that the other has sent, which then has left the queue of both.
+async function movedOn(id, asked, error, take) {
+  const before = seenOf(id)?.n ?? 0;
+  const now = await call("GET", pathOf(id)).catch(() => null);
+  const isSent = error.said.asked === asked || now?.messages.slice(before).some((one) => one.role === "user" && one.content === asked);
+  if (now) sees(now);
+  if (asked && isSent && queues.get(id).includes(asked)) take();
+  else toast(trouble(error));
 }
 
 function inWords(usage) {
@@ -137,20 +157,20 @@ on("send", (id, text) => {
   show();
   next(id);
 });
-on("go-on", (id) => { if (!state.talks.has(id)) talk(id, "", { go_on: true, ...samplingOf(id) }); });
+on("free", (id, reason) => { if (reason === "stop" || reason === "length") next(id); });
+on("go-on", (id) => { if (!isBusy(id)) talk(id, "", { go_on: true, ...samplingOf(id) }); });
 
 // What waits -------------------------------------------------------------------------------------
 
-// The first of the queue leaves it when the server has it; until then no other tab looks for what is first.
-const next = (id) => inTurn(`queue:${id}`, () => new Promise((done) => {
+// The first of the queue leaves it when the server has it. Other tabs may send it too: the server takes one of them.
+function next(id) {
   const [first] = queues.get(id);
-  if (first === undefined || state.talks.has(id)) return done();
+  if (first === undefined || isBusy(id)) return;
   send(id, first, () => { // which may have been moved meanwhile, or taken back
     const at = queues.get(id).indexOf(first);
     if (at >= 0) take(id, at);
-    done();
-  }).finally(done);
-}));
+  });
+}
 addEventListener("storage", ({ key }) => { if (key === `kvcellar-queue:${state.chosen}`) show(); });
 
 function showQueue() {
@@ -158,7 +178,7 @@ function showQueue() {
   const waiting = queues.get(id);
   $("queue").hidden = !waiting.length;
   $("queue").replaceChildren(...waiting.map((text, i) => el("li", {}, el("span", { title: text }, text),
-    i || state.talks.has(id) ? null : button("Send now", () => next(id)),
+    i || isBusy(id) ? null : button("Send now", () => next(id)),
     button("Edit", () => { take(id, i); drafts.set(id, [text, prompt.value].filter(Boolean).join("\n")); fill(drafts.get(id)); prompt.focus(); }, { "aria-label": "Take it back and edit it" }),
     button("✕", () => { take(id, i); toast("it is not sent", () => { queues.set(id, queues.get(id).toSpliced(i, 0, text)); show(); }); }, { "aria-label": "Do not send this" }))));
 }

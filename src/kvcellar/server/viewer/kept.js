@@ -35,9 +35,6 @@ export const samplings = of("sampling", {}); // agent -> settings; "" is for who
 export const inTab = { get: (key, otherwise = null) => read("sessionStorage", key, otherwise), set: (key, value) => write("sessionStorage", key, value) };
 export const inBrowser = { get: (key, otherwise = null) => read("localStorage", key, otherwise), set: (key, value) => write("localStorage", key, value) };
 
-// Tabs that share what is kept take turns. Browsers have locks at addresses that they trust: https, and this machine.
-export const inTurn = (name, what) => (navigator.locks ? navigator.locks.request(`kvcellar-${name}`, what) : what());
-
 // What was kept for one agent goes to another, to what is there: for what is typed before there is one, or
 // while it is deleted elsewhere.
 export function move(from, to) {

@@ -9,12 +9,16 @@ const headers = (more = {}) => {
 };
 
 export const pathOf = (id, verb = "") => `/v1/agents/${encodeURIComponent(id)}${verb && `/${verb}`}`;
-export const trouble = (error) => (error instanceof TypeError ? "the server does not answer" : error.message);
+export const hasMovedOn = (error) => error.said?.code === "history_moved_on";
+export function trouble(error) {
+  if (hasMovedOn(error)) return "somebody else has talked with it meanwhile: see what came, then send yours";
+  return error instanceof TypeError ? "the server does not answer" : error.message;
+}
 
 async function refused(response) {
   if (response.status === 401) askForKey();
   const value = await response.json().catch(() => ({}));
-  return Object.assign(new Error(value.error ? value.error.message : response.statusText), { status: response.status });
+  return Object.assign(new Error(value.error ? value.error.message : response.statusText), { status: response.status, said: value.error ?? {} });
 }
 
 const asJson = (method, body, more = {}) => ({

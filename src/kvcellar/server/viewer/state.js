@@ -6,7 +6,14 @@ export const state = {
   chosen: null, // the id of the agent that is looked at; null: a new chat
   made: null, // the id of an agent made here that the stream has not listed yet
   talks: new Map(), // agent's id -> the answer that comes to this page: {controller, asked, text}
+  heard: null, // the turn of another client that comes to the agent that is looked at: {id, asked, text}
 };
+
+// What this page has seen of each agent's history, for the next turn to say what it follows: {digest, n}, n messages.
+const seen = new Map();
+export const sees = (agent) => seen.set(agent.id, { digest: agent.history_digest, n: agent.n_messages });
+export const seenOf = (id) => seen.get(id);
+export const isBusy = (id) => state.talks.has(id) || state.heard?.id === id;
 
 export const model = () => state.snapshot?.models.find((one) => one.name === state.model) ?? null;
 export const agentOf = (id) => state.snapshot?.agents.find((agent) => agent.id === id) ?? null;

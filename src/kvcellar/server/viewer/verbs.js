@@ -3,7 +3,7 @@
 import { $, count, toast } from "./dom.js";
 import { inTab } from "./kept.js";
 import { call, download, pathOf, trouble } from "./net.js";
-import { agentOf, state, tell } from "./state.js";
+import { agentOf, seenOf, sees, state, tell } from "./state.js";
 
 export function choose(id) {
   if (id !== state.chosen) {
@@ -41,6 +41,7 @@ export async function once(name, act) {
 // `made` is called before anything is shown of it.
 export async function create(body = {}, made = () => {}) {
   const agent = await call("POST", "/v1/agents", { ...(state.model ? { model: state.model } : {}), ...body });
+  sees(agent);
   made(agent.id);
   lookAtNew(agent.id);
   await refresh();
@@ -49,6 +50,7 @@ export async function create(body = {}, made = () => {}) {
 
 export async function fork(id, body = {}) {
   const done = await call("POST", pathOf(id, "fork"), body);
+  sees(done);
   lookAtNew(done.id);
   toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`);
   await refresh();
@@ -58,7 +60,8 @@ export async function fork(id, body = {}) {
 const DO = {
   fork,
   async rewind(id, body = {}) {
-    const done = await call("POST", pathOf(id, "rewind"), body);
+    const done = await call("POST", pathOf(id, "rewind"), { ...body, follows: seenOf(id)?.digest });
+    sees(done);
     dropped(id, `${id} went back to ${count(done.n_tokens)} tokens`);
   },
   async keep(id) {
@@ -110,6 +113,7 @@ async function undoLast() {
   try {
     const done = await call("POST", pathOf(id, "undo"));
     undoable.pop();
+    done.restored.forEach(sees);
     toast(`${done.restored.map((agent) => agent.id).join(", ")} ${done.restored.length > 1 ? "are" : "is"} as before`);
     if (done.restored.length) lookAtNew(done.restored.at(-1).id);
     await refresh();
