@@ -39,6 +39,12 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_ANTHROPIC_DETAILS = {
+    "thread_not_found",
+    "thread_fingerprint_mismatch",
+    "thread_unsupported_request",
+}
+"""Codes that Anthropic's clients look for, as ``error.details.error_code``."""
 _OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -194,6 +200,8 @@ def error_body(error: ApiError, request: Request) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES.get(error.status)
         kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
         inside = {"type": kind, "message": message, **error.details}
+        if error.code in _ANTHROPIC_DETAILS:
+            inside["details"] = {"error_code": error.code}
         return {"type": "error", "error": inside, "request_id": request_id_of(request)}
     kind = _OPENAI_TYPES.get(error.status)
     kind = kind or ("invalid_request_error" if error.status < 500 else "server_error")

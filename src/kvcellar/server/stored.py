@@ -1,4 +1,4 @@
-"""Responses that are stored: as they were answered, and what they answered, durably and whole."""
+"""Answers that are stored: as they were given, and what they answered, durably and whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcellar.store.facts import BadFactError, items, object_of, parse_json, tex
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response and where to go on from it.
+    """A response of OpenAI's, or a message of Anthropic's, and where to go on from it.
 
     Attributes:
         response: as it was answered.
@@ -24,6 +24,7 @@ class StoredResponse:
         added: messages of that agent's that were read behind the leading system messages of the
             items, which do not have them.
         salt: of those who may see it.
+        settings: fields of the request that hold for what goes on from it, too.
     """
 
     response: dict[str, Any]
@@ -32,6 +33,7 @@ class StoredResponse:
     n_tokens: int
     added: list[dict[str, Any]] = field(default_factory=list)
     salt: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class StoredResponses:
@@ -54,6 +56,7 @@ class StoredResponses:
             "n_tokens": stored.n_tokens,
             "added": stored.added,
             "salt": stored.salt,
+            "settings": stored.settings,
         }
         payload = json.dumps(value).encode()
         await asyncio.to_thread(self._store.put_document, response_id, payload)
@@ -72,6 +75,7 @@ class StoredResponses:
                 whole(value["n_tokens"], "n_tokens"),
                 [object_of(one, "a message") for one in items(value.get("added", []), "added")],
                 text(value.get("salt", ""), "salt"),
+                object_of(value.get("settings", {}), "settings"),
             )
         except (BadFactError, KeyError, UnicodeDecodeError):
             return None

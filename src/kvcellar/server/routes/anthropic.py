@@ -14,6 +14,7 @@ from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import answer, read_prompt, whole
+from kvcellar.server.conversations import Whose
 from kvcellar.server.dialogue import (
     CallEvent,
     ChatEvent,
@@ -50,6 +51,7 @@ from kvcellar.server.telling import (
     predictions,
 )
 from kvcellar.server.thinking import Thinking
+from kvcellar.server.threads import PREFIX, Thread, thread_of
 from kvcellar.server.tools import Toolbox, ToolChoice, told
 from kvcellar.valid import valid_json
 
@@ -66,57 +68,55 @@ _READ = ("text", "tool_use", "tool_result", *_THOUGHTS)
 @router.post("/v1/messages/count_tokens", dependencies=[READS_AGENT])
 async def count(request: Request, body: CountRequest) -> dict[str, int]:
     """Count the tokens that a turn would have as its prompt, an agent's history with them."""
-    service, tools = service_of(request), _tools(body)
+    service = service_of(request)
+    whose = whose_of(request, body.agent_id, salt=body.cache_salt)
+    thread = await thread_of(service, body, whose.salt)
+    tools = _tools(body)
     question = Question(
-        _messages(service, body, tools, LeftOut())[0],
+        _messages(service, body, tools, LeftOut(), thread)[0],
         SamplingParams(),
         model=body.model,
         tools=tools,
         thinking=_thinking(body),
-        whose=whose_of(request, body.agent_id, salt=body.cache_salt),
+        whose=whose,
     )
     return {"input_tokens": len(await read_prompt(service, question))}
 
 
 @router.post("/v1/messages", response_model=None, dependencies=[READS_AGENT])
 async def create_message(request: Request, body: MessagesRequest) -> Response:
-    """Answer in a conversation."""
+    """Answer in a conversation, or in a thread, of which the server has the rest."""
     service = service_of(request)
-    question = _question(request, body)
-    message_id = new_id("msg_")
+    whose = whose_of(
+        request,
+        body.agent_id,
+        body.session_id,
+        body.metadata.user_id if body.metadata else None,
+        salt=body.cache_salt,
+    )
+    thread = await thread_of(service, body, whose.salt)
+    question = _question(service, body, whose, thread)
+    message_id = new_id(PREFIX)
     if body.stream:
-        frames = MessageFrames(request, body, message_id)
+        frames = MessageFrames(request, body, message_id, thread)
         return await sse(request, Stream.of(answer(service, question)), frames, ignored_of(body))
     ((end, _),) = await until_gone(request, whole(service, [question]))
-    usage = _usage(end)
-    note(request, agent=end.agent_id, **usage, **notes_of(end.usage))
-    return JSONResponse(
-        {
-            "id": message_id,
-            "type": "message",
-            "role": "assistant",
-            "model": end.model,
-            "content": _content(end, service.signer, _is_omitted(body)),
-            "stop_reason": _stop_reason(end),
-            "stop_sequence": end.stop_text,
-            "usage": usage,
-            "kvcellar": extra_of(end, body),
-        },
-        headers={**answer_headers(end), **ignored_of(body)},
-    )
+    message = await _ended(request, body, message_id, thread, end)
+    return JSONResponse(message, headers={**answer_headers(end), **ignored_of(body)})
 
 
 # What comes --------------------------------------------------------------------------------------
 
 
-def _question(request: Request, body: MessagesRequest) -> Question:
+def _question(
+    service: Service, body: MessagesRequest, whose: Whose, thread: Thread | None
+) -> Question:
     left_out, tools = LeftOut(), _tools(body)
-    messages, pins = _messages(service_of(request), body, tools, left_out)
+    messages, pins = _messages(service, body, tools, left_out, thread)
     if body.cache_control is not None:
         pins.append(PinWish(len(messages), _TTL_S[body.cache_control.ttl]))
     choice = body.tool_choice
     wanted = body.output_format or (body.output_config.format if body.output_config else None)
-    user_id = body.metadata.user_id if body.metadata else None
     return Question(
         messages=messages,
         model=body.model,
@@ -134,7 +134,7 @@ def _question(request: Request, body: MessagesRequest) -> Question:
         is_parallel=not (choice and choice.disable_parallel_tool_use),
         form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
         thinking=_thinking(body),
-        whose=whose_of(request, body.agent_id, body.session_id, user_id, salt=body.cache_salt),
+        whose=whose,
         pins=pins,
         left_out=left_out,
     )
@@ -188,7 +188,11 @@ def _tools(body: CountRequest) -> Toolbox:
 
 
 def _messages(
-    service: Service, body: CountRequest, tools: Toolbox, left_out: LeftOut
+    service: Service,
+    body: CountRequest,
+    tools: Toolbox,
+    left_out: LeftOut,
+    thread: Thread | None,
 ) -> tuple[list[dict[str, Any]], list[PinWish]]:
     """Messages as chat templates take them, and the wishes to keep what comes before some."""
     messages: list[dict[str, Any]] = []
@@ -210,6 +214,7 @@ def _messages(
     for tool in body.tools or ():
         if body.system:
             wish(tool.cache_control)
+    messages += thread.added if thread is not None else ()
     for message in body.messages:
         content = message.content
         given = [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
@@ -319,6 +324,29 @@ def _text(block: ContentBlock, left_out: LeftOut) -> str:
 # What goes ---------------------------------------------------------------------------------------
 
 
+async def _ended(
+    request: Request, body: MessagesRequest, message_id: str, thread: Thread | None, end: Ended
+) -> dict[str, Any]:
+    """Return an answer as its client is told; in a thread it is on disk before that."""
+    service, usage = service_of(request), _usage(end)
+    note(request, agent=end.agent_id, **usage, **notes_of(end.usage))
+    extra = extra_of(end, body)
+    message = {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": end.model,
+        "content": _content(end, service.signer, _is_omitted(body)),
+        "stop_reason": _stop_reason(end),
+        "stop_sequence": end.stop_text,
+        "usage": usage,
+        "kvcellar": extra,
+    }
+    if thread is not None:
+        extra["notes"] += await thread.keep(service, body, message, end)
+    return message
+
+
 def _usage(end: Ended) -> dict[str, int]:
     """Tokens that were read from the cache, put into it on request, and all others; guesses."""
     return {
@@ -379,11 +407,14 @@ class MessageFrames(AnswerFrames):
     ping = frame({"type": "ping"}, "ping")
     error_event = "error"
 
-    def __init__(self, request: Request, body: MessagesRequest, message_id: str) -> None:
+    def __init__(
+        self, request: Request, body: MessagesRequest, message_id: str, thread: Thread | None
+    ) -> None:
         """Write one message, which has no block yet."""
         super().__init__(request)
         self._body = body
         self._message_id = message_id
+        self._thread = thread
         self._index = -1
         self._open: str | int = ""
         """The open block: ``text``, ``thinking``, or the number of a call."""
@@ -398,7 +429,7 @@ class MessageFrames(AnswerFrames):
             return self._think(item.text) if item.text else b""
         if isinstance(item, CallEvent):
             return self._called(item)
-        return self._start(item) if isinstance(item, Started) else self._end(item)
+        return self._start(item) if isinstance(item, Started) else await self._end(item)
 
     def _start(self, event: Started) -> bytes:
         counts = _counts(event.prompt_tokens, event.cached_tokens, event.pinned_tokens)
@@ -441,12 +472,11 @@ class MessageFrames(AnswerFrames):
             return begun
         return begun + self._delta({"type": "input_json_delta", "partial_json": event.text})
 
-    def _end(self, event: Ended) -> bytes:
-        usage = _usage(event)
-        note(self._request, agent=event.agent_id, **usage, **notes_of(event.usage))
-        ending = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_text}
-        extra = extra_of(event, self._body)
-        delta = _said("message_delta", delta=ending, usage=usage, kvcellar=extra)
+    async def _end(self, event: Ended) -> bytes:
+        message = await _ended(self._request, self._body, self._message_id, self._thread, event)
+        ending = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        facts = {name: message[name] for name in ("usage", "kvcellar")}
+        delta = _said("message_delta", delta=ending, **facts)
         said = b"" if self._index >= 0 else self._begin({"type": "text", "text": ""}, "text")
         return said + self._close() + delta + _said("message_stop")
 

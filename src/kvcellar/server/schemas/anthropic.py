@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.base import (
     MODEL,
     STREAM,
@@ -129,11 +130,28 @@ class ThinkingConfig(Setting):
     display: str | None = Field(None, max_length=128)
 
 
+class ThreadField(Setting):
+    """Where the conversation is: kept here from now on, or all of it but what is new."""
+
+    type: str = Field(max_length=128, description="create or continue")
+    previous_message_id: str | None = Field(
+        None, max_length=128, description="The answer of a thread that messages come behind."
+    )
+
+    @property
+    def is_continued(self) -> bool:
+        """True where the server has the messages before those of the request."""
+        return self.type == "continue"
+
+
 class CountRequest(Body):
     """``POST /v1/messages/count_tokens``."""
 
     model: str | None = Field(None, max_length=512, description=MODEL)
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(
+        description="The conversation, oldest message first; of a thread, what is new."
+    )
+    thread: ThreadField | None = None
     system: str | list[ContentBlock] | None = None
     tools: list[Tool] | None = Field(None, max_length=512, description=TOOLS)
     tool_choice: ToolChoiceField | None = None
@@ -142,6 +160,14 @@ class CountRequest(Body):
     chat_template_kwargs: TemplateKwargs | None = None
     agent_id: AgentId | None = None
     cache_salt: CacheSalt | None = None
+
+    @model_validator(mode="after")
+    def _has_messages(self) -> CountRequest:
+        """Refuse a request without a message, unless it goes on where an answer ended."""
+        if not self.messages and not (self.thread and self.thread.is_continued):
+            message = "messages: List should have at least 1 item, and has none"
+            raise ApiError(400, message, "invalid_request", param="messages")
+        return self
 
 
 class Metadata(Open):

@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.aliases import by_own_names, notes_on
 from kvcellar.server.schemas.fields import MOST_UNKNOWN, refuse_or_ignore
+from kvcellar.server.schemas.histories import refuse_histories
 from kvcellar.valid import valid_json
 
 MOST_STOPS = 64
@@ -110,7 +111,10 @@ class Body(Open):
     @model_validator(mode="before")
     @classmethod
     def _made_valid(cls, value: Any) -> Any:
-        return valid_json(value)
+        value = valid_json(value)
+        if isinstance(value, dict):
+            refuse_histories(value, _names_of(cls))
+        return value
 
     @field_validator("*", mode="before")
     @classmethod
@@ -213,7 +217,7 @@ def _refuse_flags(value: Any) -> None:
             _refuse_flags(one)
 
 
-def _names_of(kind: type[QuestionBody]) -> list[str]:
+def _names_of(kind: type[Body]) -> list[str]:
     """Return the fields of a request as clients call them."""
     return [field.alias or name for name, field in kind.model_fields.items()]
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.base import (
     MODEL,
     STREAM,
@@ -137,6 +138,12 @@ class ContentPart(Open):
         return self.thinking or self.text or ""
 
 
+class AudioName(Open):
+    """A sound by its id."""
+
+    id: str | None = None
+
+
 class ChatMessage(Open):
     """One message of a conversation."""
 
@@ -149,6 +156,20 @@ class ChatMessage(Open):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
+    audio: AudioName | None = Field(None, description="A sound that was answered: refused.")
+
+    @model_validator(mode="after")
+    def _is_not_elsewhere(self) -> ChatMessage:
+        """Refuse an answer that is named in place of what it says."""
+        if self.audio is not None and not self.content:
+            raise ApiError(
+                400,
+                f"a message is the sound {str(self.audio.id)[:80]!r}, and none is kept here; send "
+                f"its words as content",
+                "unsupported_content",
+                param="messages",
+            )
+        return self
 
     @property
     def said(self) -> str | list[ContentPart] | None:

@@ -25,6 +25,9 @@ from kvcellar.server.stored import StoredResponse
 from kvcellar.server.thinking import Thinking
 from kvcellar.server.tools import Toolbox, told
 
+_COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
+"""Items that stand for others, by what they seal."""
+
 _INSTRUCTIONS = "instructions"
 """Marks the system message that belongs to one response alone."""
 
@@ -177,8 +180,17 @@ def _add_items(
 ) -> None:
     """Add items as chat templates take them: calls join the answer that they are part of."""
     for item in items:
-        if isinstance(item, OtherItem):
+        if isinstance(item, OtherItem) and item.type in _COMPACTIONS:
+            _add_message(messages, "user", _summary_of(item, signer))
+        elif isinstance(item, OtherItem) and item.type != "compaction_trigger":
             _add_told(messages, item)
+        elif isinstance(item, OtherItem):
+            raise ApiError(
+                400,
+                "compaction_trigger is not honoured: POST /v1/responses/compact sums up",
+                "unsupported_content",
+                param="input",
+            )
         elif item.type == "function_call":
             _add_call(messages, item)
         elif item.type == "function_call_output":
@@ -200,6 +212,24 @@ def _add_items(
                 "unsupported_content",
                 param="input",
             )
+
+
+def _summary_of(item: OtherItem, signer: Signer) -> str:
+    """Return what an item says that stands for a conversation's earlier items.
+
+    Raises:
+        ApiError: 400, it is sealed, and not by this server.
+    """
+    found = signer.opened(str((item.model_extra or {}).get("encrypted_content") or ""))
+    if found is None:
+        raise ApiError(
+            400,
+            f"an item of type {item.type} has a part of the conversation, and another server "
+            f"sealed it; send the items that it stands for",
+            "unsupported_content",
+            param="input",
+        )
+    return found
 
 
 def _reasoning_of(item: Item, signer: Signer) -> str | None:

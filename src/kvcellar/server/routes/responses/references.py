@@ -1,4 +1,7 @@
-"""Items that a request names instead of sending them: those of stored responses."""
+"""Items that a request names instead of sending them: those of stored responses.
+
+Reasoning without its text is named, too: clients that leave storing to the server send it so.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,12 @@ async def sent_items(
     known: dict[str, StoredResponse | None] = {}
     found: list[Item | OtherItem] = []
     for item in items:
-        if item.type != "item_reference":
+        is_reasoning = (
+            isinstance(item, Item)
+            and item.type == "reasoning"
+            and not (item.content or item.encrypted_content)
+        )
+        if item.type != "item_reference" and not is_reasoning:
             found.append(item)
             continue
         named = str(getattr(item, "id", None) or "")
@@ -42,7 +50,9 @@ async def sent_items(
         stored = known.get(response_id)
         output = stored.response["output"] if stored is not None and stored.salt == salt else ()
         wanted = [one for one in output if one.get("id") == named]
-        if not wanted:
+        if not wanted and is_reasoning:
+            found.append(item)
+        elif not wanted:
             raise ApiError(
                 404,
                 f"item {named[:80]!r} is not stored here; send the item itself",
