@@ -131,7 +131,7 @@ class ThinkingConfig(Setting):
 
 
 class ThreadField(Setting):
-    """Where the conversation is: kept here from now on, or all of it but what is new."""
+    """Wish for a conversation that is kept here: from now on, or gone on with."""
 
     type: str = Field(max_length=128, description="create or continue")
     previous_message_id: str | None = Field(
