@@ -110,6 +110,7 @@ EXAMPLES = (
     of_agent("POST /generate", {"text": "A line about rain.", **SHORT}),
     of_agent("POST /fork", {"id": "twin"}, status=201),
     of_agent("POST /generate", {"text": "Another one.", "stream": True, **SHORT}, name="twin"),
+    of_agent("POST /rename", {"title": "Verses about rain"}),
     example("GET /v1/agents"),
     of_agent("GET "),
     of_agent("GET /why"),

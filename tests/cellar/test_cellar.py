@@ -289,6 +289,7 @@ def test_an_agent_goes_back_and_what_was_dropped_comes_back(cellar):
     for text in ("import os", "import sys"):
         agent.say(text, **GREEDY)
     before = list(agent.messages)
+    assert agent.rename("Verses, all of them").title == "Verses, all of them"
     info = agent.rewind(-1)
     assert isinstance(info, AgentInfo) and agent.messages == tuple(before[:2])
     agent.undo()

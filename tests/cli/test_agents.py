@@ -72,6 +72,13 @@ def test_an_agent_lives_through_all_commands(home: Path) -> None:
     assert code == 0 and "it has no turn left" in out and "reused" not in out
     assert run_json("undo", "poet")[0]["n_turns"] == 2
 
+    assert run_json("rename", "poet", "Verses, all of them")["title"] == "Verses, all of them"
+    assert "“Verses, all of them”" in run("list")[1]
+    assert (
+        run_json("rename", "poet", "")["title"]
+        == "A line about rain, and one about the sea behind…"
+    )
+
     child = run_json("fork", "poet", "twin", "--turn", "1")
     assert (child["parent"], child["n_turns"]) == ("poet", 1)
     run_json("fork", "poet", "other", "--turn", "1")

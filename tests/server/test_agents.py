@@ -60,6 +60,39 @@ def test_an_agent_lives_through_all_its_verbs(live):
     assert "sibling" in ids and not {"verbs", "verbs-2", third} & ids
 
 
+def test_an_agent_is_called_by_what_was_said_until_it_is_renamed_also_after_a_restart(tmp_path):
+    with serving(tmp_path) as live:
+        agent_id = live.post("/v1/agents", {})["id"]
+        assert live.get(f"/v1/agents/{agent_id}")["title"] == ""
+        live.post(f"/v1/agents/{agent_id}/generate", {"text": "Plan  a trip.", **SHORT})
+        for path in ("/v1/agents", "/v1/agents?search=trip"):
+            (listed,) = live.get(path)["data"]
+            assert (listed["id"], listed["title"]) == (agent_id, "Plan a trip.")
+        assert live.get("/v1/cache")["agents"][0]["title"] == "Plan a trip."
+        fork = live.post(f"/v1/agents/{agent_id}/fork")["id"]
+        live.post(f"/v1/agents/{fork}/generate", {"text": "To the sea.", **SHORT})
+        assert live.get(f"/v1/agents/{fork}")["title"] == "To the sea."
+        renamed = live.post(f"/v1/agents/{agent_id}/rename", {"title": "  Ümläut:\n “trip” 7/8 "})
+        assert (renamed["id"], renamed["title"]) == (agent_id, "Ümläut: “trip” 7/8")
+        too_long = live.http.post(f"/v1/agents/{agent_id}/rename", json={"title": "x" * 201})
+        assert too_long.status_code == 400 and "at most 200 characters" in too_long.text
+        live.post(f"/v1/agents/{agent_id}/generate", {"text": "More.", **SHORT})
+        live.post(f"/v1/agents/{agent_id}/rewind")
+        live.http.delete(f"/v1/agents/{agent_id}")
+        live.post(f"/v1/agents/{agent_id}/undo")
+    with serving(tmp_path) as live:
+        assert live.get(f"/v1/agents/{agent_id}")["title"] == "Ümläut: “trip” 7/8"
+        assert live.post(f"/v1/agents/{agent_id}/rename", {"title": ""})["title"] == "Plan a trip."
+
+
+def test_a_title_makes_a_name_and_two_of_the_same_title_have_two(live):
+    made = [live.post("/v1/agents", {"title": "My chat"}) for _ in range(2)]
+    assert [(one["id"], one["title"]) for one in made] == [
+        ("my-chat", "My chat"),
+        ("my-chat-2", "My chat"),
+    ]
+
+
 def test_an_agent_travels_as_a_file(live):
     make(live, "traveller", "Pack. " * 100)
     response = live.http.get("/v1/agents/traveller/export")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from importlib.resources import files
@@ -151,10 +152,10 @@ def test_an_edited_message_is_sent_in_a_fork_and_the_old_one_stays(open_page, sh
     page.locator("#talk .user").nth(1).get_by_role("button", name="Edit").click()
     expect(page.locator(".edit textarea")).to_have_value("Something else.")
     page.locator(".edit .primary").click()
-    expect(page.locator("#agent-title")).to_contain_text("edited-")
+    expect(page.locator("#agent-title")).to_have_attribute("data-id", re.compile("^edited-"))
     expect(page.locator("#talk .user")).to_have_count(2)
     expect(page.locator("#talk .user").last).to_contain_text("Something else.")
-    fork = page.locator("#agent-title").inner_text()
+    fork = page.locator("#agent-title").get_attribute("data-id")
     shown.until(lambda: shown.get(f"/v1/agents/{fork}")["n_turns"] == 2, "the answer")
     assert shown.get(f"/v1/agents/{fork}")["parent"] == "edited"
     assert shown.get("/v1/agents/edited")["messages"][2]["content"] == "More."
@@ -166,27 +167,46 @@ def test_another_answer_is_a_fork(open_page, shown):
     chosen(page, "again")
     sampled(page, max_tokens=4)
     page.get_by_role("button", name="Another answer in turn 1").click()
-    expect(page.locator("#agent-title")).to_contain_text("again-")
-    fork = page.locator("#agent-title").inner_text()
+    expect(page.locator("#agent-title")).to_have_attribute("data-id", re.compile("^again-"))
+    fork = page.locator("#agent-title").get_attribute("data-id")
     shown.until(lambda: shown.get(f"/v1/agents/{fork}")["n_turns"] == 1, "the answer")
     assert shown.get(f"/v1/agents/{fork}")["messages"][0]["content"] == "Ask."
 
 
-def test_an_agent_is_made_with_name_and_system_prompt_and_what_is_refused_stays(open_page, shown):
-    page = open_page(expected="409")
+def test_an_agent_is_made_with_any_title_and_what_is_refused_stays(open_page, shown):
+    page = open_page(expected="400")
     page.locator("#new-more").click()
-    page.locator("#make-name").fill("root")
-    page.locator("#make-system").fill("You write verse.")
+    page.locator("#make-name").fill("My chat, № 1 (new)")
+    page.locator("#make-system").fill("You write verse. " * 20000)
     page.locator("#make .primary").click()
-    expect(page.locator("#make-trouble")).to_contain_text("root")
+    expect(page.locator("#make-trouble")).to_contain_text("context")
     page.reload()
     page.locator("#new-more").click()
-    expect(page.locator("#make-system")).to_have_value("You write verse.")
-    page.locator("#make-name").fill("made-here")
+    expect(page.locator("#make-name")).to_have_value("My chat, № 1 (new)")
+    page.locator("#make-system").fill("You write verse.")
     page.locator("#make .primary").click()
-    expect(page.locator("#agent-title")).to_have_text("made-here")
+    expect(page.locator("#agent-title")).to_have_text("My chat, № 1 (new)")
     expect(page.locator("#talk .system")).to_contain_text("You write verse.")
-    assert shown.get("/v1/agents/made-here")["messages"][0]["content"] == "You write verse."
+    made = shown.get("/v1/agents/my-chat-no-1-new")
+    assert made["messages"][0]["content"] == "You write verse."
+
+
+def test_a_chat_is_called_by_what_was_said_until_it_is_renamed(open_page, shown):
+    agent_id = shown.post("/v1/agents", {})["id"]
+    shown.post(f"/v1/agents/{agent_id}/generate", {"text": "Ask.", **SHORT})
+    page = open_page()
+    chosen(page, agent_id)
+    row = page.locator(f'#tree [data-id="{agent_id}"] .who b')
+    expect(row).to_have_text("Ask.")
+    expect(page.locator("#agent-title")).to_have_text("Ask.")
+    page.locator("#verbs summary").click()
+    page.locator('[data-verb="rename"]').click()
+    expect(page.locator("#title-value")).to_be_focused()
+    page.locator("#title-value").fill("<b>Rain</b> & sun")
+    page.keyboard.press("Enter")
+    expect(row).to_have_text("<b>Rain</b> & sun")
+    expect(page.locator("#agent-title")).to_have_text("<b>Rain</b> & sun")
+    assert shown.get(f"/v1/agents/{agent_id}")["title"] == "<b>Rain</b> & sun"
 
 
 def test_a_new_chat_becomes_an_agent_with_its_first_message(open_page, shown):
@@ -248,9 +268,95 @@ def test_the_tree_of_forks_is_walked_compared_and_pruned_by_keys(open_page, show
     expect(rows).to_have_count(2)
     assert shown.http.get("/v1/agents/trunk-right").status_code == 404
     page.locator("#branch-list .open").first.click()
-    expect(page.locator("#agent-title")).to_have_text("trunk")
+    expect(page.locator("#agent-title")).to_have_attribute("data-id", "trunk")
     page.locator("#toast-do").click()
-    expect(page.locator("#agent-title")).to_have_text("trunk-right")
+    expect(page.locator("#agent-title")).to_have_attribute("data-id", "trunk-right")
+
+
+def test_another_answer_parts_where_the_answers_do(open_page, shown):
+    text = "Write one line about rain."
+    shown.post("/v1/agents", {"id": "asked"})
+    for name, seed in (("asked", 1), ("answered", 2)):
+        if name != "asked":
+            shown.post("/v1/agents/asked/fork", {"id": name, "turn": 0})
+        shown.post(
+            f"/v1/agents/{name}/generate", {"text": text, **SHORT, "temperature": 1, "seed": seed}
+        )
+    other = shown.get("/v1/agents/answered")
+    seen = {agent["id"]: agent for agent in shown.get("/v1/agents")["data"]}
+    assert other["parent_position"] == 0
+    n = seen["answered"]["parted_at"]
+    assert seen["answered"]["parted_from"] == "asked" and n >= other["turns"][0]["n_prompt"] > 8
+    page = open_page()
+    chosen(page, "answered")
+    expect(page.locator("#lineage")).to_contain_text(f"{n} tokens shared")
+    page.keyboard.press("t")
+    expect(page.locator("#branches svg line")).to_have_count(1)
+    left, widest = page.locator("#branch-list").evaluate(
+        "list => [parseFloat(list.querySelectorAll('.bar')[1].style.left), "
+        "parseFloat(list.querySelectorAll('.bar')[0].style.left)]"
+    )
+    assert left > 50 and widest == 0
+
+
+def test_no_chat_looks_like_what_is_shared_and_each_is_seen_on_its_ground(open_page):
+    """The colours of a thousand ids, in OKLab and as WCAG weighs them."""
+    for scheme in ("light", "dark"):
+        page = open_page(scheme=scheme)
+        expect(page.locator("#status-text")).to_contain_text("demo")
+        found = page.evaluate(
+            """async () => {
+                const { colour } = await import("/viewer/state.js");
+                const pen = document.createElement("canvas").getContext("2d");
+                const style = getComputedStyle(document.documentElement);
+                const probe = document.body.appendChild(document.createElement("i"));
+                const rgb = (css) => {
+                    probe.style.color = css;
+                    pen.fillStyle = getComputedStyle(probe).color;
+                    pen.fillRect(0, 0, 1, 1);
+                    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+                };
+                const hex = (i) => (i * 2654435761 >>> 0).toString(16);
+                return {
+                    shared: rgb("var(--gold)"),
+                    grounds: ["--sunk", "--card"].map((name) => rgb(`var(${name})`)),
+                    colours: Array.from({ length: 1000 }, (_, i) => rgb(colour(`agent-${hex(i)}`))),
+                };
+            }"""
+        )
+        shared = oklab(found["shared"])
+        for rgb in found["colours"]:
+            assert math.dist(oklab(rgb), shared) > 0.08, rgb
+            for ground in found["grounds"]:
+                assert contrast(rgb, ground) >= 3, (rgb, ground)
+        assert len({tuple(rgb) for rgb in found["colours"]}) > 300
+
+
+def linear(rgb):
+    parts = [part / 255 for part in rgb]
+    return [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+
+
+def contrast(a, b):
+    dark, light = sorted(
+        sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear(c), strict=True)) for c in (a, b)
+    )
+    return (light + 0.05) / (dark + 0.05)
+
+
+def oklab(rgb):
+    r, g, b = linear(rgb)
+    cones = [
+        (0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b) ** (1 / 3),
+        (0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b) ** (1 / 3),
+        (0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b) ** (1 / 3),
+    ]
+    rows = (
+        (0.2104542553, 0.7936177850, -0.0040720468),
+        (1.9779984951, -2.4285922050, 0.4505937099),
+        (0.0259040371, 0.7827717662, -0.8086757660),
+    )
+    return [sum(w * c for w, c in zip(row, cones, strict=True)) for row in rows]
 
 
 # Looking on, looking for --------------------------------------------------------------------------
@@ -283,7 +389,7 @@ def test_what_was_said_is_found_and_shown(open_page, shown):
     expect(page.locator("#hits mark")).to_have_text("needle")
     page.keyboard.press("Enter")
     page.keyboard.press("Enter")
-    expect(page.locator("#agent-title")).to_have_text("seeker")
+    expect(page.locator("#agent-title")).to_have_attribute("data-id", "seeker")
     expect(page.locator("#talk .lit")).to_contain_text("The needle is here.")
     page.locator("#search").press("Escape")
     expect(page.locator("#tree")).to_be_visible()

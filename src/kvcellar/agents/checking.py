@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcellar.agents.misses import CAUSES
+from kvcellar.agents.titles import MOST_CHARS
 from kvcellar.errors import KVCellarError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.states import StateGroup, StateShape
@@ -148,6 +149,8 @@ def _check(facts: dict[str, Any], n_tokens: int) -> None:
         raise BadFactError("id has to be a name")
     if SERIAL in facts:
         whole(facts[SERIAL], SERIAL)
+    if "title" in facts:
+        text(facts["title"], "title", MOST_CHARS)
     text(facts["model"], "model")
     text(facts["kv_dtype"], "kv_dtype")
     messages = items(facts["messages"], "messages")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from kvcellar.agents.conversation import Message
+from kvcellar.agents.families import partings
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import AgentInfo, TurnRecord, damaged_info
 from kvcellar.agents.leasing import changing
@@ -59,9 +60,23 @@ class Directory:
 
         Before them come those that are damaged.
         """
-        with self._lock:
-            agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
-        return [*self._damaged.values(), *(self.info_of(agent) for agent in agents)]
+        return [*self._damaged.values(), *(self.info_of(agent) for agent in self._by_use())]
+
+    def parted(self) -> Sequence[AgentInfo]:
+        """Return all agents as ``infos`` does, and where each parts from those of its family.
+
+        Looks at all tokens of families: for threads.
+        """
+        agents = self._by_use()
+        found = partings(agents)
+        infos = list(self._damaged.values())
+        for agent in agents:
+            info = self.info_of(agent)
+            if agent.name in found:
+                beside, at = found[agent.name]
+                info = replace(info, parted_from=beside.agent_id, parted_at=at)
+            infos.append(info)
+        return infos
 
     async def refresh(self, agent_id: str | None = None) -> None:
         """Take over what other processes have published, or deleted, of agents in no turn here.
@@ -305,6 +320,10 @@ class Directory:
         if self._store.shared is not None:
             self._store.shared.pull_all(agent_id)
         return self._reader.read(agents)
+
+    def _by_use(self) -> list[Agent]:
+        """Return all agents that are known here, the least recently used first."""
+        return sorted(self.agents(), key=lambda agent: agent.used_s)
 
     def _nobody(self, agent_id: str, model: str | None) -> NoReturn:
         for info in self._damaged.values():

@@ -55,6 +55,8 @@ class AgentInfo:
 
     Attributes:
         agent_id: its name.
+        title: for people: as it was given, or the first words that were said to it; empty: none.
+        is_named: whether people know it by its id: it was chosen, and no other title was given.
         model: the model that its history belongs to.
         kv_dtype: how its K and V are stored.
         state: ``idle``, ``generating``, ``waiting`` (for a tool), ``paused``, ``finished``, or
@@ -66,15 +68,20 @@ class AgentInfo:
         history_digest: of its tokens; a turn says by it which history it follows.
         parent: the agent that it was forked from.
         is_parent_gone: whether that one was deleted, though another may have its name by now.
-        parent_position: tokens that the two have in common since.
+        parent_position: tokens that it took over from that one.
         created_s: seconds since 1970.
         used_s: the same, of its last turn.
         n_cached: leading tokens that the cache holds; None where nobody asked the engine.
         miss: what the last turn had to compute again, and why.
+        parted_from: of those forked from one agent, and it, the earlier one with which it has most
+            tokens in common; None where there is none, or nobody asked.
+        parted_at: these tokens.
         damage: why it cannot be read, of one that is damaged.
     """
 
     agent_id: str
+    title: str
+    is_named: bool
     model: str
     kv_dtype: str
     state: str
@@ -90,6 +97,8 @@ class AgentInfo:
     n_cached: int | None = None
     miss: Miss | None = None
     is_parent_gone: bool = False
+    parted_from: str | None = None
+    parted_at: int | None = None
     damage: str | None = None
 
 
@@ -102,6 +111,8 @@ def damaged_info(name: str, why: str) -> AgentInfo:
     """
     return AgentInfo(
         agent_id=name.rpartition("@")[0] or name,
+        title="",
+        is_named=True,
         model="",
         kv_dtype="",
         state="damaged",

@@ -117,7 +117,7 @@ async def _taken(publisher: Publisher, agent: Agent, progress: ProgressFn | None
         except LeaseHeldError as error:
             if time.monotonic() >= deadline:
                 raise AgentHeldError(
-                    f"{agent.title} is in use by {error.owner}, which was not done with it for "
+                    f"{agent.label} is in use by {error.owner}, which was not done with it for "
                     f"{PATIENCE_S:g} s; try again when it is"
                 ) from error
             if progress is not None:

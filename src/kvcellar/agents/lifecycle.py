@@ -19,9 +19,10 @@ from kvcellar.agents.joining import Joined
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import checked_id, derived_id, salt_of
+from kvcellar.agents.names import checked_id, derived_id, new_ids, salt_of
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent
+from kvcellar.agents.titles import checked_title
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.store import Store
 from kvcellar.valid import valid_json
@@ -56,26 +57,32 @@ class Lifecycle:
         model: str | None = None,
         system: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        title: str = "",
+        salt: str = "",
         is_passing: bool = False,
     ) -> AgentInfo:
         """Make a new agent without a history.
 
         Args:
-            agent_id: None: a name is made up.
+            agent_id: None: a name is made up, of the title where there is one.
             model: None: the default, for a name that no agent has with any model.
             system: its system message.
             tools: definitions of its tools.
+            title: what people are to read in place of the name: any text on one line.
+            salt: of the name that is made up.
             is_passing: save nothing of it until its second turn, or until its model goes.
 
         Raises:
             AgentNameError: it cannot be a name; nothing was changed.
+            AgentNameError: the title is too long; nothing was changed.
             NameTakenError: the name is taken, with this model or, where none was named, with
                 another; nothing was changed.
             ContextError: what is said is longer than the model's context; nothing was changed.
             ModelError: the model cannot be loaded; nothing was changed.
             StoreError: it cannot be saved; nothing was changed.
         """
-        agent_id = checked_id(agent_id if agent_id is not None else f"agent-{uuid.uuid4().hex[:8]}")
+        title = checked_title(title)
+        agent_id = await self._new_id(title, salt) if agent_id is None else checked_id(agent_id)
         system, tools = valid_json((system, tools))
         if model is None and await self.directory.has(agent_id):
             raise name_taken(self.directory.agent(agent_id))
@@ -83,13 +90,38 @@ class Lifecycle:
             if host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)
             host = host.in_salt(salt_of(agent_id))
-            agent = Agent(agent_id, host.name, host.key, is_passing=is_passing)
+            agent = Agent(agent_id, host.name, host.key, given_title=title, is_passing=is_passing)
             if system is not None:
                 agent.messages = ({"role": "system", "content": system},)
             if tools:
                 agent.tools = [dict(tool) for tool in tools]
             await self.directory.register(agent, host)
             return agent.info()
+
+    async def rename(self, agent_id: str, title: str) -> AgentInfo:
+        """Give an agent another title; its name stays, by which clients know it.
+
+        Args:
+            agent_id: whose.
+            title: any text on one line; empty: it is called by what was said again.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentNameError: the title is too long; nothing was changed.
+            StoreError: it could not be written; nothing was changed.
+        """
+        title = checked_title(title)
+        agent = await self.directory.find(agent_id)
+        async with changing(self.publisher, agent):
+            before, agent.given_title = agent.given_title, title
+            agent.advance()
+            try:
+                await self.publisher.make_durable(agent)
+            except BaseException:
+                agent.given_title = before
+                raise
+            await self.publisher.save(agent, self.directory.host_of(agent))
+        return agent.info()
 
     async def fork(
         self,
@@ -324,6 +356,13 @@ class Lifecycle:
         return agent.info()
 
     # Inside ------------------------------------------------------------------------------------
+
+    async def _new_id(self, title: str, salt: str) -> str:
+        """Return an id that no agent has yet."""
+        for agent_id in new_ids(title, salt):
+            if not await self.directory.has(agent_id):
+                return agent_id
+        raise AssertionError("there is always another")
 
     async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
         """Copy an agent at this moment, the turn that it is in included."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import unicodedata
 import uuid
+from collections.abc import Iterator
 
 from kvcellar.errors import AgentNameError
 from kvcellar.store import ModelKey
@@ -12,7 +15,12 @@ MAX_ID_CHARS = 128
 _SALT = re.compile(r"~([0-9a-f]{32})(?![0-9a-f])")
 _ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}(~[0-9a-f]{{32}})?")
 _UNNAMED = "chat-"
+_MOST_OF_TITLE = 40
 _MADE_UP = re.compile("(chat-[0-9a-f]{12}|resp_[0-9a-f]{32})(~[0-9a-f]{32})?")
+
+_MADE_UP_OR_FORKED = re.compile(
+    r"(chat-[0-9a-f]{12}|resp_[0-9a-f]{32}|agent-[0-9a-f]{8})([-.].*)?|.*-[0-9a-f]{6}"
+)
 
 
 def reference_name(agent_id: str, tag: str) -> str:
@@ -60,6 +68,30 @@ def checked_id(agent_id: str) -> str:
             f"and . _ -, the first a letter, a digit or _"
         )
     return agent_id
+
+
+def new_ids(title: str, salt: str = "") -> Iterator[str]:
+    """Yield ids for an agent that nobody named, without an end: after its title, where it has one.
+
+    Args:
+        title: ``My chat`` makes ``my-chat``, ``my-chat-2``, ...; a title that is a name is taken as
+            it is.
+        salt: of those who share it.
+    """
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
+    words = re.sub("[^a-z0-9]+", "-", plain)[:_MOST_OF_TITLE].strip("-")
+    stem = title if len(title) <= _MOST_OF_TITLE and _ID.fullmatch(title) else words
+    if stem and not is_made_up(stem) and not salt_of(stem):
+        yield salted_id(stem, salt)
+        for number in itertools.count(2):
+            yield salted_id(f"{stem}-{number}", salt)
+    while True:
+        yield salted_id(f"agent-{uuid.uuid4().hex[:8]}", salt)
+
+
+def is_chosen(agent_id: str) -> bool:
+    """Tell whether a person or a client chose an id, and none was made up for it or its fork."""
+    return _MADE_UP_OR_FORKED.fullmatch(without_salt(agent_id)) is None
 
 
 def unnamed_id() -> str:

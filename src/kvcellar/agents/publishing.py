@@ -153,7 +153,7 @@ class Publisher:
             if state is SaveState.PUBLISHED and not (is_whole and ticket.is_partial):
                 return
             if is_second:
-                raise StoreError(f"{agent.title} could not be saved: {ticket.reason}")
+                raise StoreError(f"{agent.label} could not be saved: {ticket.reason}")
             await asyncio.to_thread(self.store.flush)  # the queue was full: now it is not
 
     def after_turn(

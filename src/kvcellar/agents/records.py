@@ -12,7 +12,8 @@ from kvcellar.agents.gate import Gate
 from kvcellar.agents.infos import AgentInfo, Took, TurnRecord
 from kvcellar.agents.marks import Mark, next_serial
 from kvcellar.agents.misses import Miss
-from kvcellar.agents.names import model_tag, reference_name
+from kvcellar.agents.names import is_chosen, model_tag, reference_name
+from kvcellar.agents.titles import said_title
 from kvcellar.errors import AgentError, MovedOnError
 from kvcellar.history import History
 from kvcellar.store import ModelKey, Reference
@@ -31,6 +32,8 @@ class Agent:
     key: ModelKey
     tokens: History = field(default_factory=History)
     messages: tuple[Message, ...] = ()
+    given_title: str = ""
+    """Title that a person gave it; empty: none, and it is called by what was said."""
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments that the chat template was given beside messages and tools."""
@@ -82,6 +85,14 @@ class Agent:
 
     @property
     def title(self) -> str:
+        """Title for people: as it was given, or the first words that are the agent's own."""
+        shared = [
+            n for turn, n in self.turns_with_ends() if turn.stop <= (self.parent_position or 0)
+        ]
+        return self.given_title or said_title(self.messages, max(shared, default=0))
+
+    @property
+    def label(self) -> str:
         """Name of the agent for errors; a dropped state is named by the agent that it came from."""
         if self.dropped is None:
             return f"agent {self.agent_id!r}"
@@ -135,6 +146,8 @@ class Agent:
         parent = None if self.parent is None else self.parent.rpartition("@")[0]
         return AgentInfo(
             agent_id=self.agent_id,
+            title=self.title,
+            is_named=not self.given_title and is_chosen(self.agent_id),
             model=self.model,
             kv_dtype=self.key.layout.kv_dtype,
             state=self.state,
@@ -184,6 +197,7 @@ class Agent:
             branch_of=None,
             beside=None,
             is_rewound=False,
+            given_title="",
         )
         child.cut(position, n_turns)
         return child
@@ -209,6 +223,7 @@ class Agent:
     def read_anew(self, other: Agent) -> None:
         """Take over what was said to another, of which no token is this one's yet."""
         self.messages, self.tools = plain(other.messages), other.tools
+        self.given_title = other.given_title
         self.template_kwargs = other.template_kwargs
         self.tokens, self.turns, self.is_rewound = History(), (), False
         self.miss = Miss("other model", len(other.tokens), 0)
@@ -318,6 +333,7 @@ class Agent:
             KIND: VERSION,
             SERIAL: self.serial,
             "id": self.agent_id,
+            "title": self.given_title,
             "model": self.model,
             "kv_dtype": self.key.layout.kv_dtype,
             "messages": list(self.messages),
@@ -349,6 +365,7 @@ class Agent:
         self.model = value["model"]
         self.tokens = ref.tokens
         self.messages = tuple(value["messages"])
+        self.given_title = value.get("title", "")
         self.tools, self.template_kwargs = value["tools"], value.get("template_kwargs", {})
         self.turns = tuple(map(_turn_of, value["turns"]))
         self.parent, self.parent_position = ref.parent, ref.parent_position

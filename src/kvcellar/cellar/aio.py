@@ -378,6 +378,14 @@ class AsyncAgent:
     async def _keep(self, among: Sequence[str] | None) -> list[str]:
         return list(await self._cellar.manager.lifecycle.keep(self.name, among))
 
+    async def rename(self, title: str) -> AgentInfo:
+        """Give it another title, for people; its name stays. Empty: the first words said to it.
+
+        Raises:
+            AgentNameError: the title is too long; nothing was changed.
+        """
+        return await self._cellar.manager.lifecycle.rename(self.name, title)
+
     async def rewind(self, turn: int = -1, *, position: int | None = None) -> AgentInfo:
         """Go back; ``undo`` brings back what is dropped.
 

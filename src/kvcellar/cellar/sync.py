@@ -325,6 +325,14 @@ class Agent:
         """
         return self._verb(self._agent.keep)
 
+    def rename(self, title: str) -> AgentInfo:
+        """Give it another title, for people; its name stays. Empty: the first words said to it.
+
+        Raises:
+            AgentNameError: the title is too long; nothing was changed.
+        """
+        return self._verb(lambda: self._agent.rename(title))
+
     def rewind(self, turn: int = -1, *, position: int | None = None) -> AgentInfo:
         """Go back; ``undo`` brings back what is dropped.
 

@@ -113,6 +113,14 @@ def parent_of(info: AgentInfo) -> str:
     return f"{info.parent} (deleted)" if info.is_parent_gone else str(info.parent)
 
 
+def shared_by(info: AgentInfo) -> str:
+    """Say how many tokens an agent that was forked has in common, and with whom."""
+    if info.parted_at is None:
+        return f" at {info.parent_position}"
+    whose = "" if info.parted_from == info.parent else f" with {info.parted_from}"
+    return f", {info.parted_at} tokens shared{whose}"
+
+
 def miss_object(miss: Miss) -> dict[str, Any]:
     """Return what a turn lost as ``--json`` prints it, with advice."""
     return miss.as_json() | {"advice": miss.advice}
@@ -126,6 +134,7 @@ def show_agent(info: AgentInfo, as_json: bool) -> None:
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.used_s))
     lines = [
         ("agent", info.agent_id),
+        ("title", info.title or "(nothing was said yet)"),
         ("state", info.state),
         ("model", f"{info.model}, K and V in {info.kv_dtype}"),
         ("history", f"{info.n_tokens} tokens, {info.n_turns} turns, {info.n_messages} messages"),

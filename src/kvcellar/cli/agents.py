@@ -20,6 +20,7 @@ from kvcellar.cli.agent_store import (
     model_for,
     opened_agents,
     parent_of,
+    shared_by,
     show_agent,
 )
 from kvcellar.cli.agent_turns import chat_command, generate_command
@@ -49,6 +50,7 @@ def register(app: typer.Typer) -> None:
         ("create", create_command, "kvcellar agents create poet --system 'You write verse.'"),
         ("list", list_command, "kvcellar agents list", "kvcellar agents list --json | jq .[].id"),
         ("show", show_command, "kvcellar agents show poet"),
+        ("rename", rename_command, "kvcellar agents rename poet 'Verses about rain'"),
         (
             "chat",
             chat_command,
@@ -125,7 +127,7 @@ def create_command(
 def list_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """List all agents, the one that was used last at the end."""
     with opened_agents(store) as agents:
-        infos = agents.directory.infos()
+        infos = agents.directory.parted()
     if as_json:
         write(json.dumps([agent_object(info) for info in infos]) + "\n")
         return
@@ -134,10 +136,11 @@ def list_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> Non
         if info.damage is not None:
             write(f"{info.agent_id:<{width}}  {info.state:<9} {info.damage}\n")
             continue
-        of = f", forked from {parent_of(info)} at {info.parent_position}" if info.parent else ""
+        of = f", forked from {parent_of(info)}{shared_by(info)}" if info.parent else ""
+        title = f"  “{info.title}”" if info.title else ""
         write(
             f"{info.agent_id:<{width}}  {info.state:<9} {info.n_tokens:>7} tokens  "
-            f"{info.n_turns:>3} turns  {info.model}{of}\n"
+            f"{info.n_turns:>3} turns  {info.model}{of}{title}\n"
         )
 
 
@@ -154,6 +157,20 @@ def show_command(
     show_agent(info, as_json=False)
     for message in messages:
         write(f"\n{message['role']}: {message.get('content') or ''}\n")
+
+
+def rename_command(
+    agent_id: AgentId,
+    title: Annotated[
+        str, typer.Argument(metavar="TITLE", help="Any text; empty: the first words said.")
+    ],
+    store: StorePlace = HOME_STORE,
+    as_json: AsJson = False,
+) -> None:
+    """Give an agent another title, for people; its name stays."""
+    with opened_agents(store) as agents:
+        info = asyncio.run(agents.lifecycle.rename(agent_id, title))
+    show_agent(info, as_json)
 
 
 def why_command(agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:

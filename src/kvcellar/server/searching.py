@@ -19,7 +19,7 @@ _AROUND = 40
 
 
 def find_text(service: Service, text: str, salt: str = "") -> list[dict[str, Any]]:
-    """Return the agents of a salt whose name or messages have a text, the latest first.
+    """Return the agents of a salt whose name, title or messages have a text, the latest first.
 
     In any case. For threads. Each is as routes say it, and has ``found``: the number of a message,
     and the text before, at and behind the place.
@@ -35,7 +35,8 @@ def find_text(service: Service, text: str, salt: str = "") -> list[dict[str, Any
             continue  # it has gone since they were listed
         messages = without_tools(said)
         places = list(_places(messages, wanted))
-        if places or wanted in without_salt(info.agent_id).casefold():
+        names = f"{without_salt(info.agent_id)}\n{info.title}".casefold()
+        if places or wanted in names:
             found.append({**agent_as_json(service, info), "found": places})
     return found
 

@@ -31,7 +31,7 @@ STATES = tuple(state.name.lower() for state in CellState)
 """Nobody's; only the prefix index holds it; somebody wants it kept; a request stands on it now."""
 
 AROUND = 10
-"""Tokens of text before and behind a fork."""
+"""Tokens of text before and behind a place where histories part."""
 
 _COUNTED = (
     "waiting",
@@ -65,7 +65,8 @@ Seen = tuple[ModelHost, dict[str, Any], EngineStats]
 
 async def take_snapshot(service: Service) -> dict[str, Any]:
     """Look at all models' caches, the agents and the store."""
-    infos = await service.agents.directory.listed()
+    await service.agents.directory.refresh()
+    infos = await asyncio.to_thread(service.agents.directory.parted)
     seen = []
     for host in service.models.hosts():
         owned = service.agents.directory.histories(host)
@@ -189,12 +190,13 @@ def _runs(numbers: IntArray, state: IntArray) -> list[list[int]]:
 
 
 def _agent(service: Service, info: AgentInfo) -> dict[str, Any]:
-    """Return an agent, with the text at which it was forked."""
+    """Return an agent, with the text at which it parts from its family, or was forked."""
     value = agent_as_json(service, info)
-    if info.parent is not None and info.parent_position is not None:
+    at = info.parent_position if info.parted_at is None else info.parted_at
+    if info.parent is not None and at is not None:
         try:
             before, behind = service.agents.directory.text_around(
-                info.agent_id, info.parent_position, AROUND, info.model
+                info.agent_id, at, AROUND, info.model
             )
         except UnknownAgentError:
             before = behind = ""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import tempfile
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,6 +40,7 @@ from kvcellar.server.schemas.agents import (
     CreateRequest,
     ForkRequest,
     GenerateRequest,
+    RenameRequest,
     RewindRequest,
 )
 from kvcellar.server.searching import find_text
@@ -76,7 +76,8 @@ async def list_agents(
         states = await asyncio.to_thread(service.agents.dropped.listed)
         mine = [state for state in states if salt_of(state.agent_id) == salt]
         return {"object": "list", "data": [_dropped_as_json(service, state) for state in mine]}
-    infos = await service.agents.directory.listed()
+    await service.agents.directory.refresh()
+    infos = await asyncio.to_thread(service.agents.directory.parted)
     found = [_shown(service, info) for info in infos if salt_of(info.agent_id) == salt]
     return {"object": "list", "data": found}
 
@@ -84,10 +85,11 @@ async def list_agents(
 @router.post("", status_code=201)
 async def create_agent(request: Request, body: CreateRequest) -> dict[str, Any]:
     """Create an agent without a history."""
-    service = service_of(request)
-    name = body.id if body.id is not None else f"agent-{uuid.uuid4().hex[:8]}"
+    service, salt = service_of(request), salt_for(request)
     info = await service.agents.lifecycle.create(
-        own_id(name, salt_for(request)),
+        None if body.id is None else own_id(body.id, salt),
+        title=body.title,
+        salt=salt,
         model=service.models.resolve(body.model),
         system=body.system,
         tools=body.tools,
@@ -155,6 +157,13 @@ async def fork_agent(
         agent_id, new_id, position=body.position, turn=body.turn
     )
     return _shown(service, info)
+
+
+@router.post("/{agent_id}/rename")
+async def rename_agent(request: Request, agent_id: OwnAgent, body: RenameRequest) -> dict[str, Any]:
+    """Give an agent another title, for people; its id stays, by which clients know it."""
+    service = service_of(request)
+    return _shown(service, await service.agents.lifecycle.rename(agent_id, body.title))
 
 
 @router.post("/{agent_id}/rewind")

@@ -22,9 +22,18 @@ class CreateRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     id: str | None = Field(None, max_length=128, description="Its name; made up without one.")
+    title: str = Field("", description="What people read: any text. Else the first words said.")
     model: str | None = Field(None, max_length=512, description=MODEL)
     system: str | None = Field(None, description="Its system message.")
     tools: list[dict[str, Any]] | None = Field(None, max_length=512, description=TOOLS)
+
+
+class RenameRequest(Body):
+    """``POST /v1/agents/{agent_id}/rename``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    title: str = Field(description="Any text on one line; empty: the first words said.")
 
 
 class PlaceRequest(Body):

@@ -1,127 +1,124 @@
 // What is in the cache: every cell and whose it is, states, tiers, and what happened over time.
 
 import { $, bytes, count, el, percent } from "./dom.js";
-import { colour, agentOf, model, on, state } from "./state.js";
+import { agentOf, colour, isDark, model, nameOf, on, state } from "./state.js";
 import { choose } from "./verbs.js";
 
-// The cell map -----------------------------------------------------------------------------------
+// The cells that are used: a ribbon of squares for each chat, and before them what several share ---
 
-const grid = { columns: 1, size: 6, cells: 0, per: 1 };
-let cursor = 0; // the run of cells under the keyboard's cursor
-const sum = (runs) => runs.reduce((total, [length]) => total + length, 0);
+const MOST_RIBBONS = 40; // that are drawn one by one
+const MOST_SQUARES = 1600;
+const WIDEST = 12; // pixels of a square, its gap included
+const KINDS = ["free", "can be freed", "kept on request", "in use now"];
+const LEFT = "left by deleted chats or single requests";
+const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
 
-export function showMap() {
-  const canvas = $("map");
-  const now = model();
-  const width = canvas.clientWidth;
-  const height = canvas.clientHeight;
-  if (!width) return;
-  const scale = window.devicePixelRatio || 1;
-  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
+// Cells with the same owners, as [kind, cells] in the order of the cells; those whom most share first.
+function ribbonsOf(now) {
+  const bySet = new Map();
+  for (const [length, owners, kind] of now.cell_runs) {
+    if (!kind) continue;
+    if (!bySet.has(owners)) bySet.set(owners, { who: now.owner_sets[owners], n: 0, parts: [] });
+    const ribbon = bySet.get(owners);
+    ribbon.n += length;
+    const last = ribbon.parts.at(-1);
+    if (last?.[0] === kind) last[1] += length;
+    else ribbon.parts.push([kind, length]);
   }
-  const pen = canvas.getContext("2d");
-  pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  if (!now) { $("cells-sum").textContent = ""; return; }
-  layOut(now.capacity, width, height);
-  const paint = Object.fromEntries(["free", "orphan", "gold", "good", "text"].map((name) => [name, resolve(name)]));
-  const box = grid.size - (grid.size > 4 ? 1 : 0.5);
-  let cell = 0;
-  now.cell_runs.forEach(([length, owners, kind]) => {
-    const who = now.owner_sets[owners];
-    pen.fillStyle = fillOf(paint, kind, who);
-    pen.globalAlpha = kind && state.chosen && who.length && !who.includes(state.chosen) ? 0.42 : 1;
-    const stop = Math.ceil((cell + length) / grid.per);
-    for (let at = Math.floor(cell / grid.per); at < stop; at += 1) {
-      const x = grid.left + (at % grid.columns) * grid.size;
-      const y = grid.top + Math.floor(at / grid.columns) * grid.size;
-      pen.fillRect(x, y, box, box);
-      if (kind >= 2) {
-        pen.strokeStyle = kind === 3 ? paint.good : paint.text;
-        pen.lineWidth = 1;
-        pen.strokeRect(x + 0.5, y + 0.5, box - 1, box - 1);
-      }
-    }
-    cell += length;
-  });
-  pen.globalAlpha = 1;
+  const rank = ({ who }) => (who.length > 1 ? 0 : who[0] === state.chosen ? 1 : who.length ? 2 : 3);
+  return [...bySet.values()].sort((a, b) => rank(a) - rank(b) || b.who.length - a.who.length || b.n - a.n);
+}
+
+const named = ({ who }) => (who.length > 1 ? `shared by ${count(who.length)}: ${list(who)}` : who.length ? nameOf(who[0]) : LEFT);
+const list = (who) => `${who.slice(0, 6).map(nameOf).join(", ")}${who.length > 6 ? " …" : ""}`;
+function inWords(ribbon) {
+  const kinds = new Map();
+  for (const [kind, n] of ribbon.parts) kinds.set(kind, (kinds.get(kind) ?? 0) + n);
+  const parts = [...kinds].map(([kind, n]) => (kinds.size > 1 ? `${count(n)} ${KINDS[kind]}` : KINDS[kind]));
+  return `${count(ribbon.n)} cells, ${parts.join(", ")}: ${named(ribbon)}`;
+}
+
+let drawnMap = "";
+export function showMap() {
+  const now = model();
+  const map = $("map");
+  const width = map.clientWidth;
+  if (!now) { $("cells-sum").textContent = ""; map.replaceChildren(); drawnMap = ""; return; }
   const used = now.capacity - now.free_cells;
-  const shared = sum(now.cell_runs.filter(([, owners]) => now.owner_sets[owners].length > 1));
-  $("cells-sum").textContent = `${count(used)} of ${count(now.capacity)} taken, ${count(shared)} shared, ${count(now.evictable_cells)} could go`;
-  canvas.setAttribute("aria-label", `Cell map: ${now.capacity} cells, ${now.free_cells} free, ${now.evictable_cells} evictable, ${shared} shared`);
-  canvas.dataset.shared = shared;
-  canvas.dataset.used = used;
+  const ribbons = ribbonsOf(now);
+  const shared = sum(ribbons.filter(({ who }) => who.length > 1).map(({ n }) => n));
+  map.dataset.shared = shared;
+  map.dataset.used = used;
+  $("cells-sum").textContent = `${count(used)} of ${count(now.capacity)} cells used${shared ? `, ${count(shared)} of them shared` : ""}; ${count(now.evictable_cells)} can be freed`;
+  const part = (n) => `${(100 * n) / now.capacity}%`;
+  $("room").children[0].style.width = part(used - now.evictable_cells);
+  $("room").children[1].style.width = part(now.evictable_cells);
+  if (!width) return;
+  const mark = JSON.stringify([ribbons, width, state.chosen, isDark(), ribbons.slice(0, MOST_RIBBONS).map(named), window.devicePixelRatio]);
+  if (mark === drawnMap) return;
+  drawnMap = mark;
+  const per = roundUp(Math.ceil(used / MOST_SQUARES));
+  const size = Math.max(6, Math.min(WIDEST, Math.floor(Math.sqrt((width * 200) / Math.max(1, used / per)))));
+  $("per").textContent = per > 1 ? `A square is ${count(per)} cells.` : "A square is a cell, which keeps one token.";
+  const focused = document.activeElement?.closest?.("#map li")?.dataset.key;
+  const rest = ribbons.slice(MOST_RIBBONS);
+  map.replaceChildren(
+    ...ribbons.slice(0, MOST_RIBBONS).map((ribbon) => ribbonOf(ribbon, width, size, per)),
+    ...(rest.length ? [el("li", { class: "dim" }, `and ${count(rest.length)} more, ${count(sum(rest.map(({ n }) => n)))} cells`)] : []),
+    ...(used ? [] : [el("li", { class: "dim" }, "All cells are free.")]));
+  if (focused) map.querySelector(`[data-key="${CSS.escape(focused)}"] button`)?.focus({ preventScroll: true });
 }
 
-function fillOf(paint, kind, who) {
-  if (!kind) return paint.free;
-  if (who.length > 1) return paint.gold;
-  return who.length ? colour(who[0], kind === 3 ? 1 : 0.72) : paint.orphan;
+const roundUp = (n) => [1, 2, 5, 10, 20, 50, 100, 200, 500].find((one) => one >= n) ?? 1000 * Math.ceil(n / 1000);
+
+function ribbonOf(ribbon, width, size, per) {
+  const { who } = ribbon;
+  const said = () => { $("cell-said").textContent = inWords(ribbon); };
+  return el("li", { class: `ribbon${who.includes(state.chosen) ? " mine" : ""}`, "data-key": who.join("\n") },
+    el("button", { type: "button", title: inWords(ribbon), onpointerenter: said, onfocus: said, onclick: () => { said(); chooseOf(who); } },
+      el("span", { class: "name" }, named(ribbon)), el("span", { class: "n" }, count(ribbon.n)), squares(ribbon, width - 14, size, per)));
 }
 
-function resolve(name) {
+function squares({ who, parts }, width, size, per) {
+  const columns = Math.max(1, Math.floor(width / size));
+  const kinds = parts.flatMap(([kind, n]) => Array(Math.max(1, Math.round(n / per))).fill(kind));
+  const scale = window.devicePixelRatio || 1;
+  const high = Math.ceil(kinds.length / columns) * size;
+  const canvas = el("canvas", { "aria-hidden": "true", width: Math.round(columns * size * scale), height: Math.round(high * scale) });
+  canvas.style.width = `${columns * size}px`;
+  canvas.style.height = `${high}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  const fill = who.length > 1 ? resolve("var(--gold)") : who.length ? resolve(colour(who[0])) : resolve("var(--orphan)");
+  const rims = [null, null, resolve("var(--text)"), resolve("var(--good)")];
+  const box = size - (size > 7 ? 2 : 1);
+  kinds.forEach((kind, i) => {
+    const [x, y] = [(i % columns) * size, Math.floor(i / columns) * size];
+    pen.fillStyle = fill;
+    pen.fillRect(x, y, box, box);
+    if (!rims[kind]) return;
+    pen.strokeStyle = rims[kind];
+    pen.lineWidth = 1.5;
+    pen.strokeRect(x + 0.75, y + 0.75, box - 1.5, box - 1.5);
+  });
+  return canvas;
+}
+
+// A colour as a canvas takes it: of variables of the style sheet, in the theme that is worn.
+function resolve(css) {
   resolve.probe ??= document.body.appendChild(el("i", { hidden: "", "aria-hidden": "true" }));
-  resolve.probe.style.color = `var(--${name})`;
+  resolve.probe.style.color = css;
   return getComputedStyle(resolve.probe).color;
 }
 
-// Squares as large as they can be; several cells in one where there are more than pixels.
-function layOut(cells, width, height) {
-  const pad = 8;
-  const w = width - 2 * pad;
-  const h = height - 2 * pad;
-  grid.per = Math.max(1, Math.ceil(cells / (Math.floor(w / 3) * Math.floor(h / 3))));
-  const n = Math.ceil(cells / grid.per);
-  let size = Math.min(22, Math.sqrt((w * h) / n));
-  while (Math.floor(w / size) * Math.floor(h / size) < n) size *= 0.99;
-  size = Math.floor(size * 4) / 4;
-  Object.assign(grid, { size, columns: Math.max(1, Math.floor(w / size)), cells });
-  grid.left = pad + (w - grid.columns * size) / 2;
-  grid.top = pad + Math.max(0, (h - Math.ceil(n / grid.columns) * size) / 2);
-}
-
-const list = (who) => `${who.slice(0, 6).join(", ")}${who.length > 6 ? " …" : ""}`;
-
-function tellCell(cell) {
-  const now = model();
-  if (!now || cell < 0 || cell >= now.capacity) return;
-  let at = 0;
-  for (const [index, [length, owners, kind]] of now.cell_runs.entries()) {
-    if (cell < at + length) {
-      cursor = index;
-      const who = now.owner_sets[owners];
-      const what = ["free", "evictable", "kept on request", "in use now"][kind];
-      const whose = who.length ? `${who.length > 1 ? `shared by ${who.length}: ` : ""}${list(who)}` : kind ? "of no agent that is known" : "";
-      $("cell-said").textContent = `cells ${count(at)} to ${count(at + length - 1)}: ${what}${whose ? `; ${whose}` : ""}`;
-      return;
-    }
-    at += length;
-  }
-}
-function pointAt(event) {
-  const rect = $("map").getBoundingClientRect();
-  const column = Math.floor((event.clientX - rect.left - grid.left) / grid.size);
-  const row = Math.floor((event.clientY - rect.top - grid.top) / grid.size);
-  if (column >= 0 && column < grid.columns && row >= 0) tellCell((row * grid.columns + column) * grid.per);
-}
 // The next of some owners: a click goes through all who share a cell.
 const chooseOf = (who) => { if (who.length) choose(who[(who.indexOf(state.chosen) + 1) % who.length]); };
-$("map").addEventListener("pointermove", pointAt);
-$("map").addEventListener("pointerdown", (event) => {
-  pointAt(event);
-  const run = model()?.cell_runs[cursor];
-  if (run) chooseOf(model().owner_sets[run[1]]);
-});
 $("map").addEventListener("keydown", (event) => {
-  const now = model();
-  const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-  if (now && event.key === "Enter") chooseOf(now.owner_sets[now.cell_runs[cursor][1]]);
-  if (!now || !step) return;
+  const all = [...$("map").querySelectorAll("button")];
+  const next = all[all.indexOf(document.activeElement) + ({ ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key] ?? NaN)];
+  if (!next) return;
   event.preventDefault();
-  const next = Math.max(0, Math.min(now.cell_runs.length - 1, cursor + step));
-  tellCell(sum(now.cell_runs.slice(0, next)));
+  next.focus();
 });
 
 // States of recurrent layers ---------------------------------------------------------------------
@@ -147,8 +144,8 @@ function showSlots() {
 // A slot: behind how many tokens its states are, and how many would be computed again without it.
 function chip(now, [length, tokens, owners, kind]) {
   const who = now.owner_sets[owners];
-  const what = ["free", "a snapshot, evictable", "a snapshot, shared", "in use now"][kind];
-  const text = `states after ${count(length)} tokens: ${what}; ${who.length ? list(who) : "of no agent that is known"}; it saves computing ${count(tokens)} tokens, for ${bytes(now.slot_bytes)}`;
+  const what = ["free", "a snapshot, can be freed", "a snapshot, shared", "in use now"][kind];
+  const text = `states after ${count(length)} tokens: ${what}; ${who.length ? list(who) : LEFT}; it saves computing ${count(tokens)} tokens, for ${bytes(now.slot_bytes)}`;
   const swatch = el("i");
   if (who.length) swatch.style.background = who.length > 1 ? "var(--gold)" : colour(who[0]);
   const said = () => { $("cell-said").textContent = text; };
@@ -166,7 +163,7 @@ function showFacts() {
   $("about").hidden = $("facts").hidden = !agent;
   if (!agent) return;
   const mine = state.snapshot.models.find((one) => one.name === agent.model);
-  const facts = [["state", agent.state], ["tokens", count(agent.n_tokens)], ["in cache", count(mine?.cached[agent.id] ?? 0)], ["stored", count(agent.n_stored)], ["turns", agent.n_turns], ["K and V in", agent.kv_dtype]];
+  const facts = [["id", agent.id], ["state", agent.state], ["tokens", count(agent.n_tokens)], ["in memory", count(mine?.cached[agent.id] ?? 0)], ["on disk", count(agent.n_stored)], ["turns", agent.n_turns], ["K and V in", agent.kv_dtype]];
   const kept = mine?.snapshots_of[agent.id] ?? [];
   if (kept.length) facts.push(["goes on from", `${count(kept.at(-1))}${kept.length > 1 ? ` and ${count(kept.length - 1)} before` : ""}`]);
   $("facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));

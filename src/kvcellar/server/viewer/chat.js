@@ -4,7 +4,7 @@ import { $, button, copy, count, el, inSight, seconds, toast, untilHidden } from
 import { drafts } from "./kept.js";
 import { parted, render } from "./markdown.js";
 import { call, events, pathOf, trouble } from "./net.js";
-import { agentOf, colour, on, sees, state, tell } from "./state.js";
+import { agentOf, besideName, colour, nameOf, on, sees, state, tell } from "./state.js";
 import { choose, fork, once, verb } from "./verbs.js";
 
 let detail = null; // the agent with its messages and turns, as the server gave it
@@ -16,6 +16,7 @@ let place = null; // a message that a search has found: {id, message}
 function showHead() {
   const agent = agentOf(state.chosen);
   $("verbs").hidden = !agent;
+  $("agent-title").dataset.id = agent?.id ?? "";
   if (!agent) {
     $("agent-title").textContent = state.chosen ?? "A new chat";
     $("lineage").replaceChildren();
@@ -23,13 +24,14 @@ function showHead() {
   }
   const swatch = el("i", { class: "swatch" });
   swatch.style.background = colour(agent.id);
-  $("agent-title").replaceChildren(swatch, agent.id);
-  $("agent-title").title = agent.id;
+  $("agent-title").replaceChildren(swatch, nameOf(agent));
+  $("agent-title").title = `Known to clients as ${agent.id}`;
   const siblings = agent.parent === null ? 0 : state.snapshot.agents.filter((one) => one.parent === agent.parent).length - 1;
-  const parts = [`${agent.model}, ${count(agent.n_tokens)} tokens`];
+  const parts = [[besideName(agent), agent.model, `${count(agent.n_tokens)} tokens`].filter(Boolean).join(" · ")];
   if (agent.parent) {
     const there = agentOf(agent.parent);
-    parts.push("forked from ", there ? button(agent.parent, () => choose(agent.parent)) : agent.parent, ` at ${count(agent.parent_position)}`);
+    parts.push("forked from ", there ? button(nameOf(there), () => choose(agent.parent)) : agent.parent,
+      agent.parted_at === null ? "" : `, ${count(agent.parted_at)} tokens shared${agent.parted_from === agent.parent ? "" : ` with ${nameOf(agent.parted_from)}`}`);
     if (siblings > 0) parts.push(`beside ${siblings} other${siblings > 1 ? "s" : ""}`);
   }
   const line = JSON.stringify(parts.map((part) => part.textContent ?? part));

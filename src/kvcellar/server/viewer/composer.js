@@ -282,7 +282,7 @@ $("make-form").addEventListener("submit", (event) => {
   once("make", make);
 });
 async function make() {
-  const body = { model: $("make-model").value || undefined, id: $("make-name").value || undefined, system: $("make-system").value || undefined };
+  const body = { model: $("make-model").value || undefined, title: $("make-name").value, system: $("make-system").value || undefined };
   try {
     await create(body);
     inBrowser.set("make", null);

@@ -3,7 +3,7 @@
 import { $, button, count, el, toast } from "./dom.js";
 import { parted } from "./markdown.js";
 import { call, pathOf, trouble } from "./net.js";
-import { agentOf, colour, inOrder, on, rootOf, state } from "./state.js";
+import { agentOf, colour, inOrder, nameOf, on, rootOf, state } from "./state.js";
 import { choose, verb } from "./verbs.js";
 
 const HEIGHT = 36; // of a row, as the style sheet has it
@@ -29,7 +29,7 @@ let mark = "";
 function show() {
   const rows = below(rootOf(state.chosen));
   for (const id of marked) if (!agentOf(id)) marked.delete(id);
-  const now = JSON.stringify([state.chosen, [...marked], rows.map(({ agent, depth }) => [agent.id, depth, agent.n_tokens, agent.parent_position, agent.state])]);
+  const now = JSON.stringify([state.chosen, [...marked], rows.map(({ agent, depth }) => [agent.id, agent.title, depth, agent.n_tokens, agent.parted_from, agent.parted_at, agent.state])]);
   if (now === mark && $("family").open) return;
   mark = now;
   const focused = document.activeElement?.closest?.("#branch-list li")?.dataset.id;
@@ -37,25 +37,25 @@ function show() {
   $("branch-list").replaceChildren(...rows.map(({ agent, depth }) => rowOf(agent, depth, longest)));
   if (focused) ($("branch-list").querySelector(`[data-id="${CSS.escape(focused)}"] .open`) ?? $("branch-list").querySelector(".open")).focus();
   $("compare-open").disabled = marked.size !== 2;
-  $("family-said").textContent = `${count(rows.length)} agents` + (marked.size ? `; ${[...marked].join(" and ")} marked` : "");
+  $("family-said").textContent = `${count(rows.length)} agents` + (marked.size ? `; ${[...marked].map(nameOf).join(" and ")} marked` : "");
   requestAnimationFrame(() => draw(rows, longest));
 }
 
 function rowOf(agent, depth, longest) {
-  const from = agent.parent && agentOf(agent.parent) ? agent.parent_position : 0;
+  const from = agent.parted_at ?? 0;
   const bar = el("div", { class: "bar" });
   bar.style.left = `${(100 * from) / longest}%`;
   bar.style.width = `${(100 * Math.max(0, agent.n_tokens - from)) / longest}%`;
   bar.style.background = colour(agent.id);
-  const open = el("button", { type: "button", class: "open", "aria-current": agent.id === state.chosen, onclick: () => { choose(agent.id); $("family").close(); } }, agent.id);
+  const open = el("button", { type: "button", class: "open", "aria-current": agent.id === state.chosen, onclick: () => { choose(agent.id); $("family").close(); }, title: agent.id }, nameOf(agent));
   open.style.setProperty("--depth", depth);
-  const box = el("input", { type: "checkbox", "aria-label": `Mark ${agent.id} for comparing`, onchange: () => toggle(agent.id) });
+  const box = el("input", { type: "checkbox", "aria-label": `Mark ${nameOf(agent)} for comparing`, onchange: () => toggle(agent.id) });
   box.checked = marked.has(agent.id);
   return el("li", { "data-id": agent.id }, open, el("div", { class: "lane" }, bar),
-    el("div", { class: "tail" }, `${count(agent.n_tokens)} tok`, box, button("Prune", () => prune(agent.id), { "aria-label": `Delete ${agent.id}` })));
+    el("div", { class: "tail" }, `${count(agent.n_tokens)} tok`, box, button("Prune", () => prune(agent.id), { "aria-label": `Delete ${nameOf(agent)}` })));
 }
 
-// From each bar's beginning up to its parent's, at the token where they part.
+// From each bar's beginning up to that of the relative with which it has most in common, where they part.
 function draw(rows, longest) {
   $("branches").querySelector("svg")?.remove();
   const lane = $("branch-list").querySelector(".lane");
@@ -67,10 +67,10 @@ function draw(rows, longest) {
   svg.setAttribute("aria-hidden", "true");
   const at = new Map(rows.map(({ agent }, i) => [agent.id, i]));
   for (const [i, { agent }] of rows.entries()) {
-    if (!at.has(agent.parent)) continue;
-    const x = lane.offsetLeft + (lane.offsetWidth * agent.parent_position) / longest + 1;
+    if (!at.has(agent.parted_from)) continue;
+    const x = lane.offsetLeft + (lane.offsetWidth * agent.parted_at) / longest + 1;
     const line = document.createElementNS(ns, "line");
-    for (const [name, value] of Object.entries({ x1: x, x2: x, y1: at.get(agent.parent) * HEIGHT + 18, y2: i * HEIGHT + 18, stroke: colour(agent.id), "stroke-width": 2 })) line.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ x1: x, x2: x, y1: at.get(agent.parted_from) * HEIGHT + 18, y2: i * HEIGHT + 18, stroke: colour(agent.id), "stroke-width": 2 })) line.setAttribute(name, value);
     svg.append(line);
   }
   $("branches").prepend(svg);
@@ -125,7 +125,7 @@ function compare(both) {
       const calls = (said.tool_calls ?? []).map((one) => `→ ${one.function?.name ?? one.name}(${JSON.stringify(one.function?.arguments ?? one.arguments)})`);
       return el("div", { class: `said-by ${said.role}` }, el("div", { class: "by" }, said.role), el("div", { class: "body plain" }, [thought && `(${thought.trim()})`, text, ...calls].filter(Boolean).join("\n")));
     });
-    $(side).setAttribute("aria-label", both[i].id);
-    $(side).replaceChildren(el("h3", {}, both[i].id), ...(rest.length ? rest : [el("p", { class: "dim" }, "nothing more")]));
+    $(side).setAttribute("aria-label", nameOf(both[i]));
+    $(side).replaceChildren(el("h3", {}, nameOf(both[i])), ...(rest.length ? rest : [el("p", { class: "dim" }, "nothing more")]));
   }
 }

@@ -2,7 +2,7 @@
 
 import { $, count, el, toast } from "./dom.js";
 import { call, trouble } from "./net.js";
-import { colour, inOrder, on, state, tell } from "./state.js";
+import { besideName, colour, inOrder, nameOf, on, state, tell } from "./state.js";
 import { choose } from "./verbs.js";
 
 const rows = new Map(); // agent's id -> {item, mark}: only what has changed is made again
@@ -26,10 +26,12 @@ function showTree() {
 
 function rowOf(agent, depth, isCached) {
   const isChosen = agent.id === state.chosen;
-  const mark = JSON.stringify([depth, isCached, isChosen, agent.state, agent.n_tokens, agent.parent, agent.fork_text, colour(agent.id)]);
+  const mark = JSON.stringify([depth, isCached, isChosen, agent.state, agent.n_tokens, agent.title, agent.parent && nameOf(agent.parent), agent.fork_text, colour(agent.id)]);
   const known = rows.get(agent.id);
   if (known?.mark === mark) return known.item;
-  const item = known?.item ?? el("li", { role: "treeitem", "data-id": agent.id, title: agent.id });
+  const item = known?.item ?? el("li", { role: "treeitem", "data-id": agent.id });
+  const beside = besideName(agent);
+  item.title = beside ? `${nameOf(agent)} (${beside})` : agent.id;
   const swatch = el("i", { class: isCached ? "swatch" : "swatch off" });
   swatch.style.background = colour(agent.id);
   item.ariaLevel = depth + 1;
@@ -37,19 +39,20 @@ function rowOf(agent, depth, isCached) {
   item.tabIndex = isChosen ? 0 : -1;
   item.dataset.depth = depth;
   item.style.setProperty("--depth", Math.min(depth, 8));
-  item.ariaLabel = `${agent.id}, ${agent.state}, ${agent.n_tokens} tokens` + (agent.parent ? `, forked from ${agent.parent} at ${agent.parent_position}` : "");
+  item.ariaLabel = `${nameOf(agent)}, ${agent.state}, ${agent.n_tokens} tokens` + (agent.parent ? `, forked from ${nameOf(agent.parent)}, ${sharedOf(agent)} tokens shared` : "");
   item.replaceChildren(
-    el("div", { class: "who" }, swatch, el("b", {}, agent.id),
+    el("div", { class: "who" }, swatch, el("b", {}, nameOf(agent), agent.is_named && beside ? el("span", { class: "said-first" }, beside) : null),
       agent.state === "idle" ? null : el("span", { class: `state ${agent.state}` }, agent.state),
       el("span", { class: "n" }, `${count(agent.n_tokens)} tok`)),
     agent.fork_text && agent.parent
-      ? el("p", { class: "from" }, "at ", String(agent.parent_position), " ",
+      ? el("p", { class: "from" }, count(sharedOf(agent)), " shared ",
         el("code", {}, short(agent.fork_text.before, true), el("mark", {}, "▸"), short(agent.fork_text.behind)))
       : "");
   rows.set(agent.id, { item, mark });
   return item;
 }
 
+const sharedOf = (agent) => agent.parted_at ?? agent.parent_position;
 const short = (text, isEnd = false) => {
   const line = text.replace(/<\|[^|]*\|>/g, " ").replace(/\s+/g, " ");
   return isEnd ? line.slice(-14) : line.slice(0, 22);
@@ -112,7 +115,7 @@ function hit(agent) {
     choose(agent.id);
     if (agent.found.length) tell("place", agent.id, agent.found[0].message);
   };
-  return el("li", {}, el("button", { type: "button", onclick: open }, el("b", {}, agent.id), ...places));
+  return el("li", {}, el("button", { type: "button", onclick: open }, el("b", {}, nameOf(agent)), ...places));
 }
 
 on("shown", showTree);

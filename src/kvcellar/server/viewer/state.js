@@ -18,19 +18,34 @@ export const isBusy = (id) => state.talks.has(id) || state.heard?.id === id;
 export const model = () => state.snapshot?.models.find((one) => one.name === state.model) ?? null;
 export const agentOf = (id) => state.snapshot?.agents.find((agent) => agent.id === id) ?? null;
 
+// What people call an agent: its id where somebody chose it, else its title.
+export function nameOf(agent) {
+  const found = typeof agent === "string" ? agentOf(agent) : agent;
+  return found ? (found.is_named ? found.id : found.title || found.id) : agent;
+}
+// What is left to say beside that: the title, or the id by which clients know it.
+export const besideName = (agent) => (nameOf(agent) === agent.id ? agent.title : agent.id);
+
 const listeners = new Map();
 export const on = (name, listener) => listeners.set(name, [...(listeners.get(name) ?? []), listener]);
 export const tell = (name, ...facts) => (listeners.get(name) ?? []).forEach((listener) => listener(...facts));
 
-// A colour per agent: far apart for neighbours, the same for as long as it lives.
-const hues = new Map();
-export function hue(id) {
-  if (!hues.has(id)) hues.set(id, (200 + hues.size * 137.5) % 360);
-  return hues.get(id);
+// A colour per agent, by the digest of its id: the same in every browser, and none near that of what is shared.
+const hues = [130, 385]; // of OKLCH; between them the other way round lies gold
+function digest(text) {
+  let found = 0x811c9dc5;
+  for (const byte of new TextEncoder().encode(text)) found = Math.imul(found ^ byte, 0x01000193);
+  found = Math.imul(found ^ (found >>> 16), 0x45d9f3b);
+  return (found ^ (found >>> 15)) >>> 0;
 }
 export const isDark = () => document.documentElement.dataset.theme === "dark"
   || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-export const colour = (id, alpha = 1) => `hsl(${hue(id)} ${isDark() ? "58% 60%" : "52% 48%"} / ${alpha})`;
+export function colour(id) {
+  const found = digest(id);
+  const hue = (hues[0] + (found % 1021) * ((hues[1] - hues[0]) / 1021)) % 360;
+  const [dark, light] = isDark() ? [0.66, 0.76] : [0.48, 0.57];
+  return `oklch(${found & 0x10000000 ? light : dark} 0.12 ${hue.toFixed(1)})`;
+}
 
 // Agents with their forks below them, the latest first: [{agent, depth}].
 export function inOrder(agents) {

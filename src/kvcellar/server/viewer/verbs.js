@@ -3,7 +3,7 @@
 import { $, count, toast } from "./dom.js";
 import { inTab } from "./kept.js";
 import { call, download, pathOf, trouble } from "./net.js";
-import { agentOf, seenOf, sees, state, tell } from "./state.js";
+import { agentOf, nameOf, seenOf, sees, state, tell } from "./state.js";
 
 export function choose(id) {
   if (id !== state.chosen) {
@@ -52,29 +52,33 @@ export async function fork(id, body = {}) {
   const done = await call("POST", pathOf(id, "fork"), body);
   sees(done);
   lookAtNew(done.id);
-  toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`);
+  toast(`a fork shares ${count(done.parent_position)} tokens with ${quoted(id)}; nothing was copied`);
   await refresh();
   return done;
 }
 
+const quoted = (id) => `“${nameOf(id)}”`;
+
 const DO = {
   fork,
+  async rename(id, title) { await call("POST", pathOf(id, "rename"), { title }); },
   async rewind(id, body = {}) {
     const done = await call("POST", pathOf(id, "rewind"), { ...body, follows: seenOf(id)?.digest });
     sees(done);
-    dropped(id, `${id} went back to ${count(done.n_tokens)} tokens`);
+    dropped(id, `${quoted(id)} went back to ${count(done.n_tokens)} tokens`);
   },
   async keep(id) {
     const done = await call("POST", pathOf(id, "keep"));
-    if (done.deleted.length) dropped(id, `deleted ${done.deleted.join(", ")}`);
+    if (done.deleted.length) dropped(id, `deleted ${done.deleted.map(quoted).join(", ")}`);
     else toast("it has no siblings");
   },
   async delete(id) {
+    const said = `deleted ${quoted(id)}`;
     await call("DELETE", pathOf(id));
     state.made = null;
-    dropped(id, `deleted ${id}`);
+    dropped(id, said);
   },
-  async pause(id) { toast((await call("POST", pathOf(id, "pause"))).state === "paused" ? `all of ${id} is on disk` : `${id} goes on`); },
+  async pause(id) { toast((await call("POST", pathOf(id, "pause"))).state === "paused" ? `all of ${quoted(id)} is on disk` : `${quoted(id)} goes on`); },
   async resume(id) {
     const done = await call("POST", pathOf(id, "resume"));
     toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
@@ -99,7 +103,7 @@ let undoable = inTab.get("undo", []);
 function keepUndoable() {
   inTab.set("undo", undoable.slice(-50));
   $("undo").hidden = !undoable.length;
-  $("undo").title = undoable.length ? `Bring back what was dropped of ${undoable.at(-1)} (u)` : "";
+  $("undo").title = undoable.length ? `Bring back what was dropped of ${quoted(undoable.at(-1))} (u)` : "";
 }
 function dropped(id, said) {
   undoable.push(id);
@@ -114,7 +118,7 @@ async function undoLast() {
     const done = await call("POST", pathOf(id, "undo"));
     undoable.pop();
     done.restored.forEach(sees);
-    toast(`${done.restored.map((agent) => agent.id).join(", ")} ${done.restored.length > 1 ? "are" : "is"} as before`);
+    toast(`${done.restored.map((agent) => `“${nameOf(agent)}”`).join(", ")} ${done.restored.length > 1 ? "are" : "is"} as before`);
     if (done.restored.length) lookAtNew(done.restored.at(-1).id);
     await refresh();
   } catch (error) {
@@ -128,5 +132,19 @@ $("undo").addEventListener("click", undo);
 $("verbs").addEventListener("click", (event) => {
   if (!event.target.dataset.verb) return;
   event.target.closest("details")?.removeAttribute("open");
-  verb(event.target.dataset.verb);
+  if (event.target.dataset.verb === "rename") askTitle();
+  else verb(event.target.dataset.verb);
+});
+
+// Another title ------------------------------------------------------------------------------------
+
+let renamed = null; // whose title is asked for
+function askTitle() {
+  renamed = state.chosen;
+  $("title-value").value = nameOf(renamed);
+  $("title").showModal();
+  $("title-value").select();
+}
+$("title-form").addEventListener("submit", (event) => {
+  if (event.submitter?.value === "rename") verb("rename", $("title-value").value, renamed);
 });
