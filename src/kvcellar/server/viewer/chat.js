@@ -16,7 +16,7 @@ let place = null; // a message that a search has found: {id, message}
 function showHead() {
   const agent = agentOf(state.chosen);
   $("verbs").hidden = !agent;
-  $("agent-title").dataset.id = agent?.id ?? "";
+  $("agent-title").dataset.id = state.chosen ?? "";
   if (!agent) {
     $("agent-title").textContent = state.chosen ?? "A new chat";
     $("lineage").replaceChildren();
