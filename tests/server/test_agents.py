@@ -14,6 +14,7 @@ import kvcellar.agents.turn
 from kvcellar.agents import Turn
 from kvcellar.agents.live import Begun, LiveText, Over, Said
 from kvcellar.agents.records import Agent
+from kvcellar.dialects import TextPart
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import UnknownAgentError
 from kvcellar.history import History
@@ -476,8 +477,8 @@ def test_whoever_comes_late_is_told_what_was_said_so_far():
         return events
 
     assert asyncio.run(look()) == [
-        Begun("Q?", "One ", late.history_digest),
-        Said("two"),
+        Begun("Q?", late.history_digest, (TextPart("One "),)),
+        Said((TextPart("two"),)),
         Over(late.history_digest, None),
     ]
 
@@ -502,14 +503,14 @@ def test_an_agent_that_goes_while_others_are_searched_is_not_found(live, monkeyp
         make(live, name)
         live.post(f"/v1/agents/{name}/generate", {"text": "A needle.", **SHORT})
     directory = live.service.agents.directory
-    conversation = directory.conversation
+    agent = directory.agent
 
-    def gone(agent_id, model):
+    def gone(agent_id, model=None):
         if agent_id == "goes":
             raise UnknownAgentError("no agent")
-        return conversation(agent_id, model)
+        return agent(agent_id, model)
 
-    monkeypatch.setattr(type(directory), "conversation", lambda _, *asked: gone(*asked))
+    monkeypatch.setattr(type(directory), "agent", lambda _, *asked: gone(*asked))
     found = [one["id"] for one in live.get("/v1/agents?search=a%20needle")["data"]]
     assert "stays" in found and "goes" not in found
 

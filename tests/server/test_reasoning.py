@@ -246,7 +246,7 @@ def test_the_end_of_a_thought_is_forced_token_by_token_as_the_template_writes_it
         guide.accept(token)
 
 
-def test_whoever_looks_on_reads_a_mark_that_is_a_token_as_it_is_spelt(thinker):
+def test_whoever_looks_on_reads_thoughts_apart_from_the_text(thinker):
     thinker.post("/v1/agents", {"id": "watched"})
     with thinker.http.stream("GET", "/v1/agents/watched/live") as response:
         lines = response.iter_lines()
@@ -260,7 +260,9 @@ def test_whoever_looks_on_reads_a_mark_that_is_a_token_as_it_is_spelt(thinker):
                 if one.startswith("data: ")
             ]
             asked.result()
-    assert "".join(one["text"] for one in told) == f"{THOUGHT}Good day 0."
+    assert "".join(one["text"] for one in told) == "Good day 0."
+    thought = "".join(one.get("reasoning_content", "") for one in told)
+    assert thought == "The user wants a greeting."
 
 
 def test_an_agent_keeps_what_its_template_was_given(thinker):

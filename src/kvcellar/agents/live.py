@@ -1,4 +1,4 @@
-"""Text of turns as it comes, for those who look on beside the one who asked."""
+"""Parts of answers as they come, for those who look on beside the one who asked."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvcellar.agents.reading import Reading
 from kvcellar.agents.records import Agent
+from kvcellar.dialects import AnswerParser, Call, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine.mailbox import Mailbox
 
 
@@ -18,20 +20,20 @@ class Begun:
 
     Attributes:
         asked: what it answers; None where tokens were given.
-        text: what it has said by now.
         follows: digest of the history that it goes on from.
+        parts: what it has thought, said and called by now.
     """
 
     asked: str | None
-    text: str
     follows: str
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A piece of text has come."""
+    """Pieces of an answer have come: of a thought, of text, of calls."""
 
-    text: str
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,33 @@ class _Turn:
 
     asked: str | None
     follows: str
-    pieces: list[str] = field(default_factory=list)
+    reading: Reading | None
+    parser: AnswerParser | None = None
+    text: list[str] = field(default_factory=list)
+
+    def read(self, text: str, *, is_last: bool = False) -> tuple[Part, ...]:
+        """Read what came next; without a reading all of it is text."""
+        if self.reading is None:
+            self.text.append(text)
+            return (TextPart(text),) if text else ()
+        if self.parser is None:  # its prompt is known by now
+            self.parser = self.reading.parser()
+        return (*self.parser.push(text), *(self.parser.flush() if is_last else ()))
 
     def so_far(self) -> Begun:
-        return Begun(self.asked, "".join(self.pieces), self.follows)
+        return Begun(self.asked, self.follows, self._parts())
+
+    def _parts(self) -> tuple[Part, ...]:
+        """Return all that was read, each kind in one piece."""
+        parser = self.parser
+        if parser is None:
+            return (TextPart("".join(self.text)),) if self.text else ()
+        calls = [replace(call) for call in parser.calls]
+        return (
+            *([ReasoningPart(parser.reasoning)] if parser.reasoning else ()),
+            *([TextPart(parser.text)] if parser.text else ()),
+            *(part for i, one in enumerate(calls) for part in _pieces(i, one)),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +98,13 @@ class _Listener:
         self.loop.call_soon_threadsafe(self.events.put, event)
 
 
+def _pieces(index: int, call: Call) -> tuple[Part, ...]:
+    begun = CallPart(index, call, "")
+    return (begun, CallPart(index, call, call.arguments)) if call.arguments else (begun,)
+
+
 class LiveText:
-    """Text of the turns that are under way. For callers on any event loop and thread."""
+    """Answers of the turns that are under way. For callers on any event loop and thread."""
 
     def __init__(self) -> None:
         """Know of no turn."""
@@ -83,10 +113,12 @@ class LiveText:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def turn(self, agent: Agent, asked: str | None) -> Iterator[None]:
+    def turn(
+        self, agent: Agent, asked: str | None, reading: Reading | None = None
+    ) -> Iterator[None]:
         """Say that an agent's turn is under way, for as long as the block lasts."""
         agent_id, before = agent.agent_id, agent.turns
-        turn = _Turn(asked, agent.history_digest)
+        turn = _Turn(asked, agent.history_digest, reading)
         with self._lock:
             self._turns[agent_id] = turn
             self._tell(agent_id, turn.so_far())
@@ -94,7 +126,9 @@ class LiveText:
             yield
         finally:
             with self._lock:
-                del self._turns[agent_id]
+                rest = self._turns.pop(agent_id).read("", is_last=True)
+                if rest:
+                    self._tell(agent_id, Said(rest))
                 reason = None if agent.turns is before else agent.turns[-1].reason
                 self._tell(agent_id, Over(agent.history_digest, reason))
 
@@ -108,19 +142,20 @@ class LiveText:
         """Say what came next in the turn of an agent."""
         with self._lock:
             turn = self._turns.get(agent_id)
-            if turn is not None and text:
-                turn.pieces.append(text)
-                self._tell(agent_id, Said(text))
+            parts = turn.read(text) if turn is not None and text else ()
+            if parts:
+                self._tell(agent_id, Said(parts))
 
     async def listen(self, agent_id: str) -> AsyncGenerator[LiveEvent, None]:
         """Tell of the turns of an agent, from the one that is under way on, without an end."""
         listener = _Listener(asyncio.get_running_loop())
         with self._lock:
             turn = self._turns.get(agent_id)
+            begun = None if turn is None else turn.so_far()
             self._listeners.setdefault(agent_id, []).append(listener)
         try:
-            if turn is not None:
-                yield turn.so_far()
+            if begun is not None:
+                yield begun
             while True:
                 yield await listener.events.get()
         finally:

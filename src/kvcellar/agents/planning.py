@@ -7,19 +7,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcellar.agents.conversation import Message, Prefixes, Spoken, plan_messages
+from kvcellar.agents.conversation import Prefixes, Spoken, plan_messages
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import Took, TurnRecord
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import model_notes
+from kvcellar.agents.reading import Reading
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import ProgressFn
 from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.history import History
-
-AnswerFn = Callable[[str], Message]
-"""From the text of an answer, with how it was begun, to the message that clients send back."""
 
 StartFn = Callable[[History, int], None]
 """Called with a turn's tokens and how many of them the cache holds; it may refuse by raising."""
@@ -51,8 +49,7 @@ class Turn:
         follows: digest of the history that it goes on from, as ``AgentInfo`` has it; where the
             agent has another one by then, or is in a turn, it is refused. None: of any history.
         is_continuing: refuse ``messages`` that do not continue the agent's history.
-        answer: from its text to the message that is kept, such as one with tool calls.
-        marks: as ``Request`` has them; ``answer`` finds them in its text.
+        reading: how its answer is read, and what is kept of it; None: its text.
         on_start: told what the turn is and what the cache has of it, before it is queued.
         progress: told about a restore.
         prompt: once planned, all tokens.
@@ -78,8 +75,7 @@ class Turn:
     deadline_s: float | None = None
     follows: str | None = None
     is_continuing: bool = False
-    answer: AnswerFn | None = None
-    marks: Mapping[int, str] | None = None
+    reading: Reading | None = None
     on_start: StartFn | None = None
     progress: ProgressFn | None = None
     prompt: History = field(init=False, default_factory=History, repr=False)
@@ -253,8 +249,8 @@ def record_turn(
     if turn.spoken is not None:
         text = turn.spoken.begun + event.text
         answer = {"role": "assistant", "content": text}
-        if turn.answer is not None:
-            answer = turn.answer(text)
+        if turn.reading is not None:
+            answer = turn.reading.kept(text)
         agent.messages = (*turn.spoken.messages, answer)
         agent.tools, agent.template_kwargs = turn.spoken.tools, turn.spoken.template_kwargs
     n_prompt = len(turn.prompt)

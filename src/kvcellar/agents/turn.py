@@ -34,7 +34,6 @@ from kvcellar.agents.residence import BroughtBack, bring_back
 from kvcellar.agents.volatile import apply_rules
 from kvcellar.agents.work import OTHER_BYTES, Work
 from kvcellar.engine import Event, EventStream, FinishEvent, Request, TokenEvent
-from kvcellar.engine.token_bytes import token_bytes
 from kvcellar.errors import (
     AgentError,
     AgentHeldError,
@@ -127,7 +126,7 @@ class Turns:
                 self._planned(turn, agent, host) as (agent, hold),
                 self._replacing(turn, agent),
             ):
-                with self.live.turn(agent, turn.asked):
+                with self.live.turn(agent, turn.asked, turn.reading):
                     async with self._queued(turn, agent, host, hold) as running:
                         yield running
 
@@ -265,6 +264,9 @@ class Turns:
         """Bring the history back, have it answered, and save what is new."""
         started_s = time.perf_counter()
         settings = turn.params.for_model(host.sampling)
+        reading = turn.reading
+        if reading is not None and host.tokenizer is not None:
+            reading.begin(host.tokenizer, turn.prompt)
         request = Request(
             turn.prompt,
             settings,
@@ -272,7 +274,7 @@ class Turns:
             turn.deadline_s,
             snapshots_at=turn.snapshots_at,
             space=host.space,
-            marks=turn.marks,
+            marks=None if reading is None else reading.marks,
         )
         host.costs.recall(agent.rates)
         back = await bring_back(
@@ -381,6 +383,7 @@ class RunningTurn:
         self._save: SaveTicket | None = None
         self._lock = threading.Lock()
         self._is_over = False
+        self._n_told = 0
 
     @property
     def end(self) -> TurnEnd:
@@ -395,17 +398,15 @@ class RunningTurn:
                 self._first_s = time.perf_counter() - self._started_s
                 self._back.release(self._host)
             self._agent.expected.append(event.token.token_id)
-            self._turns.live.say(self._agent.agent_id, self._shown(event.token.text))
+            self._tell(event.token.text)
         elif isinstance(event, FinishEvent):
             self._finish = event
+            self._tell(event.text[self._n_told :])  # held back for a stop text that never came
 
-    def _shown(self, text: str) -> str:
-        """Return a piece of the answer with its marks as they are spelt; special ones are none."""
-        marks, tokenizer = self._turn.marks, self._host.tokenizer
-        if not marks or tokenizer is None or text.isascii():
-            return text
-        names = token_bytes(tokenizer)
-        return text.translate({ord(mark): names.of(i).decode() for i, mark in marks.items()})
+    def _tell(self, text: str) -> None:
+        """Tell a piece of the answer to those who look on."""
+        self._n_told += len(text)
+        self._turns.live.say(self._agent.agent_id, text)
 
     @contextlib.asynccontextmanager
     async def queued(self, request: Request) -> AsyncIterator[RunningTurn]:

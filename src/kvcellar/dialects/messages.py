@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvcellar.dialects.argument_rules import filled
@@ -17,6 +19,7 @@ from kvcellar.dialects.dialect import (
     TaggedArguments,
 )
 from kvcellar.dialects.formats import ALL, HERMES
+from kvcellar.dialects.parser import AnswerParser
 from kvcellar.dialects.parts import Call
 from kvcellar.errors import PromptError
 from kvcellar.valid import read_json, valid_json
@@ -155,6 +158,81 @@ def _tools_tail(dialect: Dialect) -> str:
             value = f"{opening}...{form.arguments.closing}"
     example = write_calls(dialect, [("...", value)])
     return f"To call one, write its name and arguments {how}, and nothing behind it:\n{example}"
+
+
+def apart(
+    messages: Sequence[Mapping[str, Any]],
+    dialect: Dialect,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a conversation with thoughts and calls of its answers apart from their text.
+
+    Arguments of calls are JSON in a text, as clients have them. What ``say_tools`` wrote is left
+    out.
+
+    Args:
+        messages: as a history has them: an answer may be in one text, as the model said it.
+        dialect: that the model speaks.
+        tools: definitions of what may be called; those that a system message tells are known
+            without. Where there are none, what looks like a call is text.
+    """
+    tools = tools or tools_said(messages)
+    spelt = replace(dialect, tokens=())  # a history has marks as they are spelt
+    found = []
+    for number, message in enumerate(messages):
+        said = dict(message)
+        if said.get("role") == "assistant":
+            said = {**said, **_apart(said, spelt, tools, number)}
+        found.append(said)
+    return without_tools(found)
+
+
+def _apart(
+    message: Mapping[str, Any], dialect: Dialect, tools: Sequence[Mapping[str, Any]], number: int
+) -> dict[str, Any]:
+    """Return fields of an answer that were in its text, and its calls with arguments as texts."""
+    calls, text = message.get("tool_calls"), message.get("content")
+    if calls:
+        return {"tool_calls": [_with_text(call) for call in calls]}
+    if not isinstance(text, str):
+        return {}
+    digest = hashlib.sha256(f"{number}:{text}".encode(errors="replace")).hexdigest()
+    marks, has_thought = dialect.reasoning, bool(message.get("reasoning_content"))
+    if has_thought:
+        dialect = replace(dialect, reasoning=None)
+    before = text.partition(marks.end)[0] if marks is not None and marks.end in text else None
+    is_open = before is not None and marks is not None and marks.begin.strip() not in before
+    parser = AnswerParser(
+        dialect, f"c{digest[:7]}", is_open and not has_thought, bool(tools), tools=tools
+    )
+    parser.push(text)
+    parser.flush()
+    if parser.trouble or not (parser.calls or parser.reasoning):
+        return {}
+    said = as_message(parser.text, parser.calls, parser.reasoning)
+    if parser.calls:
+        said["tool_calls"] = [_with_text(call) for call in said["tool_calls"]]
+    return said
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are a text."""
+    function = dict(call.get("function") or {})
+    if not isinstance(function.get("arguments", ""), str):
+        function["arguments"] = _json(function["arguments"])
+    return {**call, "function": function}
+
+
+def tools_said(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the definitions of tools that ``say_tools`` told in a system message; else none."""
+    first = messages[0] if messages else {}
+    text = str(first.get("content")) if first.get("role") == "system" else ""
+    tail = next((end for end in map(_tools_tail, ALL) if text.endswith(end)), None)
+    if tail is None:
+        return []
+    listed = text.removesuffix(tail).rpartition(f"{_TOOLS_HEAD}\n")[2]
+    found = (read_arguments(line) for line in listed.splitlines())
+    return [{"type": "function", "function": one} for one in found if isinstance(one, dict)]
 
 
 def without_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

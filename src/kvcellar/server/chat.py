@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from kvcellar.agents import ModelHost, Turn, TurnEnd, without_salt
 from kvcellar.agents.lengths import size_of
@@ -19,9 +17,8 @@ from kvcellar.dialects import (
     TextPart,
     is_whole,
 )
-from kvcellar.dialects.messages import as_message
 from kvcellar.engine import Guide, TokenEvent
-from kvcellar.engine.generate import GeneratedToken
+from kvcellar.engine.generate import Finish, GeneratedToken
 from kvcellar.errors import ModelError
 from kvcellar.history import History
 from kvcellar.models.prompts import begun_of
@@ -41,7 +38,7 @@ from kvcellar.server.service import Service
 from kvcellar.server.streams import Stream
 from kvcellar.server.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.server.tools import chosen
-from kvcellar.server.wording import Wording, opens_reasoning, word
+from kvcellar.server.wording import Wording, word
 
 
 async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEvent, None]:
@@ -67,7 +64,7 @@ async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEve
                         if isinstance(event, TokenEvent):
                             for one in said.take(event):
                                 yield one
-                            said.check_calls()
+                            check_calls(said.parser)
                 for one in await said.end(running.end):
                     yield one
 
@@ -164,6 +161,30 @@ async def _held(service: Service, host: ModelHost, question: Question) -> Constr
     )
 
 
+def check_calls(parser: AnswerParser, finish: Finish | None = None) -> None:
+    """Refuse to go on where a call that was begun is none.
+
+    Args:
+        parser: of the answer.
+        finish: how the answer has ended; None: it goes on.
+
+    Raises:
+        ApiError: 502, the model wrote no arguments.
+    """
+    trouble, calls = parser.trouble, parser.calls
+    is_ended = finish is not None and finish.cause == "eos"
+    if not trouble and is_ended and calls and not is_whole(calls[-1]):
+        trouble = f"the call of {calls[-1].name!r} is malformed: the model ended inside of it"
+    if trouble:
+        raise ApiError(502, f"{trouble[:300]}; ask again", "malformed_call")
+
+
+def reason_of(parser: AnswerParser, finish: Finish) -> str:
+    """Return why an answer has ended, in the words of chat completions."""
+    is_called = bool(parser.calls) and is_whole(parser.calls[-1])
+    return "tool_calls" if is_called and finish.reason == "stop" else finish.reason
+
+
 class _Answer:
     """One answer on its way: from the agent's turn to the events that protocols write."""
 
@@ -185,15 +206,8 @@ class _Answer:
         self._wording = wording
         self._held = held
         self._seat = seat
-        self._reads_calls = bool(chosen(question.tools, question.choice))
-        self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
-        self._dialect = wording.dialect
-        if question.form is not None and not self._reads_calls:
-            # a form alone has reasoning only where the prompt opens it; calls may have it before
-            self._dialect = replace(self._dialect, reasoning=None)
-        self._is_in_reasoning = False
-        self._begun = begun_of(question.messages) or ""
-        self._parser = self._new_parser()
+        self._reading = wording.reading
+        self.parser = self._reading.parser()
         self._bound = self._bound_of_thoughts()
         self._n_thought = 0
         self._pinned: History | None = History()
@@ -211,14 +225,13 @@ class _Answer:
         is_held = self._held is not None and self._held.begin is not None
         is_guided = is_held or self._bound is not None
         stop = self._question.params.stop
-        spelt = tuple(text for text in map(self._dialect.spelt, stop) if text not in stop)
+        spelt = tuple(text for text in map(self._reading.dialect.spelt, stop) if text not in stop)
         self._turn.params = replace(
             self._question.params,
             guide=self._guide if is_guided else None,
             stop=(*stop, *spelt),
         )
-        self._turn.marks = self._dialect.marks()
-        self._turn.answer, self._turn.on_start = self._kept, self._on_start
+        self._turn.on_start = self._on_start
 
     async def _pinned_prefix(self) -> History | None:
         """Return tokens of the messages that the longest pin covers; None: of all messages."""
@@ -249,10 +262,7 @@ class _Answer:
         service.check_fits(host, prompt)
         wanted = len(prompt) + (self._question.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-        self._is_in_reasoning = opens_reasoning(host, self._wording.dialect, prompt, self._begun)
-        if self._is_in_reasoning:
-            self._dialect = self._wording.dialect
-        self._parser = self._new_parser()
+        self.parser = self._reading.parser()
         n_pinned = len(prompt)
         if self._pinned is not None:
             n_pinned = prompt.common_prefix(self._pinned)
@@ -263,7 +273,7 @@ class _Answer:
 
     def _bound_of_thoughts(self) -> ThoughtBound | None:
         """Return how long the model may think; None for as long as it likes."""
-        budget, marks = self._wording.wish.budget, self._dialect.thought
+        budget, marks = self._wording.wish.budget, self._reading.dialect.thought
         if budget is None or marks is None:
             return None
         return ThoughtBound.of(budget, marks, self._host)
@@ -271,44 +281,21 @@ class _Answer:
     def _guide(self) -> Guide:
         """Begin to hold the answer to its grammar and its thought, once the prompt is known."""
         held, guide, bound = self._held, None, self._bound
-        is_behind = self._is_in_reasoning and self._question.form is not None
+        is_in_reasoning = self._reading.is_in_reasoning
+        is_behind = is_in_reasoning and self._question.form is not None
         if held is not None and held.begin is not None:
             assert held.begin_in_thought is not None
-            is_within = self._is_in_reasoning and not is_behind
+            is_within = is_in_reasoning and not is_behind
             guide = held.begin_in_thought() if is_within else held.begin()
             self._guide_troubles = guide.troubles
         if is_behind:
-            marks = self._dialect.thought
+            marks = self._reading.dialect.thought
             assert marks is not None, "a prompt opens a thought by a mark"
             bound = ThoughtBound.of(self._wording.wish.budget, marks, self._host)
         if bound is not None:
-            return ThoughtBudget(bound, guide, self._is_in_reasoning, is_behind)
+            return ThoughtBudget(bound, guide, is_in_reasoning, is_behind)
         assert guide is not None, "who is held to nothing has no guide"
         return guide
-
-    def _kept(self, text: str) -> dict[str, Any]:
-        """Make the message that clients will send back for an answer, from all of its text."""
-        again = self._new_parser(is_from_start=True)
-        again.push(text)
-        again.flush()
-        if again.trouble:  # nobody was told of such a call
-            return as_message(self._dialect.written(text, is_shown=True), ())
-        message = as_message(again.text, again.calls, again.reasoning)
-        return self._wording.of_message(message)
-
-    def _new_parser(self, *, is_from_start: bool = False) -> AnswerParser:
-        """Create a parser of what is new, or of all that an answer says from its start."""
-        has_begun = bool(self._begun)
-        is_forced = self._reads_calls and self._question.choice.mode == "required"
-        return AnswerParser(
-            self._dialect,
-            self._call_ids,
-            self._is_in_reasoning and not (has_begun and is_from_start),
-            self._reads_calls,
-            is_forced,
-            self._question.tools.functions,
-            has_begun and not is_from_start,
-        )
 
     # What it says ------------------------------------------------------------------------------
 
@@ -319,30 +306,15 @@ class _Answer:
         is_first, self._last_s = self._last_s is None, now
         self._n_seen += len(token.text)
         said: list[ChatEvent] = [self._start] if is_first and self._start is not None else []
-        is_thought = self._parser.is_in_reasoning
-        events = [_event_of(part) for part in self._parser.push(token.text)]
-        is_thought |= self._parser.is_in_reasoning
+        is_thought = self.parser.is_in_reasoning
+        events = [_event_of(part) for part in self.parser.push(token.text)]
+        is_thought |= self.parser.is_in_reasoning
         self._n_thought += is_thought or any(isinstance(one, ReasoningEvent) for one in events)
         if len(events) == 1 and isinstance(events[0], TextEvent | ReasoningEvent):
             events[0] = replace(events[0], token=token)
         elif token.logprob is not None:
             said.append(ReasoningEvent("", token) if is_thought else TextEvent("", token))
         return [*said, *events]
-
-    def check_calls(self, cause: str | None = None) -> None:
-        """Refuse to go on where a call that was begun is none.
-
-        Args:
-            cause: of the answer's end, as ``Finish`` has it; None: it goes on.
-
-        Raises:
-            ApiError: 502, the model wrote no arguments.
-        """
-        trouble, calls = self._parser.trouble, self._parser.calls
-        if not trouble and cause == "eos" and calls and not is_whole(calls[-1]):
-            trouble = f"the call of {calls[-1].name!r} is malformed: the model ended inside of it"
-        if trouble:
-            raise ApiError(502, f"{trouble[:300]}; ask again", "malformed_call")
 
     async def end(self, event: TurnEnd) -> list[ChatEvent]:
         """Turn the end of the turn into events: what was held back, and the end of the answer.
@@ -356,8 +328,8 @@ class _Answer:
             message = f"no cell was left for an answer: {event.finish.finish.detail}"
             raise ApiError(503, message, "cache_full", retry_after_s=5)
         rest = event.finish.text[self._n_seen :]  # held back for a stop text that never came
-        said = [_event_of(part) for part in (*self._parser.push(rest), *self._parser.flush())]
-        self.check_calls(event.finish.finish.cause if event.finish.finish else None)
+        said = [_event_of(part) for part in (*self.parser.push(rest), *self.parser.flush())]
+        check_calls(self.parser, event.finish.finish)
         n_pinned = self._start.pinned_tokens if self._start else 0
         if n_pinned:
             ttl_s = max(pin.ttl_s for pin in self._question.pins)
@@ -366,19 +338,18 @@ class _Answer:
         return [*said, self._ended(event)]
 
     def _ended(self, event: TurnEnd) -> Ended:
-        finish, start, calls = event.finish.finish, self._start, self._parser.calls
+        finish, start, calls = event.finish.finish, self._start, self.parser.calls
         assert finish is not None, "an answer that was stopped, or has no more room, says by what"
-        is_called = bool(calls) and is_whole(calls[-1])
         held_notes = self._held.notes if self._held is not None else ()
         asked, wish = self._question, self._wording.wish
         notes = [*wish.notes, *asked.tools.notes(), *asked.left_out.notes(), *held_notes]
         notes += self._guide_troubles
         return Ended(
-            reason="tool_calls" if is_called and finish.reason == "stop" else finish.reason,
+            reason=reason_of(self.parser, finish),
             cause=finish.cause,
-            stop_text=finish.stop_text and self._dialect.written(finish.stop_text),
-            text=self._parser.text,
-            reasoning=self._parser.reasoning,
+            stop_text=finish.stop_text and self._reading.dialect.written(finish.stop_text),
+            text=self.parser.text,
+            reasoning=self.parser.reasoning,
             reasoning_tokens=self._n_thought,
             calls=tuple(calls),
             usage=replace(event.usage, notes=(*map(without_salt, event.usage.notes), *notes)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcellar.agents import salt_of, without_salt
-from kvcellar.dialects.messages import without_tools
+from kvcellar.agents.reading import conversation_apart
 from kvcellar.errors import UnknownAgentError
 from kvcellar.server.service import Service
 from kvcellar.server.snapshot import agent_as_json
@@ -16,6 +16,19 @@ MOST_PLACES = 3
 
 _AROUND = 40
 """Characters of text around a place."""
+
+
+def messages_of(service: Service, agent_id: str, model: str | None = None) -> list[dict[str, Any]]:
+    """Return an agent's conversation as clients read it: thoughts and calls apart from text.
+
+    It is read through, so it is for threads.
+
+    Raises:
+        UnknownAgentError: none of that name is known here.
+    """
+    directory = service.agents.directory
+    agent = directory.agent(agent_id, model)
+    return conversation_apart(agent, directory.host_of(agent), service.config.dialect)
 
 
 def find_text(service: Service, text: str, salt: str = "") -> list[dict[str, Any]]:
@@ -30,10 +43,9 @@ def find_text(service: Service, text: str, salt: str = "") -> list[dict[str, Any
         if info.damage is not None or salt_of(info.agent_id) != salt:
             continue
         try:
-            said = service.agents.directory.conversation(info.agent_id, info.model)
+            messages = messages_of(service, info.agent_id, info.model)
         except UnknownAgentError:
             continue  # it has gone since they were listed
-        messages = without_tools(said)
         places = list(_places(messages, wanted))
         names = f"{without_salt(info.agent_id)}\n{info.title}".casefold()
         if places or wanted in names:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.server.dialogue import ChatEvent, Ended, Started
+from kvcellar.dialects import Call, CallPart
+from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Started
 from kvcellar.server.replies import Frames
 from kvcellar.server.schemas.base import QuestionBody
 
@@ -23,6 +24,30 @@ def answer_headers(event: Started | Ended) -> dict[str, str]:
     facts = agent_facts(event)
     notice = {"x-agent-notice": facts["notice"]} if "notice" in facts else {}
     return {"x-agent-id": event.agent_id.encode("ascii", "replace").decode(), **notice}
+
+
+def call_delta(event: CallEvent | CallPart) -> dict[str, Any]:
+    """Return a piece of a call as streams of chat completions have it."""
+    if not event.text:
+        return {
+            "index": event.index,
+            "id": event.call.call_id,
+            "type": "function",
+            "function": {"name": event.call.name, "arguments": ""},
+        }
+    return {"index": event.index, "function": {"arguments": event.text}}
+
+
+def calls_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Return calls as messages of chat completions have them."""
+    return [
+        {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
 
 
 class AnswerFrames(Frames[ChatEvent]):

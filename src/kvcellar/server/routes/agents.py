@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ from kvcellar.agents import (
     without_salt,
 )
 from kvcellar.agents.live import Begun, LiveEvent, Said
-from kvcellar.dialects.messages import without_tools
-from kvcellar.engine import TokenEvent
+from kvcellar.agents.reading import reading_of
+from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
+from kvcellar.engine import GeneratedToken, TokenEvent
 from kvcellar.errors import StoreError
 from kvcellar.server.bodies import BodyRoute
+from kvcellar.server.chat import check_calls, reason_of
 from kvcellar.server.errors import ApiError
 from kvcellar.server.parsing import sampling_of
 from kvcellar.server.replies import Frames, frame, sse
@@ -43,11 +45,11 @@ from kvcellar.server.schemas.agents import (
     RenameRequest,
     RewindRequest,
 )
-from kvcellar.server.searching import find_text
+from kvcellar.server.searching import find_text, messages_of
 from kvcellar.server.service import Service, service_of
 from kvcellar.server.snapshot import agent_as_json
 from kvcellar.server.streams import Stream, ended, until_gone
-from kvcellar.server.telling import note, usage_extra
+from kvcellar.server.telling import call_delta, calls_of, note, usage_extra
 
 router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
 
@@ -123,8 +125,9 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
 async def live(request: Request, agent_id: OwnAgent) -> Response:
     """Server-sent events: what an agent says, whoever asked it, from the turn under way on.
 
-    ``turn`` has what is answered and the text so far, ``token`` the next piece of text, ``end``
-    says that the turn is in the history. The stream goes on with the next turn.
+    ``turn`` has what is answered and the answer so far, ``token`` the next pieces of it, ``end``
+    says that the turn is in the history. The stream goes on with the next turn. Thoughts and calls
+    come apart from the text, as ``reasoning_content`` and ``tool_calls`` of chat completions do.
     """
     service = service_of(request)
     await service.agents.directory.find(agent_id)
@@ -264,12 +267,16 @@ async def _folder(prefix: str) -> AsyncIterator[Path]:
 
 @router.get("/{agent_id:path}")
 async def describe_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
-    """Describe one agent: its state, how much of it is cached, its conversation and turns."""
+    """Describe one agent: its state, how much of it is cached, its conversation and turns.
+
+    Thoughts and calls of its answers are apart from their text, whoever asked for them.
+    """
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
+    messages = await asyncio.to_thread(messages_of, service, agent_id)
     return {
         **_shown(service, info),
-        "messages": without_tools(service.agents.directory.conversation(agent_id)),
+        "messages": messages,
         "turns": [_turn_as_json(turn) for turn in service.agents.directory.turns(agent_id)],
     }
 
@@ -285,17 +292,17 @@ async def delete_agent(
 
 @router.post("/{agent_id}/generate", response_model=None)
 async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) -> Response:
-    """Run one turn of an agent."""
+    """Run one turn of an agent: what it thinks and calls comes apart from its text."""
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
     events = _events(service, agent_id, info.model, body)
     if body.stream:
         return await sse(request, Stream.of(events), TurnFrames(request))
 
-    async def to_the_end() -> TurnEnd:
+    async def to_the_end() -> _Ended:
         async with contextlib.aclosing(events):
             async for event in events:
-                if isinstance(event, TurnEnd):
+                if isinstance(event, _Ended):
                     return event
         raise AssertionError("a turn ends")
 
@@ -329,9 +336,34 @@ def _without_salts(value: dict[str, Any]) -> dict[str, Any]:
     return {k: without_salt(v) if isinstance(v, str) else v for k, v in value.items()}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """A token of a turn, and the parts of the answer that became certain with it.
+
+    What was held back at the end comes without a token.
+    """
+
+    parts: Sequence[Part]
+    token: GeneratedToken | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ended:
+    """The end of a turn, and its answer; a call that it went on with has its beginning too."""
+
+    end: TurnEnd
+    said: dict[str, Any]
+    reason: str
+
+
 async def _events(
     service: Service, agent_id: str, model: str, body: GenerateRequest
-) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+) -> AsyncGenerator[_Piece | _Ended, None]:
+    """Run a turn and read its answer.
+
+    Raises:
+        ApiError: 502, the model wrote a call that is none; besides as a turn does.
+    """
     params = sampling_of(body, max_tokens=body.max_tokens or service.config.max_tokens)
     with service.admitted():
         async with service.models.registry.use(model) as own:
@@ -340,6 +372,13 @@ async def _events(
             said, follows = None, body.follows
             if body.go_on:  # with the answer that is there now, and no later one
                 said, follows = agent.messages, follows or agent.history_digest
+            reading = reading_of(
+                host,
+                agent.messages,
+                agent.tools,
+                dialect=service.config.dialect,
+                begun=said[-1] if said else None,
+            )
             turn = Turn(
                 agent_id,
                 body.text,
@@ -352,18 +391,53 @@ async def _events(
                 priority=body.priority,
                 deadline_s=service.config.wait_s,
                 on_start=lambda tokens, n_cached: service.check_fits(host, tokens),
+                reading=reading,
             )
+            pieces: list[Part] = []
             async with service.agents.turns.running(turn) as running:
+                parser, n_read = None, 0
                 async for event in running.events:
                     running.take(event)
                     if isinstance(event, TokenEvent):
-                        yield event
-            await service.check_finish(host, running.end.finish)
-            yield running.end
+                        parts: list[Part] = []
+                        if parser is None:  # the prompt is known
+                            parser = reading.parser()
+                            parts += _reopened(parser)
+                        n_read += len(event.token.text)
+                        parts += parser.push(event.token.text)
+                        pieces += parts
+                        yield _Piece(parts, event.token)
+                        check_calls(parser)
+            end, parser = running.end, parser or reading.parser()
+            await service.check_finish(host, end.finish)
+            parts = [*parser.push(end.finish.text[n_read:]), *parser.flush()]
+            check_calls(parser, end.finish.finish)
+            if parts:
+                yield _Piece(parts)
+            reason: str = end.finish.reason
+            if end.finish.finish is not None:
+                reason = reason_of(parser, end.finish.finish)
+            yield _Ended(end, _whole([*pieces, *parts]), reason)
 
 
-def _end(end: TurnEnd) -> dict[str, Any]:
-    usage = end.usage
+def _reopened(parser: AnswerParser) -> list[Part]:
+    """Return the beginning of a call that an answer goes on with."""
+    if not parser.calls:
+        return []
+    i, call = len(parser.calls) - 1, parser.calls[-1]
+    return [CallPart(i, call, ""), *([CallPart(i, call, call.arguments)] if call.arguments else ())]
+
+
+def _whole(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return an answer as one, of all of its pieces."""
+    calls = {part.index: part.call for part in parts if isinstance(part, CallPart)}
+    said = _pieces([part for part in parts if not isinstance(part, CallPart)])
+    return {**said, **({"tool_calls": calls_of(list(calls.values()))} if calls else {})}
+
+
+def _end(event: _Ended) -> dict[str, Any]:
+    end = event.end
+    usage, finish = end.usage, end.finish.finish
     counts = {
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
@@ -373,11 +447,22 @@ def _end(end: TurnEnd) -> dict[str, Any]:
     }
     return {
         "id": without_salt(end.agent_id),
-        "text": end.finish.text,
-        "finish_reason": end.finish.reason,
-        "finish_detail": end.finish.finish.detail if end.finish.finish else None,
+        **event.said,
+        "finish_reason": event.reason,
+        "finish_detail": finish.detail if finish else None,
         "history_digest": end.history_digest,
         "usage": {**counts, **usage_extra(usage)},
+    }
+
+
+def _pieces(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return pieces of an answer; what there is nothing of is left out, but text."""
+    thought = "".join(part.text for part in parts if isinstance(part, ReasoningPart))
+    calls = [call_delta(part) for part in parts if isinstance(part, CallPart)]
+    return {
+        "text": "".join(part.text for part in parts if isinstance(part, TextPart)),
+        **({"reasoning_content": thought} if thought else {}),
+        **({"tool_calls": calls} if calls else {}),
     }
 
 
@@ -407,26 +492,31 @@ async def _heard(service: Service, agent_id: str) -> AsyncGenerator[LiveEvent, N
 
 
 class LiveFrames(Frames[LiveEvent]):
-    """Text of an agent as it comes, for those who look on."""
+    """What an agent thinks, says and calls as it comes, for those who look on."""
 
     error_event = "error"
 
     async def of(self, number: int, item: LiveEvent) -> bytes:
-        """Write the beginning of a turn, the next piece of its text, or its end."""
+        """Write the beginning of a turn, the next pieces of its answer, or its end."""
         if isinstance(item, Begun):
-            return frame(dataclasses.asdict(item), "turn")
-        return frame(dataclasses.asdict(item), "token" if isinstance(item, Said) else "end")
+            return frame(
+                {"asked": item.asked, "follows": item.follows, **_pieces(item.parts)}, "turn"
+            )
+        if isinstance(item, Said):
+            return frame(_pieces(item.parts), "token")
+        return frame(dataclasses.asdict(item), "end")
 
 
-class TurnFrames(Frames[TokenEvent | TurnEnd]):
-    """Tokens of a turn, and its end."""
+class TurnFrames(Frames[_Piece | _Ended]):
+    """Tokens of a turn with the parts of the answer that they bring, and its end."""
 
     error_event = "error"
 
-    async def of(self, number: int, item: TokenEvent | TurnEnd) -> bytes:
+    async def of(self, number: int, item: _Piece | _Ended) -> bytes:
         """Write the next token, or the end."""
-        if isinstance(item, TokenEvent):
-            return frame({"token_id": item.token.token_id, "text": item.token.text}, "token")
+        if isinstance(item, _Piece):
+            token_id = None if item.token is None else item.token.token_id
+            return frame({"token_id": token_id, **_pieces(item.parts)}, "token")
         end = _end(item)
         _note(self._request, end)
         return frame(end, "end")

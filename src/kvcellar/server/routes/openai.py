@@ -46,6 +46,8 @@ from kvcellar.server.telling import (
     AnswerFrames,
     agent_facts,
     answer_headers,
+    call_delta,
+    calls_of,
     extra_of,
     ignored_of,
     note,
@@ -273,14 +275,7 @@ def _message(end: Ended, shows_reasoning: bool) -> dict[str, Any]:
         message["reasoning_content"] = end.reasoning
     if end.calls:
         message["content"] = end.text or None
-        message["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in end.calls
-        ]
+        message["tool_calls"] = calls_of(end.calls)
     return message
 
 
@@ -340,7 +335,7 @@ class ChatFrames(AnswerFrames):
             said = {} if item.notice is None else {"kvcellar": agent_facts(item)}
             return self._chunk(number, {"role": "assistant", "content": ""}, said)
         if isinstance(item, CallEvent):
-            return self._chunk(number, {"tool_calls": [_call_delta(item)]})
+            return self._chunk(number, {"tool_calls": [call_delta(item)]})
         self._ends[number] = item
         return self._chunk(number, {}, finish_reason=item.reason)
 
@@ -373,14 +368,3 @@ class ChatFrames(AnswerFrames):
     ) -> bytes:
         choice = {"index": number, "delta": delta, "finish_reason": None, **of}
         return frame({**self._head, "choices": [choice], **self._more, **(said or {})})
-
-
-def _call_delta(event: CallEvent) -> dict[str, Any]:
-    if not event.text:
-        return {
-            "index": event.index,
-            "id": event.call.call_id,
-            "type": "function",
-            "function": {"name": event.call.name, "arguments": ""},
-        }
-    return {"index": event.index, "function": {"arguments": event.text}}

@@ -3,7 +3,7 @@
 import { $, button, copy, count, el, inSight, seconds, toast, untilHidden } from "./dom.js";
 import { drafts } from "./kept.js";
 import { parted, render } from "./markdown.js";
-import { call, events, pathOf, trouble } from "./net.js";
+import { call, events, hear, pathOf, said, trouble } from "./net.js";
 import { agentOf, besideName, colour, nameOf, on, sees, state, tell } from "./state.js";
 import { choose, fork, once, verb } from "./verbs.js";
 
@@ -258,10 +258,10 @@ function showNow(talk) {
   const wait = pause - (performance.now() - drawn);
   if (wait > 0) { later = setTimeout(() => showNow(talk), wait); return; }
   drawn = performance.now();
-  const { thought, text } = parted({ content: talk.text });
+  const { thought, text } = parted({ content: talk.text, reasoning_content: talk.thought });
   const parts = [];
   if (thought) parts.push(el("details", { class: "thought", open: !text }, el("summary", {}, "Thinking"), el("div", {}, thought.trim())));
-  parts.push(markdownOf(text));
+  parts.push(markdownOf(text), ...talk.calls.map(callOf));
   body.replaceChildren(...parts);
   pause = Math.max(120, 5 * (performance.now() - drawn)); // a text that takes long to draw is drawn less often
   toEnd();
@@ -288,8 +288,8 @@ async function listen(id) {
     try {
       for await (const event of events(pathOf(id, "live"), { signal: seen.signal })) {
         const value = JSON.parse(event.data);
-        if (event.name === "turn") state.heard = { id, asked: value.asked, text: value.text };
-        else if (event.name === "token" && state.heard) state.heard.text += value.text;
+        if (event.name === "turn") state.heard = hear({ id, ...said(value.asked) }, value);
+        else if (event.name === "token" && state.heard) hear(state.heard, value);
         else if (event.name === "end") { state.heard = null; mark = ""; }
         if (state.talks.has(id) || id !== state.chosen) continue;
         if (event.name === "token" && $("talk").querySelector(".now")) { showNow(state.heard); continue; }

@@ -2,7 +2,7 @@
 
 import { $, button, count, el, seconds, toast } from "./dom.js";
 import { drafts, files, inBrowser, move, queues, samplings } from "./kept.js";
-import { call, events, hasMovedOn, pathOf, trouble } from "./net.js";
+import { call, events, hasMovedOn, hear, pathOf, said, trouble } from "./net.js";
 import { agentOf, isBusy, on, seenOf, sees, state, tell } from "./state.js";
 import { create, once, refresh } from "./verbs.js";
 
@@ -93,7 +93,7 @@ async function send(id, text, taken) {
 }
 
 async function talk(id, asked, body, taken = () => {}) {
-  const now = { controller: new AbortController(), asked, text: "", untaken: asked };
+  const now = { controller: new AbortController(), ...said(asked), untaken: asked };
   state.talks.set(id, now);
   took.delete(id);
   tell("talk", id);
@@ -105,7 +105,7 @@ async function talk(id, asked, body, taken = () => {}) {
     const { digest, n } = seenOf(id);
     for await (const event of events(pathOf(id, "generate"), { body: { ...body, follows: digest, stream: true }, signal: now.controller.signal })) {
       const value = JSON.parse(event.data);
-      if (event.name === "token") { take(); now.text += value.text; tell("piece", id); }
+      if (event.name === "token") { take(); hear(now, value); tell("piece", id); }
       if (event.name === "error") throw new Error(value.error.message);
       if (event.name === "end") {
         hasEnded = true;

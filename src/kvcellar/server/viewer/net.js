@@ -74,3 +74,15 @@ $("key-form").addEventListener("submit", () => {
   inTab.set("key", $("key-value").value);
   location.reload();
 });
+
+// An answer as it comes: text, thought and calls, each in pieces.
+export const said = (asked) => ({ asked, text: "", thought: "", calls: [] });
+export function hear(talk, { text, reasoning_content: thought = "", tool_calls: calls = [] }) {
+  talk.text += text;
+  talk.thought += thought;
+  for (const { index, function: piece } of calls) {
+    const one = talk.calls[index] ??= { function: { name: piece.name, arguments: "" } };
+    one.function.arguments += piece.arguments;
+  }
+  return talk;
+}

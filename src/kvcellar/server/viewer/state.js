@@ -6,7 +6,7 @@ export const state = {
   chosen: null, // the id of the agent that is looked at; null: a new chat
   made: null, // the id of an agent made here that the stream has not listed yet
   talks: new Map(), // agent's id -> the answer that comes to this page: {controller, asked, text}
-  heard: null, // the turn of another client that comes to the agent that is looked at: {id, asked, text}
+  heard: null, // the turn of another client that comes to the agent that is looked at: {id}, and what is said in it
 };
 
 // What this page has seen of each agent's history, for the next turn to say what it follows: {digest, n}, n messages.
