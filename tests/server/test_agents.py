@@ -466,7 +466,7 @@ def test_whoever_comes_late_is_told_what_was_said_so_far():
         text = LiveText()
         with text.turn(late, "Q?"):
             text.say("late", "One ")
-            assert text.under_way("late") == Begun("Q?", "One ", late.history_digest)
+            assert text.under_way("late") == Begun("Q?", late.history_digest, (TextPart("One "),))
             listener = text.listen("late")
             events = [await anext(listener)]
             text.say("late", "two")
