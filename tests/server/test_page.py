@@ -12,6 +12,8 @@ import pytest
 from playwright.sync_api import expect
 
 from kvcellar.agents import Turn
+from kvcellar.agents.reading import Reading
+from kvcellar.dialects import choose_dialect
 from kvcellar.engine import SamplingParams
 from tests.server.live import PATIENCE_S, serving
 from tests.server.test_viewer import (
@@ -56,6 +58,17 @@ def add(a, b):  # adds
 """
 
 
+class Pretended(Reading):
+    """Keeps a message as the answer, whatever was said."""
+
+    def __init__(self, message):
+        super().__init__(choose_dialect(""), True, True)
+        self.message = message
+
+    def kept(self, text):
+        return self.message
+
+
 def said(live, agent_id, *messages):
     """Give an agent a conversation whose answers are these texts, as far as the page can tell."""
     live.post("/v1/agents", {"id": agent_id})
@@ -64,7 +77,7 @@ def said(live, agent_id, *messages):
         asked = [{"role": "user", "content": "Ask."}]
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         for text in messages:
-            turn = Turn(agent_id, messages=asked, params=params, answer=lambda _, text=text: text)
+            turn = Turn(agent_id, messages=asked, params=params, reading=Pretended(text))
             async for _ in live.service.agents.turns.generate(turn):
                 pass
             asked = [*asked, text, {"role": "user", "content": "More."}]

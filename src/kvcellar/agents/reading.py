@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """How the answer of one turn is read, and the message that is kept of it. For one turn.
+    """Way in which the answer of one turn is read, and what is kept of it. For one turn.
 
     Attributes:
         dialect: that the model speaks.
@@ -58,7 +58,7 @@ class Reading:
 
     @property
     def marks(self) -> Mapping[int, str]:
-        """What stands in the answer's text for the tokens of marks, as ``Request`` has it."""
+        """Characters that stand in the text for tokens of marks, as ``Request`` has them."""
         return self.dialect.marks()
 
     def begin(self, tokenizer: AgentTokenizer, prompt: History) -> None:

@@ -492,7 +492,7 @@ async def _heard(service: Service, agent_id: str) -> AsyncGenerator[LiveEvent, N
 
 
 class LiveFrames(Frames[LiveEvent]):
-    """What an agent thinks, says and calls as it comes, for those who look on."""
+    """Thoughts, text and calls of an agent as they come, for those who look on."""
 
     error_event = "error"
 
