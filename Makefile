@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without a terminal pip stays quiet; errors are shown in any case.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# At a terminal pip shows what comes, in bars; elsewhere it stays quiet. Errors are shown in any case.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(shell [ -t 2 ] || echo --quiet)
 # Workers take neighbouring tests, which share what they load. Imports are compiled once, whatever the shell says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -129,24 +129,27 @@ clean: ## Remove the virtual environment and caches
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "kvcellar needs Python 3.11 or newer, this is %d.%d; set PYTHON=" % v[:2])'
-	@echo "setting up $(VENV) ..."
-	@$(PYTHON) -m venv $(VENV)
+	@echo "set-up, 1 of 3: an environment of Python in $(VENV) (seconds)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # torch first and alone: the pinned release, so that no other requirement brings another build.
 $(VENV)/.torch: pyproject.toml | $(BIN)/python
-	@echo "installing torch ..."
-	@$(PIP) "$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"][0])')"
+	@torch="$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"][0])')"; \
+		echo "set-up, 2 of 3: $$torch (200 MB to fetch, on Linux 3 GB where it comes with NVIDIA's libraries; minutes)"; \
+		$(PIP) "$$torch"
 	@touch $@
 
 # The CPU attention kernel is built here, if there is a compiler; again when its sources change.
 KERNEL := $(wildcard src/kvcellar/kernel/native/*.* src/kvcellar/kernel/native/*/*)
 
 # One installation each, since each builds the kernel; the larger one is good for both.
+$(VENV)/.runtime: TAKES := 150 MB to fetch
 $(VENV)/.dev: EXTRAS := [all,dev]
+$(VENV)/.dev: TAKES := with all that tests need, 1 GB to fetch
 $(VENV)/.dev: LESS := $(VENV)/.runtime
 
 $(VENV)/.runtime $(VENV)/.dev: $(VENV)/.torch setup.py $(KERNEL)
-	@echo "installing kvcellar$(EXTRAS) ..."
+	@echo "set-up, 3 of 3: kvcellar$(EXTRAS) ($(TAKES), and the CPU kernel to compile; minutes)"
 	@$(PIP) -e '.$(EXTRAS)'
 	@$(BIN)/python -c 'from kvcellar.kernel import levels as k; k.is_available() or print("warning: " + k.why_not())' >&2
 	@touch $(LESS) $@

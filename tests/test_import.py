@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import kvcellar
+from kvcellar.installed import pip_command
 
 NUMPY_ALONE = """
 import importlib.abc, sys
@@ -59,6 +60,5 @@ def test_a_backend_whose_package_is_missing_says_how_to_install_it():
         "kv.make_decode_session('torch', config)"
     )
     assert (
-        "BackendError: backend 'torch' needs the package 'torch'; install it with: "
-        "pip install kvcellar"
+        f"BackendError: backend 'torch' needs the package 'torch'; install it with: {pip_command()}"
     ) in done.stderr

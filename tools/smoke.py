@@ -1,7 +1,8 @@
 """Do what docs/first-ten-minutes.md says, word for word, with the wheel in dist/.
 
-In an empty folder that is also the home, with a PATH that has no compiler: all blocks of commands
-run in one shell, a command that fails ends it, and the seconds stand before each.
+In an empty folder that is also the home, with a PATH that has no compiler, so that the wheel stands
+for the checkout's folder: all blocks of commands run in one shell, a command that fails ends it,
+and the seconds stand before each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-ten-minutes.md"
+
+CHECKOUT = "path/to/kvcellar"
+"""What the page calls the folder that a reader has."""
 
 COMPILERS = re.compile(
     r"(.*-)?(c\+\+|g\+\+|gcc|cc|cpp|c[89]9|clang.*|cmake|ninja|make|ld|as)(-[\d.]+)?"
@@ -30,12 +34,13 @@ set -x
 
 def main() -> None:
     """Run the page; end with the exit code of the command that failed."""
-    if not [*(ROOT / "dist").glob("kvcellar-*.whl")]:
+    wheels = [*(ROOT / "dist").glob("kvcellar-*.whl")]
+    if not wheels:
         sys.exit("there is no wheel in dist/; make one: python tools/build_wheels.py --here")
     with tempfile.TemporaryDirectory(prefix="kvcellar-smoke-") as name:
         folder = Path(name)
         script = folder / "page.sh"
-        script.write_text(script_of(PAGE.read_text()))
+        script.write_text(script_of(PAGE.read_text()).replace(CHECKOUT, str(wheels[0])))
         env = environment(folder)
         sys.exit(subprocess.call(["bash", script], cwd=folder, env=env, stdin=subprocess.DEVNULL))
 
@@ -61,8 +66,7 @@ def environment(folder: Path) -> dict[str, str]:
         if not COMPILERS.fullmatch(program.name) and not link.exists():
             link.symlink_to(program)
     kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
-    links = f"{kept.get('PIP_FIND_LINKS', '')} {ROOT / 'dist'}"
-    return kept | {"HOME": str(folder), "PATH": str(programs), "PIP_FIND_LINKS": links.strip()}
+    return kept | {"HOME": str(folder), "PATH": str(programs)}
 
 
 if __name__ == "__main__":

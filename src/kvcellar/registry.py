@@ -31,6 +31,7 @@ from kvcellar.errors import (
     SessionClosedError,
     UnknownCacheError,
 )
+from kvcellar.installed import pip_command
 from kvcellar.types import IntArray
 
 Face = TypeVar("Face", bound=Cache)
@@ -227,10 +228,9 @@ def needed_packages(backend: str, who: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if not error.name or error.name.partition(".")[0] == "kvcellar":
             raise
-        if backend == "torch":
-            way = "pip install kvcellar"
-        else:
-            way = f"pip install 'kvcellar[{backend}]'" if backend in _own_names() else error.name
+        way = error.name
+        if backend in _own_names():
+            way = pip_command("" if backend == "torch" else backend)
         raise BackendError(
             f"{who} needs the package {error.name!r}; install it with: {way}"
         ) from error

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvcellar.cli import doctor
 from kvcellar.cli.app import app
+from kvcellar.installed import pip_command
 from kvcellar.store import Store
 
 
@@ -41,7 +42,9 @@ def test_each_thing_is_said_in_a_line_and_the_way_out_below(tmp_path):
     assert any(f"{tmp_path}/store, 0 blocks" in line for line in lines)
 
 
-def test_what_is_not_there_is_less_and_says_its_command(monkeypatch):
+def test_an_extra_that_is_not_there_says_what_it_would_add_and_a_part_that_is_not_is_less(
+    monkeypatch,
+):
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -50,10 +53,26 @@ def test_what_is_not_there_is_less_and_says_its_command(monkeypatch):
     )
     code, things = found()
     assert code == 0
-    assert things["mlx"]["state"] == "less" and "mlx_lm" in things["mlx"]["said"]
-    assert things["mlx"]["helps"] == "pip install 'kvcellar[mlx]'"
+    assert things["mlx"]["state"] == "more" and "Apple silicon" in things["mlx"]["said"]
+    assert things["mlx"]["helps"] == pip_command("mlx")
     assert things["server"]["state"] == "less" and "uvicorn" in things["server"]["said"]
-    assert things["server"]["helps"] == "pip install kvcellar"
+    assert things["server"]["helps"] == pip_command()
+
+
+def test_nothing_that_one_may_do_without_is_less_or_has_no_command(monkeypatch, tmp_path):
+    """A bare installation without a config, a store or a model is well."""
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "_version", lambda module: None)
+    _, things = found()
+    extras = {name: one for name, one in things.items() if one["state"] == "more"}
+    assert extras.keys() == {"mlx", "executorch", "tp", "shared", "ray", "smollm2"}
+    assert all(one["helps"] for one in extras.values())
+    assert {name for name, one in things.items() if one["state"] == "less"} <= {
+        "torch",
+        "server",
+        "CPU kernel",
+        "folder",
+    }
 
 
 def test_a_broken_store_a_broken_torch_and_a_folder_that_is_none_end_with_1(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import kvcellar as kv
 from kvcellar.cli import app
 from kvcellar.errors import BackendError, ConfigError, ModelError, PromptError, StepError
+from kvcellar.installed import pip_command
 from kvcellar.models import load_model
 from kvcellar.models.sizing import size_model
 from tests.models.players import Player, text
@@ -259,7 +260,7 @@ for call in (lambda: load_model("demo", backend="mlx"),
         print(error)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.count("pip install 'kvcellar[mlx]'") == 2, out.stdout + out.stderr
+    assert out.stdout.count(pip_command("mlx")) == 2, out.stdout + out.stderr
 
 
 def test_yarn_without_truncation_is_the_configs_own(loaded: Any) -> None:

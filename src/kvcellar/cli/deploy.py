@@ -39,6 +39,7 @@ from kvcellar.cli.serving import (
 from kvcellar.cli.store import HOME_STORE, StorePlace
 from kvcellar.cli.terminal import print_note, write
 from kvcellar.errors import BackendError, ConfigError
+from kvcellar.installed import pip_command
 
 if TYPE_CHECKING:
     from kvcellar.deploy.application import Deployment
@@ -196,8 +197,8 @@ def _check_installed(*, is_alone: bool) -> None:
         import ray.serve  # noqa: F401
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"kvcellar deploy needs {error.name}, which is not installed; pip install "
-            f"'kvcellar[ray]'"
+            f"kvcellar deploy needs {error.name}, which is not installed; install it with: "
+            f"{pip_command('ray')}"
         ) from error
 
 

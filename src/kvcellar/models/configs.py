@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvcellar.errors import BackendError, ModelError
+from kvcellar.installed import pip_command
 from kvcellar.models.facts import Rope
 
 _SIZES = (
@@ -49,7 +50,7 @@ def whole_config(raw: Mapping[str, Any]) -> Any:
     except ModuleNotFoundError as error:
         raise BackendError(
             f"reading a {family} config needs the package {error.name!r}; install it with: "
-            f"pip install kvcellar"
+            f"{pip_command()}"
         ) from error
     if family == "mistral" and raw.get("layer_types"):
         family = "ministral"  # a rule of AutoConfig

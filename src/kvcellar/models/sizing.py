@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.installed import pip_command
 from kvcellar.models.checkpoint import (
     check_weights,
     pick_dtype,
@@ -190,7 +191,7 @@ def find_config(name_or_path: str | Path) -> Path:
     except ModuleNotFoundError as error:
         raise BackendError(
             f"looking {name_or_path!r} up needs the package {error.name!r}; install it with: "
-            f"pip install kvcellar"
+            f"{pip_command()}"
         ) from error
     return folder / "config.json"
 

@@ -1,4 +1,4 @@
-"""The conformance suite for backends, to be run by pytest: ``pip install 'kvcellar[testing]'``.
+"""The conformance suite for backends, to be run by pytest, with the extra ``testing``.
 
 ::
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from kvcellar.errors import BackendError
 from kvcellar.home import default_home
+from kvcellar.installed import pip_command
 
 SOURCES = Path(__file__).parent / "native"
 STEP_CALL = Path(__file__).parents[2] / "kernel" / "native" / "attend" / "step_call.h"
@@ -52,7 +53,7 @@ def executorch_version() -> str:
     except importlib.metadata.PackageNotFoundError:
         raise BackendError(
             "backend 'executorch' needs the package 'executorch'; install it with: "
-            "pip install 'kvcellar[executorch]'"
+            f"{pip_command('executorch')}"
         ) from None
 
 
@@ -139,7 +140,7 @@ def _headers() -> Path:
         raise BackendError(
             f"ExecuTorch {executorch_version()} in {root} brings no headers of its runtime, so "
             f"kvcellar's native part cannot be built for it; install the published wheel: "
-            f"pip install 'kvcellar[executorch]'"
+            f"{pip_command('executorch')}"
         )
     return include
 
@@ -177,7 +178,7 @@ def _compile(command: list[str]) -> None:
         raise BackendError(
             f"kvcellar's native part did not compile against ExecuTorch {executorch_version()}: "
             f"{(lines or [done.stderr.strip()])[0]}; kvcellar is made for {_supported()}: "
-            f"pip install 'kvcellar[executorch]'"
+            f"{pip_command('executorch')}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcellar.errors import ConfigError
+from kvcellar.installed import pip_command
 from kvcellar.store.shared.places import Place
 from kvcellar.store.shared.urls import OBJECT_SCHEMES, VALKEY_SCHEMES, checked_scheme, shown_url
 
@@ -31,7 +32,7 @@ def open_place(url: str, *, timeout_s: float) -> Place:
     except ImportError as error:
         raise ConfigError(
             f"a shared tier of {scheme or 'file'}:// needs a library that is not installed "
-            f"({error.name}); pip install 'kvcellar[shared]'"
+            f"({error.name}); install it with: {pip_command('shared')}"
         ) from error
     raise ConfigError(
         f"{shown_url(url)!r} is no place that can be shared; give s3://bucket/prefix, "

@@ -18,6 +18,7 @@ from kvcellar.backends.torch.state_pools import StateKeeper, Stretches
 from kvcellar.backends.torch.weights import DTYPES
 from kvcellar.cache import Cache
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.installed import pip_command
 from kvcellar.models.facts import ModelFacts
 from kvcellar.registry import use_cache
 from kvcellar.types import LayerGroup, ModelCacheParams
@@ -33,7 +34,7 @@ def check_division(raw: Mapping[str, Any], name: str, device: torch.device, n_ra
     if importlib.util.find_spec("accelerate") is None:
         raise BackendError(
             "to divide a model among ranks transformers needs the package 'accelerate'; install it "
-            "with: pip install 'kvcellar[tp]'"
+            f"with: {pip_command('tp')}"
         )
     _check_device(device, n_ranks)
     whole, network = empty_networks(raw)
