@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import PromptError
-from kvcellar.valid import MOST_DEPTH, valid_json, valid_text
+from kvcellar.valid import MOST_DEPTH, nearest, valid_json, valid_text
 
 ANY_TEXT = st.text(st.one_of(st.characters(), st.sampled_from("\ud83d\ude00é😀")), max_size=12)
 VALUES = st.recursive(
@@ -71,3 +71,18 @@ def test_a_value_that_is_nested_without_end_is_refused_by_its_place() -> None:
         valid_json({"deep": value})
     while isinstance(value, list):  # let go of it level by level
         value = value[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("prot", ["port", "prompt"]),  # a neighbour's place is nearer than two letters
+        ("PORT", ["port", "export"]),
+        ("smolm2", ["smollm2"]),
+        ("llama3", ["llama3.2"]),
+        ("xyzzy", []),
+        ("", []),
+    ],
+)
+def test_names_that_come_near_are_found_the_nearest_first(name, near):
+    assert nearest(name, ["export", "prompt", "port", "top-p", "smollm2", "llama3.2"]) == near

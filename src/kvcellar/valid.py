@@ -2,18 +2,19 @@ r"""Makes values from outside valid: text that is Unicode, values that JSON can 
 
 JSON and Python both let half a surrogate pair into a string (``"\ud83d"``, an emoji cut in two).
 No tokenizer, file or answer can hold that, so it becomes U+FFFD at the entrance, as browsers do.
+A name that there is not is answered with those that come near.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from kvcellar.errors import PromptError
 
-__all__ = ["MOST_DEPTH", "read_json", "valid_json", "valid_text"]
+__all__ = ["MOST_DEPTH", "nearest", "read_json", "valid_json", "valid_text"]
 
 T = TypeVar("T")
 
@@ -97,3 +98,40 @@ def _valid(value: Any, where: tuple[Any, ...]) -> Any:
 
 def _named(where: tuple[Any, ...]) -> str:
     return valid_text(".".join(str(part)[:80] for part in where)) or "the value"
+
+
+def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
+    """Return the names that one may have meant, the nearest first; none where none comes near.
+
+    Capitals do not matter. A name comes near by its letters, where one in three may be wrong, left
+    out, too many or in its neighbour's place; or where one begins with the other.
+
+    Args:
+        name: what was said.
+        names: what there is.
+        most: so many at most.
+    """
+    said = name.lower()
+    found = []
+    for one in dict.fromkeys(names):
+        there = one.lower()
+        distance = _distance(said, there)
+        if distance <= max(1, max(len(said), len(there)) // 3):
+            found.append((distance, one))
+        elif len(said) > 2 and (there.startswith(said) or said.startswith(there)):
+            found.append((max(len(said), len(there)), one))
+    return [one for _, one in sorted(found)[:most]]
+
+
+def _distance(first: str, second: str) -> int:
+    """Count the letters to add, to leave out, to change or to swap with a neighbour."""
+    before, last = [0] * (len(second) + 1), list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        now = [i]
+        for j, b in enumerate(second, 1):
+            cost = min(last[j] + 1, now[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == second[j - 2] and b == first[i - 2]:
+                cost = min(cost, before[j - 2] + 1)
+            now.append(cost)
+        before, last = last, now
+    return last[-1]

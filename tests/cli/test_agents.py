@@ -195,3 +195,13 @@ def test_what_was_dropped_is_listed_brought_back_and_deleted_for_good() -> None:
     assert (code, err) == (0, "") and run_json("dropped") == []
     code, _, err = run("undo", "poet")
     assert code == 2 and "no agent 'poet'" in err and "`kvcellar agents create` makes one" in err
+
+
+def test_where_there_is_nothing_to_list_it_is_said_beside_the_result(home):
+    code, out, err = run("list")
+    assert (code, out) == (0, "") and f"no agents in {home}/home/store" in err
+    assert "kvcellar agents create" in err
+    assert run("list", "--json") == (0, "[]\n", "")
+    code, out, err = run("dropped")
+    assert (code, out) == (0, "") and "nothing was dropped" in err
+    assert run("dropped", "--json") == (0, "[]\n", "")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import kvcellar
 from kvcellar.cli import app
+from kvcellar.cli.app import HABITS
 from tests.backends.adapters import needs_mlx
 
 pytest.importorskip("torch")
@@ -375,3 +376,26 @@ def test_the_documentation_is_what_the_commands_say() -> None:
     tool = Path(__file__).parents[2] / "tools" / "write_cli_docs.py"
     done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        (["run", "smollm2"], "kvcellar chat smollm2"),
+        (["run", "smollm2", "why", "not?"], "kvcellar generate smollm2 --prompt 'why not?'"),
+        (["run", "smollm2", "--seed", "1"], "kvcellar chat smollm2 --seed 1"),
+        (["list"], "kvcellar models list"),
+        (["ls", "--json"], "kvcellar models list --json"),
+        (["pull", "Qwen/Qwen3-0.6B"], "kvcellar models pull Qwen/Qwen3-0.6B"),
+        (["rm", "my model"], "kvcellar models rm 'my model'"),
+        (["show", "demo"], "kvcellar inspect demo"),
+        (["ps"], "kvcellar agents list; what a server holds in memory: curl http://"),
+    ],
+)
+def test_a_command_of_another_program_is_answered_with_ours_word_for_word(typed, ours):
+    assert f"there is no command {typed[0]!r}; here it is: {ours}" in error_of(*typed)
+
+
+def test_every_habit_leads_to_a_command_that_there_is():
+    for ours in HABITS.values():
+        assert CliRunner().invoke(app, [*ours.split(), "--help"]).exit_code == 0

@@ -78,7 +78,7 @@ def test_arguments_flags_and_commands_of_groups_have_defaults_too(config, tmp_pa
         ),
         (
             "[all]\nxyzzy = 1\n",
-            "no option 'xyzzy' in [all] of the config file {file}; the nearest are ",
+            "no option 'xyzzy' in [all] of the config file {file}; kvcellar COMMAND --help",
         ),
         (
             "[inspect]\nmemory = ['1GB', '2GB']\n",
@@ -88,7 +88,19 @@ def test_arguments_flags_and_commands_of_groups_have_defaults_too(config, tmp_pa
             "[all]\nmemory = { most = '1GB' }\n",
             "memory in [all] of the config file {file} takes one value, and there is {{'most'",
         ),
-        ("port = 1\n", "no key 'port' of the config file {file}; did you mean 'export'?"),
+        (
+            "prot = 1\n",
+            "'prot' in the config file {file} stands in no table; did you mean 'port'? put it "
+            "below a line such as [serve] or [all]",
+        ),
+        (
+            "port = 1\n",
+            "'port' in the config file {file} stands in no table; put it below a line such as "
+            "[serve] or [all]",
+        ),
+        ("[agents]\nmodle = 'x'\n", "did you mean 'model'? put it below a line such as [agents."),
+        ("[all]\nprot = 1\n", "in [all] of the config file {file}; did you mean 'port'?"),
+        ("xyzzy = 1\n", "no key 'xyzzy' of the config file {file}; "),
         ("all = 1\n", "all in {file} has to be a table"),
         ("[serve\n", "the config file {file} cannot be read: Expected"),
     ],

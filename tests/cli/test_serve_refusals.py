@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvcellar.agents import hosting
 from kvcellar.cli import app, serve
+from kvcellar.cli.options import read_adapters
 from kvcellar.errors import ConfigError
 from kvcellar.models import LoadOptions
 from kvcellar.models.hub import DEMO_FOLDER
@@ -201,3 +202,23 @@ def test_each_model_runs_where_it_was_put_and_memory_is_of_one_device():
     assert serve.devices_of("cuda:1", offered, "8GB") == ("cuda:1", {})
     with pytest.raises(ConfigError, match="--memory bounds one device"):
         serve.devices_of("small=cuda:0", offered, "8GB")
+
+
+def test_a_path_that_is_there_is_one_whatever_equals_signs_it_has(tmp_path, monkeypatch):
+    folder = tmp_path / "a=b=c"
+    folder.mkdir()
+    (tmp_path / "x=y.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert serve.offered_models(["a=b=c"]) == {"a=b=c": str(folder)}
+    assert serve.offered_models([f"{folder}/"]) == {"a=b=c": str(folder)}
+    assert serve.offered_models([f"small={folder}"]) == {"small": str(folder)}
+    assert serve.offered_models(["small=a=b=c"]) == {"small": str(folder)}
+    assert serve.offered_models(["x=y.gguf"]) == {"x=y.gguf": "x=y.gguf"}
+    assert serve.offered_models(["./gone=1/m"]) == {"./gone=1/m": "./gone=1/m"}, "not there, a path"
+    assert serve.offered_models(["Qwen/Q=a=b=c"]) == {"Qwen/Q": str(folder)}, "a client's name"
+    assert read_adapters(["a=b=c"]) == {"a=b=c": str(folder)}
+    assert read_adapters(["tone=a=b=c"]) == {"tone": str(folder)}
+    assert serve.devices_of("a=b=c=cuda:1", {"a=b=c": str(folder)}, None) == (
+        None,
+        {str(folder): "cuda:1"},
+    )

@@ -14,7 +14,7 @@ from kvcellar.errors import ModelError
 from kvcellar.models import hub
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.options import no_progress
-from kvcellar.models.places import find_in_place, found_models, quant_of
+from kvcellar.models.places import find_in_place, found_models, quant_of, say_near
 from kvcellar.models.sizing import find_config
 
 
@@ -254,3 +254,44 @@ def test_what_another_program_keeps_is_not_deleted(home):
     assert result.exit_code == 2 and "kept by ollama" in result.stderr and blob.exists()
     result = run("rm", "nobody/none", "--yes")
     assert result.exit_code == 2 and "there are: ollama:x:latest" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("smolm2", "'smollm2'"),
+        ("dmeo", "'demo'"),
+        ("llama3", "'ollama:llama3:latest'"),
+        ("ollama:lama3", "'ollama:llama3:latest'"),
+        ("gema-3-4b", "'lmstudio:some/gemma-3-4b:Q4_K_M'"),
+        ("Qwen/Qwen3-0.6", "'Qwen/Qwen3-0.6B'"),
+        ("qwen3-0.6b", "'Qwen/Qwen3-0.6B'"),
+    ],
+)
+def test_a_name_that_is_none_is_answered_with_those_of_all_programs_that_come_near(
+    said, meant, home, monkeypatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    link(write_cached(home, "Qwen/Qwen3-0.6B"), "config.json", b'{"model_type": "qwen3"}')
+    link(home / "hf/models--Qwen--Qwen3-0.6B/snapshots" / ("a" * 40), "x.safetensors", b"x")
+    write_ollama(home, "llama3", "latest")
+    write_gguf(home / ".lmstudio/models/some/gemma-3-4b/gemma-3-4b-Q4_K_M.gguf")
+    assert meant in say_near(said, "nothing")
+    assert say_near("xyzzy", "nothing") == "nothing"
+    if not said.lower().startswith("qwen"):  # that one is looked for, and is here in part
+        for look in (lambda: find_checkpoint(said, no_progress), lambda: find_config(said)):
+            with pytest.raises(ModelError, match=meant.strip("'")):
+                look()
+
+
+def test_where_a_program_has_no_model_it_is_said_where_was_looked_and_what_to_do(home):
+    with pytest.raises(ModelError) as refused:
+        find_in_place("ollama:llama3")
+    said = str(refused.value)
+    assert f"there is no folder {home}/.ollama/models" in said and "ollama pull llama3" in said
+    (home / ".ollama" / "models").mkdir(parents=True)
+    with pytest.raises(ModelError, match=f"nothing is in {home}/.ollama/models; "):
+        find_in_place("ollama:llama3")
+    with pytest.raises(ModelError, match=f"nothing is in {home}/.lmstudio/models, "):
+        find_in_place("lmstudio:some/model")

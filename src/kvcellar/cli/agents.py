@@ -27,7 +27,7 @@ from kvcellar.cli.agent_turns import chat_command, generate_command
 from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.groups import CacheOptions, ModelOptions
 from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace, size_text
-from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
+from kvcellar.cli.terminal import print_none, print_note, print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 
 NewId = Annotated[
@@ -131,6 +131,8 @@ def list_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> Non
     if as_json:
         write(json.dumps([agent_object(info) for info in infos]) + "\n")
         return
+    if not infos:
+        print_none(f"no agents in {store.path}; make one with: kvcellar agents create poet")
     width = max((len(info.agent_id) for info in infos), default=0)
     for info in infos:
         if info.damage is not None:
@@ -361,6 +363,8 @@ def dropped_command(
     if as_json:
         write(json.dumps([asdict(state) for state in states]) + "\n")
         return
+    if not states:
+        print_none("nothing was dropped that undo could bring back")
     for state in states:
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.at_s))
         of = "" if state.by == state.agent_id else f" of {state.by}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,8 +32,20 @@ from kvcellar.cli.config_file import defaults_of
 from kvcellar.cli.exits import ExitCode, code_of
 from kvcellar.cli.start import show_start
 from kvcellar.cli.terminal import print_error
-from kvcellar.errors import KVCellarError
+from kvcellar.errors import ConfigError, KVCellarError
 from kvcellar.version import __version__
+
+HABITS = {
+    "run": "chat",
+    "list": "models list",
+    "ls": "models list",
+    "pull": "models pull",
+    "get": "models pull",
+    "rm": "models rm",
+    "show": "inspect",
+    "ps": "agents list",
+}
+"""What other programs for local models call a command, and what it is called here."""
 
 
 class Commands(TyperGroup):
@@ -59,6 +72,12 @@ class Commands(TyperGroup):
             _abandon_stdout()
             raise typer.Exit(ExitCode.CLOSED_PIPE) from error
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that is named; of another program's, name ours, word for word."""
+        if args and args[0] in HABITS and self.get_command(ctx, args[0]) is None:
+            raise ConfigError(_ours(args[0], args[1:]))
+        return super().resolve_command(ctx, args)
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -83,6 +102,19 @@ class Commands(TyperGroup):
         if standalone_mode:
             sys.exit(code or 0)
         return code
+
+
+def _ours(name: str, given: list[str]) -> str:
+    """Say what to type in place of a command as another program calls it."""
+    line = f"kvcellar {HABITS[name]} {shlex.join(given)}".rstrip()
+    more = ""
+    if name == "run" and len(given) > 1 and not given[1].startswith("-"):  # MODEL PROMPT
+        prompt = " ".join(given[1:])
+        line = shlex.join(["kvcellar", "generate", given[0], "--prompt", prompt])
+    elif name == "ps":
+        line = f"kvcellar {HABITS[name]}"
+        more = "; what a server holds in memory: curl http://127.0.0.1:8642/api/ps"
+    return f"there is no command {name!r}; here it is: {line}{more}"
 
 
 def _explain(error: typer.exceptions.TyperException) -> int:

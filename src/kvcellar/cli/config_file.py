@@ -7,7 +7,6 @@ an option of that name. What is typed wins.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_config
+from kvcellar.valid import nearest
 
 ALL = "all"
 """The table of what is meant for every command."""
@@ -71,8 +71,10 @@ def _of_group(
                 raise ConfigError(
                     f"{'.'.join(path)} in {file} has to be a table, [{'.'.join(path)}]"
                 )
-            what = f"command [{'.'.join(path)}]" if isinstance(table, Mapping) else f"key {name!r}"
-            raise _unknown(what, name, [*group.commands, *([] if above else [ALL])], file)
+            if not isinstance(table, Mapping):
+                raise _without_a_table(name, group, above, file)
+            commands = [*group.commands, *([] if above else [ALL])]
+            raise _unknown(f"command [{'.'.join(path)}]", name, commands, file)
         if hasattr(command, "commands"):
             found[name] = _of_group(command, table, path, file)
             continue
@@ -144,12 +146,29 @@ def _all_names(group: Any) -> set[str]:
 def _unknown(what: str, name: str, there: Iterable[str], file: Path) -> ConfigError:
     """Return the refusal of a name, with those that come near."""
     names = sorted(there)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = nearest(name, names, 1)
     if near:
         hint = f"did you mean {near[0]!r}?"
     elif len(names) <= _FEW_NAMES:
         hint = f"there are: {', '.join(names)}"
     else:
-        some = difflib.get_close_matches(name, names, n=3, cutoff=0)
-        hint = f"the nearest are {', '.join(some)}; kvcellar COMMAND --help has all of a command"
+        hint = "kvcellar COMMAND --help has all that a command takes"
     return ConfigError(f"there is no {what} of the config file {file}; {hint}")
+
+
+def _without_a_table(name: str, group: Any, above: tuple[str, ...], file: Path) -> ConfigError:
+    """Return the refusal of an option that stands in no command's table, with where it belongs."""
+    near = nearest(name, _all_names(group), 1)
+    if not near:
+        return _unknown(f"key {name!r}", name, [*group.commands, *([] if above else [ALL])], file)
+    takes = [
+        ".".join([*above, command])
+        for command, one in group.commands.items()
+        if near[0] in (_all_names(one) if hasattr(one, "commands") else _names(one))
+    ]
+    tables = " or ".join(f"[{one}]" for one in (takes[0], ALL))
+    said = "" if near[0] == name else f"did you mean {near[0]!r}? "
+    return ConfigError(
+        f"{name!r} in the config file {file} stands in no table; {said}put it below a line such as "
+        f"{tables}"
+    )

@@ -20,6 +20,7 @@ from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.check import known_verdict
 from kvcellar.models.checkpoint import read_config
 from kvcellar.models.hub import DEMO_FOLDER, pull
+from kvcellar.models.ollama import listed
 from kvcellar.models.options import DEMO, LoadOptions
 from kvcellar.models.places import FoundModel, described, found_models, models_in, remove
 from kvcellar.spec import PROCESS_BYTES
@@ -220,10 +221,8 @@ def rm_command(
     there = {one.name: one for one in found_models()}
     found = there.get(model)
     if found is None:
-        known = ", ".join(there) or "none"
-        raise ModelError(
-            f"there is no model {model!r} to delete on this machine; there are: {known}"
-        )
+        known = f"there are: {listed(model, list(there))}" if there else "there is none at all"
+        raise ModelError(f"there is no model {model!r} to delete on this machine; {known}")
     if not is_agreed and not _agrees(found):
         raise ConfigError(f"{model} was not deleted; say --yes to delete without being asked")
     write(f"{format_size(remove(found))} freed\n")

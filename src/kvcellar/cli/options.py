@@ -230,6 +230,16 @@ def snapshot_bytes(size: str | None) -> int | None:
         raise ConfigError(f"--snapshots: {error}") from None
 
 
+def split_name(text: str) -> tuple[str | None, str]:
+    """Split ``NAME=WHAT``; the name is None where there is only what.
+
+    What is there as a file or a folder, or is written as a path, is one, whatever ``=`` it has.
+    """
+    name, is_named, rest = text.partition("=")
+    is_path = Path(text).expanduser().exists() or name.startswith((".", "/", "~"))
+    return (name, rest) if is_named and not is_path else (None, text)
+
+
 def read_adapters(given: list[str] | None) -> dict[str, str]:
     """Return the folders of ``--adapter`` by name.
 
@@ -238,10 +248,10 @@ def read_adapters(given: list[str] | None) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for text in given or ():
-        name, is_named, rest = text.partition("=")
-        folder = Path(rest if is_named else text).expanduser().resolve()
-        name = name if is_named else folder.name
-        if not name or (is_named and not rest):
+        said, rest = split_name(text)
+        folder = Path(rest).expanduser().resolve()
+        name = folder.name if said is None else said
+        if not name or not rest:
             raise ConfigError(f"--adapter {text!r} is no adapter; give NAME=FOLDER")
         if name in found:
             raise ConfigError(f"two adapters are called {name!r}; name one as NAME=FOLDER")

@@ -149,12 +149,11 @@ def offered_models(models: list[str]) -> dict[str, str]:
     """
     offered: dict[str, str] = {}
     for text in models:
-        name, is_named, rest = text.partition("=")
-        path = rest if is_named else text
-        folder = Path(path).expanduser()
+        given, path = options.split_name(text)
+        name, folder = path if given is None else given, Path(path).expanduser()
         if path not in NAMES and folder.is_dir():
             path = str(folder.resolve())
-            name = name if is_named else folder.resolve().name
+            name = folder.resolve().name if given is None else given
         if not name or not path:
             raise ConfigError(f"{text!r} is no model; give MODEL or NAME=MODEL")
         if name in offered:
@@ -176,7 +175,7 @@ def devices_of(
         return text, {}
     found: dict[str, str] = {}
     for part in text.split(","):
-        name, _, device = part.partition("=")
+        name, _, device = part.rpartition("=")  # names may have one, devices have none
         if name not in offered or not device:
             raise ConfigError(
                 f"--device {part!r} is no NAME=DEVICE of a model that is offered; there are: "

@@ -46,6 +46,11 @@ def print_note(message: str) -> None:
         _print(message, "dim")
 
 
+def print_none(message: str) -> None:
+    """Print one dim line where a result is empty, so that nobody has to guess what silence is."""
+    _print(message, "dim")
+
+
 def _print(message: str, style: str) -> None:
     from rich.console import Console
 

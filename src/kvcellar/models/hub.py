@@ -22,6 +22,7 @@ from kvcellar.models.places import (
     is_gguf,
     models_in,
     quant_of,
+    say_near,
 )
 
 PREFIXES = (OLLAMA_PREFIX, LM_STUDIO_PREFIX)
@@ -92,7 +93,8 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
         if HUB_QUANT.fullmatch(name_or_path):
             return pull_quant(name_or_path, report)
     raise ModelError(
-        f"there is no {_kind(path)} {path}; give a checkpoint's folder, a GGUF file, or {DEMO!r}"
+        f"there is no {_kind(path)} {path}; "
+        + say_near(str(name_or_path), f"give a checkpoint's folder, a GGUF file, or {DEMO!r}")
     )
 
 
@@ -241,15 +243,15 @@ def from_hub(
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"there is no folder {name!r} here and no model of that name on the Hugging Face hub; "
-            f"check the spelling, or log in where it is private"
+            + say_near(name, "check the spelling, or log in where it is private")
         ) from error
     except LocalEntryNotFoundError as error:
         if isinstance(error.__cause__, HfHubHTTPError):
             raise ModelError(_broken_off(name, error.__cause__)) from error
         raise ModelError(
             f"there is no {_kind(Path(name))} {name!r} here, no copy of a model of that name from "
-            f"an earlier download, and the Hugging Face hub cannot be reached (offline?); connect, "
-            f"or give a checkpoint's folder, or {DEMO!r}"
+            f"an earlier download, and the Hugging Face hub cannot be reached (offline?); "
+            + say_near(name, f"connect, or give a checkpoint's folder, or {DEMO!r}")
         ) from error
     except Exception as error:  # of the library's HTTP client, which is another in each version
         raise ModelError(_broken_off(name, error)) from error

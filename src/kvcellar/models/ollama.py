@@ -7,7 +7,7 @@ in Go's language where it has them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.generation import checked_settings
+from kvcellar.valid import nearest
 
 PREFIX = "ollama:"
 
@@ -106,8 +107,7 @@ class OllamaModel:
 
 def ollama_models() -> Iterator[OllamaModel]:
     """Yield the models whose manifests are in Ollama's folder, by name."""
-    said = os.environ.get("OLLAMA_MODELS")
-    folder = Path(said).expanduser() if said else Path.home() / ".ollama" / "models"
+    folder = _folder()
     manifests = folder / "manifests"
     for path in sorted(path for path in manifests.rglob("*") if path.is_file()):
         parts = path.relative_to(manifests).parts
@@ -116,6 +116,11 @@ def ollama_models() -> Iterator[OllamaModel]:
             *place, model, tag = parts
             prefix = "" if tuple(place) == _LIBRARY else "/".join([*place, ""])
             yield OllamaModel(f"{PREFIX}{prefix}{model}:{tag}", path, layers)
+
+
+def _folder() -> Path:
+    said = os.environ.get("OLLAMA_MODELS")
+    return Path(said).expanduser() if said else Path.home() / ".ollama" / "models"
 
 
 def _layers(manifest: Path, blobs: Path) -> dict[str, Path] | None:
@@ -147,10 +152,26 @@ def named(name: str) -> OllamaModel:
     if found is None and len(tags) == 1:
         found = there[tags[0]]
     if found is None:
-        shown = tags or list(there)
-        more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+        said = f"Ollama has no model {name!r} on this machine"
+        if there:
+            raise ModelError(f"{said}; there are: {listed(name, tags or list(there))}")
+        where = _folder()
+        what = f"nothing is in {where}" if where.is_dir() else f"there is no folder {where}"
         raise ModelError(
-            f"Ollama has no model {name!r} on this machine; there are: "
-            f"{', '.join(shown[:8]) or 'none'}{more}"
+            f"{said}, and no other: {what}; get it with: ollama pull {name.removeprefix(PREFIX)}, "
+            f"or set OLLAMA_MODELS to the folder where Ollama keeps its models"
         )
     return found
+
+
+def listed(name: str, names: Sequence[str], most: int = 8) -> str:
+    """Write names of models for a message: those that come near ``name`` first, the rest counted.
+
+    Args:
+        name: what was asked for.
+        names: what there is.
+        most: so many are written.
+    """
+    shown = list(dict.fromkeys([*nearest(name, names), *names]))
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more

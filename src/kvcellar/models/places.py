@@ -21,11 +21,13 @@ from kvcellar.home import default_models
 from kvcellar.models import ollama
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.gguf.reader import read_gguf
+from kvcellar.models.ollama import listed
 from kvcellar.models.packaged import NAMES, PACKAGED, remove_packaged
+from kvcellar.valid import nearest
 
 HUGGING_FACE, LM_STUDIO, OLLAMA, OWN = "hugging face", "lm studio", "ollama", "kvcellar"
 
-OLLAMA_PREFIX, LM_STUDIO_PREFIX = ollama.PREFIX, "lmstudio:"
+_PREFIXES = OLLAMA_PREFIX, LM_STUDIO_PREFIX = ollama.PREFIX, "lmstudio:"
 """Beginnings of names of models that lie in another program's folder."""
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -57,6 +59,28 @@ class FoundModel:
     stored: str | None = None
 
 
+def say_near(name: str, otherwise: str) -> str:
+    """Return what to give in place of a model's name that means none, for the end of a message.
+
+    Names of all models that are here come near by the whole of what commands take, or by what
+    people call them: without the program, the publisher and the tag.
+
+    Args:
+        name: what was said.
+        otherwise: what to say where nothing comes near.
+    """
+    called: dict[str, str] = {}
+    for full in (*NAMES, *(one.name for one in found_models())):
+        bare = full.removeprefix(OLLAMA_PREFIX).removeprefix(LM_STUDIO_PREFIX)
+        short = bare.rpartition("/")[2]
+        for one in (full, bare, short, short.partition(":")[0]):
+            called.setdefault(one.lower(), full)
+    program, is_program, own = name.partition(":")
+    said = (name, own) if is_program and f"{program}:" in _PREFIXES else (name,)
+    near = dict.fromkeys(called[one.lower()] for each in said for one in nearest(each, called))
+    return f"did you mean {' or '.join(map(repr, list(near)[:3]))}?" if near else otherwise
+
+
 def full_path(model: str) -> str:
     """Return a model's folder or file by its full path, so that an agent finds it from anywhere."""
     path = Path(model).expanduser()
@@ -86,7 +110,7 @@ def find_in_place(name: str) -> Path | None:
     there = {one.name: one for one in _of_lm_studio()}
     match = [there[name]] if name in there else _quants_of(name, there.values())
     if len(match) != 1:
-        raise ModelError(_not_there(name, "LM Studio", match or list(there.values())))
+        raise ModelError(_not_in_lm_studio(name, [one.name for one in match or there.values()]))
     if match[0].lacks:
         raise ModelError(
             f"{name} is half here: {match[0].path.parent} lacks {', '.join(match[0].lacks[:3])}; "
@@ -99,10 +123,15 @@ def _quants_of(name: str, models: Iterable[FoundModel]) -> list[FoundModel]:
     return [one for one in models if one.name.startswith(f"{name}:")]
 
 
-def _not_there(name: str, program: str, models: list[FoundModel]) -> str:
-    names = ", ".join(one.name for one in models[:8]) or "none"
-    more = f" and {len(models) - 8} more" if len(models) > 8 else ""
-    return f"{program} has no model {name!r} on this machine; there are: {names}{more}"
+def _not_in_lm_studio(name: str, names: list[str]) -> str:
+    if names:
+        return f"LM Studio has no model {name!r} on this machine; there are: {listed(name, names)}"
+    folders = [str(one) for one in dict.fromkeys(_lm_studio_folders())]
+    return (
+        f"LM Studio has no model {name!r} on this machine, and no other: nothing is in "
+        f"{', '.join(folders)}; download it in LM Studio, or get one with: kvcellar models pull "
+        f"smollm2"
+    )
 
 
 # The folders of each program ---------------------------------------------------------------------

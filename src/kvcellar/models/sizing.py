@@ -41,7 +41,7 @@ from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, HUB_QUANT, from_hub, in_fol
 from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.packaged import PACKAGED, fetch_packaged
-from kvcellar.models.places import find_in_place, is_gguf
+from kvcellar.models.places import find_in_place, is_gguf, say_near
 from kvcellar.models.weights import (
     BETWEEN_BLOCKS,
     FILE,
@@ -181,8 +181,11 @@ def find_config(name_or_path: str | Path) -> Path:
         or not (HUB_ID.fullmatch(name_or_path) or HUB_QUANT.fullmatch(name_or_path))
     ):
         raise ModelError(
-            f"there is no folder and no config at {path}; give a checkpoint's folder, its "
-            f"config.json, a GGUF file, or {DEMO!r}"
+            f"there is no folder and no config at {path}; "
+            + say_near(
+                str(name_or_path),
+                f"give a checkpoint's folder, its config.json, a GGUF file, or {DEMO!r}",
+            )
         )
     try:
         if HUB_QUANT.fullmatch(name_or_path):
