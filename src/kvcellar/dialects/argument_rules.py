@@ -17,7 +17,7 @@ from kvcellar.dialects.dialect import (
     TaggedArguments,
 )
 from kvcellar.dialects.held import HeldArguments, schema_json
-from kvcellar.dialects.values import is_text
+from kvcellar.dialects.kinds import NO_TEXT, Kinds
 
 _WORD = "/[A-Za-z_][A-Za-z0-9_]*/"
 _MOST_PROPERTIES = 200
@@ -100,6 +100,7 @@ class _Writer:
     def __init__(self, rules: Rules, root: Mapping[str, Any]) -> None:
         self._rules = rules
         self._root = root
+        self._kinds = Kinds(root)
 
     def rule(self, name: str) -> str:
         """Add the rules of the whole, and return the first one's name."""
@@ -142,6 +143,26 @@ class _Writer:
         self._rules.add(f"{name}_b{last}", '""')
         return f"{name}_a0"
 
+    def _nested(self, name: str, schema: Any) -> list[str]:
+        """Write lists and objects that a schema takes, each of the forms that it has for them."""
+        parts = []
+        for kind, write in (("array", self._array), ("object", self._object)):
+            part = self._kinds.narrowed(schema, frozenset((kind,)))
+            forms = [] if part is None else [part]
+            for key in ("anyOf", "oneOf"):
+                if part is not None and set(part) <= {key}:
+                    forms = part[key]
+            parts += [write(f"{name}_{kind[0]}{i}", form) for i, form in enumerate(forms)]
+        return parts
+
+    def _array(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Write a list."""
+        raise NotImplementedError
+
+    def _object(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Write an object."""
+        raise NotImplementedError
+
     def json(self, schema: Any) -> str:
         """Write a value as JSON of a schema, which may refer to the whole schema."""
         if not isinstance(schema, Mapping):
@@ -164,15 +185,28 @@ class _Tagged(_Writer):
         self._form = form
 
     def member(self, name: str, key: str, schema: Any) -> str:
-        choices = _texts_of(schema)
-        is_string = is_text(schema) or bool(choices)
-        opening = self._opening(key, is_string)
+        texts, others = self._kinds.texts(schema), self._others(schema)
         closing = literal(self._rules.dialect, self._form.closing)
-        if choices:
-            return f"{opening} ({' | '.join(map(_quoted, choices))}) {closing}"
-        if is_string or not isinstance(schema, Mapping) or not schema:
-            return f"{opening} {self._rules.text_until(self._form.closing)}"
-        return f"{opening} {self.json(schema)} {closing}"
+        until_closing = "" if texts is not None else self._rules.text_until(self._form.closing)
+        named = " | ".join(map(_quoted, texts or ()))
+        if "$string" in self._form.opening:  # which says whether it is one
+            string = until_closing if texts is None else f"({named}) {closing}"
+            parts = [f"{self._opening(key, True)} {string}"] if texts != [] else []
+            parts += [f"{self._opening(key, False)} ({others}) {closing}"] if others else []
+            return f"({' | '.join(parts)})" if parts else self._opening(key, True) + closing
+        opening = self._opening(key, False)
+        if texts is None:  # any text: the reader finds what it is
+            return f"{opening} {until_closing}"
+        return f"{opening} ({' | '.join(filter(None, (named, others)))}) {closing}"
+
+    def _others(self, schema: Any) -> str:
+        """Write what a value can be that is no string; empty: nothing."""
+        kinds = NO_TEXT - {"boolean", "null"} if self._form.has_words else NO_TEXT
+        part = self._kinds.narrowed(schema, kinds)
+        parts = [] if part is None else [self.json(part)]
+        if self._form.has_words:
+            parts += _words(self._kinds, schema)
+        return " | ".join(parts)
 
     def any_member(self) -> str:
         before, _, behind = self._form.opening.replace("$string", "true").partition("$key")
@@ -195,20 +229,27 @@ class _Python(_Writer):
         return f'{_WORD} "=" {self._anything()}'
 
     def _value(self, name: str, schema: Any) -> str:
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        if not kind and not _is_bound(schema):
+        if not isinstance(schema, Mapping) or not (schema.get("type") or _is_bound(schema)):
             return self._anything()
-        if kind == "boolean":
-            return '("True" | "False")'
-        if kind == "null":
-            return '"None"'
-        if kind == "array":
-            self._rules.add(f"{name}_i", self._value(f"{name}_i_v", schema.get("items")))
-            return f'"[" ({name}_i (", " {name}_i)*)? "]"'
-        if kind == "object":
-            inside = _Keyed(self._rules, self._root, self).members(name, schema)
-            return f'"{{" {inside} "}}"'
-        return self.json(schema)
+        scalars = self._kinds.narrowed(schema, frozenset(("string", "number")))
+        parts = [] if scalars is None else [self.json(scalars)]
+        parts += _words(self._kinds, schema)
+        parts += self._nested(name, schema)
+        return f"({' | '.join(parts)})" if parts else self.json(schema)
+
+    def _array(self, name: str, schema: Mapping[str, Any]) -> str:
+        self._anything()
+        if _is_bound(schema):
+            return "any_list"
+        self._rules.add(f"{name}_i", self._value(f"{name}_i_v", schema.get("items")))
+        return f'"[" ({name}_i (", " {name}_i)*)? "]"'
+
+    def _object(self, name: str, schema: Mapping[str, Any]) -> str:
+        self._anything()
+        if _is_bound(schema):
+            return "any_map"
+        inside = _Keyed(self._rules, self._root, self).members(name, schema)
+        return f'"{{" {inside} "}}"'
 
     def _anything(self) -> str:
         rules = self._rules
@@ -253,19 +294,23 @@ class _Bare(_Writer):
     def _value(self, name: str, schema: Any) -> str:
         if not isinstance(schema, Mapping) or not schema:
             return self._anything()
-        kind, choices = schema.get("type"), _texts_of(schema)
-        if choices:
-            return f"({' | '.join(self._string(_quoted(one)) for one in choices)})"
-        if is_text(schema):
-            return self._text()
-        if kind == "object":
-            return f'"{{" {self.members(name, schema)} "}}"'
-        if kind == "array":
-            self._rules.add(f"{name}_i", self._value(f"{name}_i_v", schema.get("items")))
-            return f'"[" ({name}_i ("," {name}_i)*)? "]"'
-        if kind in ("number", "integer", "boolean", "null"):
-            return self.json(schema)
-        return self._anything()
+        texts = self._kinds.texts(schema)
+        parts = [self._text()] if texts is None else [self._string(_quoted(one)) for one in texts]
+        scalars = self._kinds.narrowed(schema, frozenset(("number", "boolean", "null")))
+        parts += [] if scalars is None else [self.json(scalars)]
+        parts += self._nested(name, schema)
+        return f"({' | '.join(parts)})" if parts else self._anything()
+
+    def _array(self, name: str, schema: Mapping[str, Any]) -> str:
+        self._anything()
+        if _is_bound(schema):
+            return "bare_array"
+        self._rules.add(f"{name}_i", self._value(f"{name}_i_v", schema.get("items")))
+        return f'"[" ({name}_i ("," {name}_i)*)? "]"'
+
+    def _object(self, name: str, schema: Mapping[str, Any]) -> str:
+        self._anything()
+        return "bare_object" if _is_bound(schema) else f'"{{" {self.members(name, schema)} "}}"'
 
     def _string(self, inside: str) -> str:
         quote = literal(self._rules.dialect, self._form.quote)
@@ -285,14 +330,9 @@ class _Bare(_Writer):
         return "bare"
 
 
-def _texts_of(schema: Any) -> list[str]:
-    """Return the strings that a schema names, where it takes these alone."""
-    if not isinstance(schema, Mapping):
-        return []
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
-        return []
-    return choices
+def _words(kinds: Kinds, schema: Any) -> list[str]:
+    """Write the values of a schema that Python writes in words."""
+    return [_quoted(repr(word)) for word in (True, False, None) if kinds.takes(schema, word)]
 
 
 def _is_bound(schema: Any) -> bool:

@@ -19,11 +19,11 @@ from kvcellar.dialects.dialect import (
     TaggedArguments,
 )
 from kvcellar.dialects.json_reader import JsonReader
+from kvcellar.dialects.kinds import Kinds
 from kvcellar.dialects.patterns import tag_patterns_of
 from kvcellar.dialects.values import (
     NoValueError,
     bare_arguments,
-    is_text,
     python_arguments,
     tagged_value,
 )
@@ -61,14 +61,12 @@ class ArgumentsReader(Protocol):
 def reader_of(dialect: Dialect, parameters: Mapping[str, Any]) -> ArgumentsReader:
     """Return what reads the arguments of a call, for a tool whose parameters have that schema."""
     form = dialect.calls
-    known = parameters.get("properties")
-    properties = known if isinstance(known, Mapping) else {}
     if form is None:
         return JsonArgumentsReader(dialect)
     if isinstance(form.arguments, TaggedArguments):
-        return TaggedReader(dialect, properties)
+        return TaggedReader(dialect, form.arguments, parameters)
     if isinstance(form.arguments, PythonArguments):
-        return PythonReader(dialect, properties)
+        return PythonReader(dialect, _properties_of(parameters))
     if isinstance(form.arguments, BareArguments):
         return BareReader(dialect, form, form.arguments.quote)
     return JsonArgumentsReader(dialect)
@@ -107,12 +105,16 @@ class TaggedReader:
 
     tells_at_end = False
 
-    def __init__(self, dialect: Dialect, properties: Mapping[str, Any]) -> None:
+    def __init__(
+        self, dialect: Dialect, form: TaggedArguments, parameters: Mapping[str, Any]
+    ) -> None:
         """Stand before the first argument."""
         self.is_done, self.trouble = False, ""
         self._dialect = dialect
         self._patterns = tag_patterns_of(dialect)
-        self._properties = properties
+        self._form = form
+        self._properties = _properties_of(parameters)
+        self._kinds = Kinds(parameters)
         self._n = 0
         self._is_inside = self._is_text = False
         self._key = ""
@@ -146,7 +148,7 @@ class TaggedReader:
         said = groups.get("string")
         self._is_string = None if said is None else said == "true"
         schema = self._properties.get(self._key)
-        self._is_text = is_text(schema) if self._is_string is None else self._is_string
+        self._is_text = self._kinds.is_text(schema) if self._is_string is None else self._is_string
         head = f"{', ' if self._n else '{'}{json.dumps(self._key, ensure_ascii=False)}: "
         self._n, self._is_inside = self._n + 1, True
         return head + ('"' if self._is_text else ""), found.end()
@@ -163,7 +165,10 @@ class TaggedReader:
             plain = _spelt_out(self._dialect, text[:end], is_json=False)
             schema = self._properties.get(self._key)
             try:
-                said = _encodable(_as_json(tagged_value(plain, schema, self._is_string)))
+                value = tagged_value(
+                    plain, schema, self._is_string, self._kinds, has_words=self._form.has_words
+                )
+                said = _encodable(_as_json(value))
             except ValueError as error:
                 self.trouble = str(error)
                 return "", 0
@@ -308,6 +313,11 @@ class BareReader(_WholeReader):
             elif MARKS[0] <= char <= MARKS[-1]:
                 raise NoValueError("a mark stands in its arguments")
         return 1
+
+
+def _properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = parameters.get("properties")
+    return known if isinstance(known, Mapping) else {}
 
 
 def _as_json(value: Any) -> str:

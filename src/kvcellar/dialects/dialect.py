@@ -25,10 +25,13 @@ class TaggedArguments:
     Attributes:
         opening: of one, up to its value.
         closing: behind its value.
+        has_words: whether a value that is ``null``, ``true`` or ``false`` is written as Python
+            does, as templates have it that write whatever is no list and no object as a text.
     """
 
     opening: str
     closing: str
+    has_words: bool = False
 
 
 @dataclass(frozen=True, slots=True)

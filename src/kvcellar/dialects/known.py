@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvcellar.dialects import formats
-from kvcellar.dialects.dialect import Dialect, ReasoningMarks
+from kvcellar.dialects.dialect import Dialect, ReasoningMarks, TaggedArguments
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({one.name: one for one in formats.ALL})
 """Every dialect by its name."""
@@ -51,6 +51,9 @@ _OTHER_MARKS = (
     ReasoningMarks("◁think▷", "◁/think▷"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
 )
+_WORDS = re.compile(r"value\s*\|\s*string\b")
+"""Writes a value of a call as Python has it."""
+
 _REASONING_KEY = re.compile(r"""(?:\.|\[['"]|get\(['"])(reasoning_content|reasoning|thinking)\b""")
 
 
@@ -103,6 +106,11 @@ def choose_dialect(
     dialect = DIALECTS[name] if name is not None else next(signs, formats.HERMES)
     keys = _REASONING_KEY.findall(template)
     key = min(keys, key=("reasoning_content", "reasoning", "thinking").index, default="")
+    form = dialect.calls
+    if form is not None and isinstance(form.arguments, TaggedArguments):
+        has_words = _WORDS.search(template) is not None
+        how = replace(form.arguments, has_words=has_words)
+        dialect = replace(dialect, calls=replace(form, arguments=how))
     if not dialect.has_channels:
         own = dialect.reasoning or ReasoningMarks()
         marks = (one for one in (own, *_OTHER_MARKS) if _is_known(one, template, added))

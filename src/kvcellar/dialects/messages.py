@@ -77,7 +77,7 @@ def _arguments(form: CallForm, value: Any) -> str:
     if isinstance(how, TaggedArguments):
         return "".join(
             how.opening.replace("$key", key).replace("$string", _json(isinstance(one, str)))
-            + (one if isinstance(one, str) else _json(one))
+            + (one if isinstance(one, str) else _tagged(one, how))
             + how.closing
             for key, one in value.items()
         )
@@ -86,6 +86,11 @@ def _arguments(form: CallForm, value: Any) -> str:
     if isinstance(how, BareArguments):
         return ",".join(f"{key}:{_bare(one, how.quote)}" for key, one in value.items())
     return _json(value)
+
+
+def _tagged(value: Any, how: TaggedArguments) -> str:
+    is_word = how.has_words and (value is None or isinstance(value, bool))
+    return repr(value) if is_word else _json(value)
 
 
 def _json(value: Any) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from kvcellar.dialects.kinds import Kinds
+
+_WORDS = {"True": True, "False": False, "None": None}
 _NAMES = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -22,31 +25,30 @@ class NoValueError(ValueError):
     """A text has no arguments in it; the message says why."""
 
 
-def is_text(schema: Any) -> bool:
-    """Return true if a schema takes strings alone, so that a value can be told before its end."""
-    if not isinstance(schema, Mapping):
-        return False
-    kind = schema.get("type")
-    if isinstance(kind, list) and len(kind) == 1:
-        kind = kind[0]
-    return isinstance(kind, str) and kind.lower() == "string"
-
-
-def tagged_value(text: str, schema: Any, is_string: bool | None) -> Any:
-    """Read a value between tags.
+def tagged_value(
+    text: str, schema: Any, is_string: bool | None, kinds: Kinds, *, has_words: bool = False
+) -> Any:
+    """Read a value between tags, by the rule of ``kinds.py``.
 
     Args:
         text: as it stands there.
-        schema: of the value, where it is known.
+        schema: of the value; None where it is not known.
         is_string: what the tag says of it; None: nothing.
+        kinds: knows what the schema takes.
+        has_words: whether the model writes ``None`` and ``True`` as Python does.
     """
-    if is_string or (is_string is None and is_text(schema)):
+    if is_string or (is_string is None and kinds.is_text(schema)):
         return text
+    if is_string is None and kinds.takes_text(schema):
+        try:
+            value = _WORDS[text] if has_words and text in _WORDS else _DECODER.decode(text)
+        except (ValueError, RecursionError):
+            return text
+        return text if isinstance(value, str) or not kinds.takes(schema, value) else value
     try:
-        value = _DECODER.decode(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
-        return text if _takes(schema) else _python_value(text)
-    return text if isinstance(value, str) and _takes(schema) else value
+        return _python_value(text)
 
 
 def _python_value(text: str) -> Any:
@@ -55,12 +57,6 @@ def _python_value(text: str) -> Any:
         return _literal(_parsed(text.strip()))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text
-
-
-def _takes(schema: Any) -> bool:
-    """Return true if a schema takes strings among others."""
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    return "string" in ([kinds] if isinstance(kinds, str) else list(kinds or ()))
 
 
 def python_arguments(inside: str, names: Sequence[str]) -> dict[str, Any]:
