@@ -112,6 +112,69 @@ def test_markdown_is_shown_and_nothing_of_a_stranger_runs(open_page, shown):
     assert page.title() == "kvcellar" and page.locator("#prompt").count() == 1
 
 
+FORMAL = r"""It costs $5 or $10, and $x_1 * y_2$ or \(a_1\) is no emphasis.
+
+$$\int_0^1 x^2\,dx = \frac{1}{3}$$
+
+\[\unknownmacro{x}\]
+
+$\href{javascript:alert(1)}{x}$ `$y$`
+
+| a | b | c |
+|:--|:-:|--:|
+| 1 | 2 | 3 |
+
+9. nine
+10. ten
+"""
+
+
+def test_formulas_alignment_and_numbers_are_shown_as_they_are_meant(open_page, shown):
+    said(shown, "formal", answer(FORMAL))
+    page = open_page()
+    chosen(page, "formal")
+    body = page.locator("#talk .assistant .md")
+    expect(body.locator("math")).to_have_count(3)
+    expect(body.locator(".formula math")).to_have_attribute("display", "block")
+    expect(body).to_contain_text("It costs $5 or $10, and")
+    assert body.locator("em").count() == 0
+    expect(body.locator("code.tex").first).to_have_text(r"\unknownmacro{x}")
+    expect(body.locator("code:not(.tex)")).to_have_text("$y$")
+    assert body.locator("[href], [style*=color]").count() == 0
+    aligned = "cells => cells.map((cell) => getComputedStyle(cell).textAlign)"
+    assert body.locator("tbody td").evaluate_all(aligned) == ["left", "center", "right"]
+    expect(body.locator("ol")).to_have_attribute("start", "9")
+    room = body.locator("ol").evaluate("list => getComputedStyle(list).paddingLeft")
+    assert float(room.removesuffix("px")) > 36, "two digits and their dot are not clipped"
+
+
+def test_a_call_is_a_card_with_its_arguments_and_what_came_of_it(open_page, shown):
+    call = {"id": "c1", "type": "function"}
+    call["function"] = {"name": "get_weather", "arguments": '{"city": "Bremen"}'}
+    messages = [
+        {"role": "user", "content": "What is the weather?"},
+        answer("", tool_calls=[call], reasoning_content="I look."),
+        {"role": "tool", "tool_call_id": "c1", "content": '{"today": "rain"}'},
+    ]
+    shown.post("/v1/agents", {"id": "weather"})
+
+    async def turn():
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        turn = Turn("weather", messages=messages, params=params, answer=lambda _: answer("Rain."))
+        async for _ in shown.service.agents.turns.generate(turn):
+            pass
+
+    shown.run(turn())
+    page = open_page()
+    chosen(page, "weather")
+    card = page.locator("#talk .call")
+    expect(card.locator(".called")).to_have_text("Calls get_weather")
+    expect(card.locator("pre").first).to_have_text('{\n  "city": "Bremen"\n}')
+    expect(card.locator(".result pre")).to_have_text('{\n  "today": "rain"\n}')
+    expect(page.locator("#talk .thought")).not_to_have_attribute("open", "")
+    expect(page.locator("#talk .said-by")).to_have_count(3)
+
+
 def test_names_reasoning_and_calls_of_strangers_are_text(open_page, shown):
     evil = "<img src=x onerror=\"document.title='owned'\">"
     call = {"id": "c1", "type": "function", "function": {"name": evil, "arguments": {"a": evil}}}
@@ -274,6 +337,9 @@ def test_the_tree_of_forks_is_walked_compared_and_pruned_by_keys(open_page, show
     page.locator("#compare-open").click()
     expect(page.locator("#common")).to_contain_text("2 messages are the same")
     expect(page.locator("#left")).to_contain_text("To the left.")
+    expect(page.locator("#left .said-by.user mark")).to_have_text("left.")
+    expect(page.locator("#right .said-by.user mark")).to_have_text("right.")
+    expect(page.locator("#right .assistant .md")).to_have_count(1)
     expect(page.locator("#right")).to_contain_text("To the right.")
     page.keyboard.press("Escape")
     rows.nth(2).locator(".open").focus()

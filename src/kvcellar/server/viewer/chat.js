@@ -2,7 +2,7 @@
 
 import { $, button, copy, count, el, inSight, seconds, toast, untilHidden } from "./dom.js";
 import { drafts } from "./kept.js";
-import { parted, render } from "./markdown.js";
+import { NAMES, callOf, markdownOf, parted, resultsOf, thoughtOf } from "./markdown.js";
 import { call, events, hear, pathOf, said, trouble } from "./net.js";
 import { agentOf, besideName, colour, nameOf, on, sees, state, tell } from "./state.js";
 import { choose, fork, once, verb } from "./verbs.js";
@@ -118,10 +118,12 @@ function toEnd() {
 
 function rowsOf(agent) {
   const found = [];
+  const results = resultsOf(agent.messages);
   const turnOf = (i) => agent.turns.findLastIndex((turn) => turn.n_messages <= i);
   agent.messages.forEach((said, i) => {
     const turn = turnOf(i);
-    found.push({ key: `${agent.id}:${i}:${turn}:${JSON.stringify(said)}`, make: () => message(said, i, turn) });
+    const came = results.found.get(i) ?? [];
+    if (!results.taken.has(i)) found.push({ key: `${agent.id}:${i}:${turn}:${JSON.stringify([said, came])}`, make: () => message(said, i, turn, came) });
     const stop = agent.turns[turn + 1]?.n_messages ?? agent.messages.length;
     if (turn >= 0 && i + 1 === stop) {
       const isLast = turn + 1 === agent.turns.length;
@@ -134,34 +136,20 @@ function rowsOf(agent) {
   return found;
 }
 
-const NAMES = { user: "You", assistant: "Model", system: "System prompt", tool: "Result of a tool" };
-
-function message(said, i = null, turn = -1) {
+function message(said, i = null, turn = -1, results = []) {
   const { thought, text } = parted(said);
   const body = el("div", { class: "body" });
   const acts = el("span", { class: "acts" });
   const row = el("li", { class: `said-by ${said.role}`, "data-message": i }, el("div", { class: "by" }, NAMES[said.role] ?? said.role, acts));
-  if (thought) row.append(el("details", { class: "thought" }, el("summary", {}, `Thought (${count(thought.length)} characters)`), el("div", {}, thought.trim())));
+  if (thought) row.append(thoughtOf(thought));
   if (text || !(said.tool_calls?.length || thought)) row.append(body);
   body.append(el("div", { class: "plain" }, text || "(nothing)"));
   if (said.role === "assistant") whenSeen(row, () => { if (text) body.replaceChildren(markdownOf(text)); });
-  for (const one of said.tool_calls ?? []) row.append(callOf(one));
+  row.append(...(said.tool_calls ?? []).map((one, at) => callOf(one, results[at])));
   if (i === null) return row;
   acts.append(button("Copy", () => copy(text), { "aria-label": `Copy message ${i + 1}` }));
   if (said.role === "user" && turn >= 0) acts.append(button("Edit", () => edit(row, text, turn, i), { "aria-label": `Edit message ${i + 1} and send it again, in a fork` }));
   return row;
-}
-
-function markdownOf(text) {
-  const holder = el("div", { class: "md" });
-  holder.append(render(text));
-  return holder;
-}
-
-function callOf(one) {
-  const given = one.function?.arguments ?? one.arguments ?? {};
-  return el("div", { class: "call" }, el("b", {}, "Calls "), el("code", {}, one.function?.name ?? one.name ?? "?"),
-    el("pre", {}, typeof given === "string" ? given : JSON.stringify(given, null, 2)));
 }
 
 // Markdown is made of what comes into view, so that a long conversation opens at once.
@@ -260,8 +248,8 @@ function showNow(talk) {
   drawn = performance.now();
   const { thought, text } = parted({ content: talk.text, reasoning_content: talk.thought });
   const parts = [];
-  if (thought) parts.push(el("details", { class: "thought", open: !text }, el("summary", {}, "Thinking"), el("div", {}, thought.trim())));
-  parts.push(markdownOf(text), ...talk.calls.map(callOf));
+  if (thought) parts.push(thoughtOf(thought, !text, "Thinking"));
+  parts.push(markdownOf(text), ...talk.calls.map((one) => callOf(one)));
   body.replaceChildren(...parts);
   pause = Math.max(120, 5 * (performance.now() - drawn)); // a text that takes long to draw is drawn less often
   toEnd();

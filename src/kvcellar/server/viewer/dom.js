@@ -30,6 +30,7 @@ export function toast(text, act = null) {
   $("toast-text").textContent = text;
   $("toast-do").hidden = act === null;
   $("toast-do").onclick = () => { $("toast").hidden = true; act(); };
+  $("toast").style.setProperty("--above", `${Math.max(22, innerHeight - $("ask").getBoundingClientRect().top + 10)}px`); // nothing typed is covered
   $("toast").hidden = false;
   clearTimeout(toast.timer);
   toast.timer = setTimeout(() => { $("toast").hidden = true; }, act === null ? 7000 : 12000);

@@ -1,7 +1,8 @@
 // The tree of an agent's forks, drawn: walk it, compare two, prune.
 
+import { markDifferences } from "./differences.js";
 import { $, button, count, el, toast } from "./dom.js";
-import { parted } from "./markdown.js";
+import { NAMES, partsOf, resultsOf } from "./markdown.js";
 import { call, pathOf, trouble } from "./net.js";
 import { agentOf, colour, inOrder, nameOf, on, rootOf, state } from "./state.js";
 import { choose, verb } from "./verbs.js";
@@ -118,14 +119,13 @@ function compare(both) {
   const same = (i) => JSON.stringify(both[0].messages[i]) === JSON.stringify(both[1].messages[i]);
   let n = 0;
   while (n < Math.min(both[0].messages.length, both[1].messages.length) && same(n)) n += 1;
-  $("common").textContent = `${count(n)} messages are the same; then:`;
+  $("common").textContent = `${count(n)} ${n === 1 ? "message is" : "messages are"} the same; then, with what differs marked:`;
   for (const [i, side] of ["left", "right"].entries()) {
-    const rest = both[i].messages.slice(n).map((said) => {
-      const { thought, text } = parted(said);
-      const calls = (said.tool_calls ?? []).map((one) => `→ ${one.function?.name ?? one.name}(${JSON.stringify(one.function?.arguments ?? one.arguments)})`);
-      return el("div", { class: `said-by ${said.role}` }, el("div", { class: "by" }, said.role), el("div", { class: "body plain" }, [thought && `(${thought.trim()})`, text, ...calls].filter(Boolean).join("\n")));
-    });
+    const results = resultsOf(both[i].messages);
+    const rest = both[i].messages.flatMap((said, at) => (at < n || results.taken.has(at) ? [] : [
+      el("div", { class: `said-by ${said.role}` }, el("div", { class: "by" }, NAMES[said.role] ?? said.role), ...partsOf(said, results.found.get(at)))]));
     $(side).setAttribute("aria-label", nameOf(both[i]));
     $(side).replaceChildren(el("h3", {}, nameOf(both[i])), ...(rest.length ? rest : [el("p", { class: "dim" }, "nothing more")]));
   }
+  markDifferences($("left"), $("right"));
 }
