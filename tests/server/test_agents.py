@@ -248,6 +248,21 @@ def test_a_turn_that_the_cli_took_meanwhile_is_shown(tmp_path):
         assert live.http.get("/v1/agents/poet").status_code == 404
 
 
+def test_what_is_stored_is_counted_again_when_it_was_brought_back(live):
+    make(live, "stored", "Write one line about rain.", "Another way, with the sun in it.")
+    before = live.post("/v1/agents/stored/pause")["n_stored"]
+    assert before > 30
+    live.post("/v1/agents/stored/resume")
+    for verb in ("rewind", "rewind", "undo", "undo"):
+        live.post(f"/v1/agents/stored/{verb}")
+    assert live.get("/v1/agents/stored")["n_stored"] == before
+    end = live.post("/v1/agents/stored/generate", {"text": "Three.", **SHORT})
+    assert live.get("/v1/agents/stored")["n_stored"] >= end["usage"]["restored_tokens"]
+    live.http.delete("/v1/agents/stored")
+    live.post("/v1/agents/stored/undo")
+    assert live.get("/v1/agents/stored")["n_stored"] >= before
+
+
 def test_what_was_dropped_comes_back_over_http_also_after_a_restart(tmp_path):
     with serving(tmp_path) as live:
         make(live, "poet", "One.", "Two.", system="You write verse.")

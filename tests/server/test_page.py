@@ -160,7 +160,7 @@ def test_a_call_is_a_card_with_its_arguments_and_what_came_of_it(open_page, show
 
     async def turn():
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        turn = Turn("weather", messages=messages, params=params, answer=lambda _: answer("Rain."))
+        turn = Turn("weather", messages=messages, params=params)
         async for _ in shown.service.agents.turns.generate(turn):
             pass
 
@@ -173,6 +173,52 @@ def test_a_call_is_a_card_with_its_arguments_and_what_came_of_it(open_page, show
     expect(card.locator(".result pre")).to_have_text('{\n  "today": "rain"\n}')
     expect(page.locator("#talk .thought")).not_to_have_attribute("open", "")
     expect(page.locator("#talk .said-by")).to_have_count(3)
+
+
+def test_a_chat_is_saved_as_markdown_and_as_json(open_page, shown):
+    call = {"id": "c1", "type": "function"}
+    call["function"] = {"name": "look", "arguments": {"at": "```"}}
+    said(shown, "saved", answer("**Yes.**", reasoning_content="Hm.", tool_calls=[call]))
+    page = open_page()
+    chosen(page, "saved")
+    texts = []
+    for kind, ending in (("markdown", "md"), ("json", "json")):
+        page.locator("#verbs summary").click()
+        with page.expect_download() as download:
+            page.locator(f'[data-format="{kind}"]').click()
+        assert download.value.suggested_filename == f"saved.{ending}"
+        texts.append(download.value.path().read_text())
+    markdown, found = texts[0], json.loads(texts[1])
+    assert markdown.startswith("# Ask.\n\n`saved` with demo: 1 turn, 14 tokens")
+    assert "<summary>Thought</summary>\n\nHm.\n\n</details>\n\n**Yes.**" in markdown
+    assert 'Calls `look`:\n\n````json\n{\n  "at": "```"\n}\n````' in markdown
+    assert found["messages"] == shown.get("/v1/agents/saved")["messages"]
+    assert (found["id"], found["title"], found["model"]) == ("saved", "Ask.", "demo")
+
+
+def test_the_settings_say_what_goes_and_whose_wish_it_is(open_page, shown, monkeypatch):
+    (host,) = shown.service.models.hosts()
+    monkeypatch.setattr(host, "sampling", {"temperature": 0.6, "top_k": 20})
+    page = open_page()
+    chosen(page, "root")
+    page.locator("#settings-open").click()
+    told = page.locator("#goes-temperature")
+    expect(page.locator("#set-temperature")).to_have_value("")
+    expect(page.locator("#set-temperature")).to_have_attribute("placeholder", "0.6")
+    expect(told).to_have_text("0.6: the model’s own")
+    expect(page.locator("#goes-top_k")).to_have_text("20: the model’s own")
+    expect(page.locator("#goes-top_p")).to_have_text("1: the server’s")
+    expect(page.locator("#goes-max_tokens")).to_have_text("1024: the server’s")
+    expect(page.locator("#goes-seed")).to_have_text("another each time: the server’s")
+    page.locator("#set-temperature").fill("0")
+    expect(told).to_have_text("yours; else 0.6: the model’s own")
+    page.locator("#settings .primary").click()
+    page.locator("#settings-open").click()
+    expect(page.locator("#set-temperature")).to_have_value("0")
+    page.locator("#settings-clear").click()
+    page.locator("#settings .primary").click()
+    page.locator("#settings-open").click()
+    expect(page.locator("#set-temperature")).to_have_value("")
 
 
 def test_names_reasoning_and_calls_of_strangers_are_text(open_page, shown):

@@ -165,12 +165,14 @@ class Agent:
         )
 
     def copied(self, agent_id: str, **changes: Any) -> Agent:
-        """Copy what the agent has said to one of another name, which no store has yet."""
+        """Copy what the agent has said to one of another name, which no store has yet.
+
+        The store has its KV all the same: that goes by tokens, not by names.
+        """
         return replace(
             self,
             agent_id=agent_id,
             revision=0,
-            n_stored=0,
             serial=next_serial(self.serial),
             n_changes=0,
             mark=None,
@@ -234,6 +236,7 @@ class Agent:
         self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
         self.messages, self.template_kwargs = other.messages, other.template_kwargs
         self.miss, self.used_s = other.miss, time.time()
+        self.n_stored = other.n_stored
         self.is_rewound = other.is_rewound
         self.advance()
 
@@ -312,6 +315,7 @@ class Agent:
         left of it (``content`` None until somebody decodes it).
         """
         self.tokens = self.tokens.prefix(min(position, len(self.tokens)))
+        self.limit_stored(len(self.tokens))
         turns = self.turns_with_ends()
         whole = [turn for turn, _ in turns if turn.stop <= position]
         if n_turns is not None:
@@ -326,6 +330,11 @@ class Agent:
         self.turns = tuple(whole)
         if not self.messages:
             self.tools, self.template_kwargs = None, {}
+
+    def limit_stored(self, n_kept: int) -> None:
+        """Note that of what the store has no more than so many tokens are still the agent's."""
+        if n_kept < self.n_stored:  # a boundary state is at the end of what was stored
+            self.n_stored = 0 if self.key.layout.has_boundaries else n_kept
 
     def metadata(self) -> dict[str, Any]:
         """Return what the store keeps beside the tokens and the lineage, as JSON."""

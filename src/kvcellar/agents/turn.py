@@ -466,9 +466,7 @@ class RunningTurn:
         if self._hold.is_lost:
             agent = self._agent = self._beside()
         record_turn(turn, agent, host, event, took)
-        n_kept = agent.turns[-1].start
-        if n_kept < agent.n_stored:  # a boundary state is at the end of what was stored
-            agent.n_stored = 0 if agent.key.layout.has_boundaries else n_kept
+        agent.limit_stored(agent.turns[-1].start)
         agent.beside, agent.is_rewound = None, False
         agent.advance()
         agent.is_passing &= len(agent.turns) < 2

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 from html import escape
+from typing import Any
 
 import numpy as np
 
-from kvcellar.agents import ModelHost
+from kvcellar.agents import Message, ModelHost
 from kvcellar.agents.directory import Directory
+from kvcellar.agents.reading import conversation_apart
+from kvcellar.agents.transcripts import arguments_of
 from kvcellar.engine import CellMap, CellState
 from kvcellar.types import IntArray
 
@@ -37,24 +40,40 @@ def agent_html(name: str, directory: Directory) -> str:
         if info.parent
         else ""
     )
-    rows = "".join(_message(message) for message in agent.messages)
+    said = conversation_apart(agent, directory.host_of(agent))
+    rows = "".join(_message(message) for message in said)
+    title = f" &middot; {escape(info.title)}" if info.title else ""
     return (
-        f"<div><b>{escape(name)}</b> &middot; {escape(info.model)} &middot; {info.n_tokens} tokens "
-        f"in {info.n_turns} turns{of}</div>"
+        f"<div><b>{escape(name)}</b>{title} &middot; {escape(info.model)} &middot; "
+        f"{info.n_tokens} tokens in {info.n_turns} turns{of}</div>"
         f'<table style="text-align:left">{rows}</table>'
     )
 
 
-def _message(message: object) -> str:
-    assert isinstance(message, dict)
+def _message(message: Message) -> str:
     content = message.get("content")
-    text = content if isinstance(content, str) else "" if content is None else str(content)
-    more = " ..." if len(text) > _MOST_SHOWN else ""
+    parts = []
+    if message.get("reasoning_content"):
+        parts.append(
+            f"<details><summary>Thought</summary>{_cut(message['reasoning_content'])}</details>"
+        )
+    if content:
+        parts.append(_cut(content))
+    for call in message.get("tool_calls") or ():
+        name = escape(str(call["function"]["name"]))
+        parts.append(
+            f'<div style="border:1px solid #8886;border-radius:4px;padding:2px 8px">Calls '
+            f"<b>{name}</b>\n{_cut(arguments_of(call))}</div>"
+        )
     return (
         f'<tr><th style="vertical-align:top">{escape(str(message.get("role")))}</th>'
-        f'<td style="white-space:pre-wrap;text-align:left">{escape(text[:_MOST_SHOWN])}{more}</td>'
-        f"</tr>"
+        f'<td style="white-space:pre-wrap;text-align:left">{"".join(parts)}</td></tr>'
     )
+
+
+def _cut(content: Any) -> str:
+    text = content if isinstance(content, str) else str(content)
+    return escape(text[:_MOST_SHOWN]) + (" ..." if len(text) > _MOST_SHOWN else "")
 
 
 def cellar_html(host: ModelHost, directory: Directory) -> str:
@@ -62,7 +81,7 @@ def cellar_html(host: ModelHost, directory: Directory) -> str:
     cache = host.engine.cache
     agents = sorted(directory.agents(host.name), key=lambda agent: agent.used_s, reverse=True)
     rows = "".join(
-        f"<tr><td>{escape(one.agent_id)}</td><td>{len(one.tokens)}</td><td>{len(one.turns)}</td>"
+        f"<tr><td>{escape(one.agent_id)}</td><td>{escape(one.title)}</td><td>{len(one.tokens)}</td><td>{len(one.turns)}</td>"
         f"</tr>"
         for one in agents[:20]
     )
@@ -70,7 +89,7 @@ def cellar_html(host: ModelHost, directory: Directory) -> str:
     return (
         f"<div><b>{escape(host.name)}</b> &middot; {cache.capacity} cells in "
         f"{escape(cache.config.kv_dtype)}, each the K and V of one token</div>{_cells(host)}"
-        f"<table><tr><th>agent</th><th>tokens</th><th>turns</th></tr>{rows}</table>{more}"
+        f"<table><tr><th>agent</th><th>title</th><th>tokens</th><th>turns</th></tr>{rows}</table>{more}"
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +30,9 @@ from kvcellar.cli.groups import CacheOptions, ModelOptions
 from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace, size_text
 from kvcellar.cli.terminal import print_none, print_note, print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
+
+_TRANSCRIPTS = {".md": "markdown", ".json": "json"}
+"""Endings of files that ``export`` writes for readers, not for ``import``."""
 
 NewId = Annotated[
     str | None, typer.Argument(metavar="NEW", help="Name of the new one. Default: made up.")
@@ -68,7 +72,12 @@ def register(app: typer.Typer) -> None:
         ("keep", keep_command, "kvcellar agents keep poet-2"),
         ("pause", pause_command, "kvcellar agents pause poet"),
         ("resume", resume_command, "kvcellar agents resume poet"),
-        ("export", export_command, "kvcellar agents export poet poet.kv"),
+        (
+            "export",
+            export_command,
+            "kvcellar agents export poet poet.kv",
+            "kvcellar agents export poet poet.md",
+        ),
         (
             "import",
             import_command,
@@ -150,15 +159,27 @@ def show_command(
     agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
 ) -> None:
     """Show one agent: its history, its lineage, its conversation."""
+    from kvcellar.agents.reading import conversation_apart
+
     with opened_agents(store) as agents:
         info = asyncio.run(agents.directory.describe(agent_id))
-        messages = agents.directory.conversation(agent_id)
+        messages = conversation_apart(agents.directory.agent(agent_id), None)
     if as_json:
         write(json.dumps(agent_object(info) | {"messages": messages}, ensure_ascii=False) + "\n")
         return
     show_agent(info, as_json=False)
     for message in messages:
-        write(f"\n{message['role']}: {message.get('content') or ''}\n")
+        thought, calls = message.get("reasoning_content"), message.get("tool_calls") or ()
+        lines = [f"({thought.strip()})"] if thought else []
+        lines += [str(message["content"])] if message.get("content") else []
+        lines += [f"calls {function_text(call['function'])}" for call in calls]
+        write(f"\n{message['role']}: {chr(10).join(lines)}\n")
+
+
+def function_text(function: Mapping[str, Any]) -> str:
+    """Return a call as one line: the name of the tool, and what it is given."""
+    given = function.get("arguments", "")
+    return f"{function['name']} {given if isinstance(given, str) else json.dumps(given)}"
 
 
 def rename_command(
@@ -289,9 +310,27 @@ def export_command(
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
 ) -> None:
-    """Write an agent with its KV to one file."""
+    """Write an agent with its KV to one file; to FILE.md or FILE.json what was said, to be read."""
+    from kvcellar.agents.reading import conversation_apart
+    from kvcellar.agents.transcripts import write_transcript
+
+    kind = _TRANSCRIPTS.get(file.suffix.lower())
+    if kind is not None:
+        with opened_agents(store) as agents:
+            info = asyncio.run(agents.directory.describe(agent_id))
+            text = write_transcript(
+                info, conversation_apart(agents.directory.agent(agent_id), None), kind
+            )
+        file.write_text(text, encoding="utf-8")
+        show_export(agent_id, file, file.stat().st_size, as_json)
+        return
     with opened_agents(store) as agents, progress_bar("exporting") as report:
         size = asyncio.run(agents.sleep.export(agent_id, file, progress=report))
+    show_export(agent_id, file, size, as_json)
+
+
+def show_export(agent_id: str, file: Path, size: int, as_json: bool) -> None:
+    """Print whose file was written, where, and how many bytes it has."""
     if as_json:
         write(json.dumps({"id": agent_id, "file": str(file), "size_bytes": size}) + "\n")
     else:

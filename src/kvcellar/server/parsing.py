@@ -10,6 +10,7 @@ from fastapi import Depends, Header
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from kvcellar.agents import ModelHost
 from kvcellar.dialects.messages import read_arguments
 from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.models.prompts import begun_of
@@ -28,6 +29,17 @@ from kvcellar.server.schemas.openai import (
 from kvcellar.server.service import Service
 from kvcellar.server.tools import ToolChoice, told
 
+_TOLD = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+)
 _SEEDS = 1 << 63
 
 _SESSION_HEADERS = (
@@ -157,6 +169,19 @@ def sampling_of(
         logprobs=logprobs,
         unset=unset_in(fields),
     )
+
+
+def sampling_told(service: Service, host: ModelHost) -> dict[str, dict[str, Any]]:
+    """Return per setting what goes where a client sets nothing, and whether the model wants it so.
+
+    ``by`` is ``model`` or ``server``; a seed of None is another one for each answer.
+    """
+    asked = sampling_of(SamplingFields.model_validate({}), max_tokens=service.config.max_tokens)
+    goes = asked.for_model(host.sampling)
+    return {
+        name: {"value": getattr(goes, name), "by": "model" if name in host.sampling else "server"}
+        for name in _TOLD
+    }
 
 
 def most_of(service: Service, *wanted: int | None) -> int | None:

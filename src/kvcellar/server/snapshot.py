@@ -23,6 +23,7 @@ from kvcellar.agents import AgentInfo, ModelHost
 from kvcellar.engine import CellMap, CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
 from kvcellar.history import History
+from kvcellar.server.parsing import sampling_told
 from kvcellar.server.service import Service
 from kvcellar.space import Space
 from kvcellar.types import IntArray
@@ -86,7 +87,8 @@ def _described(
     for host, cells, stats in seen:
         names = {one.name for one in (host, *host.adapters.values())}
         mine = [info.agent_id for info in infos if info.model in names]
-        models.append(_model(service.models.public(host.name), host, cells, stats, mine))
+        told = _model(service.models.public(host.name), host, cells, stats, mine)
+        models.append({**told, "sampling": sampling_told(service, host)})
     return {
         "models": models,
         "states": service.models.as_json(),

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import APIRouter, Query
 from starlette.background import BackgroundTask
@@ -29,6 +30,7 @@ from kvcellar.agents import (
 )
 from kvcellar.agents.live import Begun, LiveEvent, Said
 from kvcellar.agents.reading import reading_of
+from kvcellar.agents.transcripts import write_transcript
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import GeneratedToken, TokenEvent
 from kvcellar.errors import StoreError
@@ -53,6 +55,10 @@ from kvcellar.server.telling import call_delta, calls_of, note, usage_extra
 
 router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
 
+_TRANSCRIPTS = {
+    "markdown": ("text/markdown; charset=utf-8", "md"),
+    "json": ("application/json", "json"),
+}
 _IMPORT_BODY = {
     "requestBody": {
         "required": True,
@@ -238,16 +244,36 @@ async def finish_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
 
 
 @router.get("/{agent_id}/export", response_class=FileResponse)
-async def export_agent(request: Request, agent_id: OwnAgent) -> Response:
-    """Send an agent with its KV as one file."""
-    service = service_of(request)
+async def export_agent(
+    request: Request,
+    agent_id: OwnAgent,
+    format: Literal["kvcellar", "markdown", "json"] = Query("kvcellar"),
+) -> Response:
+    """Send an agent as one file: with its KV, for ``import``, or what was said, to be read.
+
+    ``markdown`` and ``json`` have the conversation alone, thoughts and calls apart from text.
+    """
+    service, name = service_of(request), without_salt(agent_id)
+    if format != "kvcellar":
+        info = await service.agents.directory.describe(agent_id)
+        messages = await asyncio.to_thread(messages_of, service, agent_id)
+        shown = dataclasses.replace(
+            info,
+            agent_id=name,
+            model=service.models.public(info.model),
+            parent=None if info.parent is None else without_salt(info.parent),
+        )
+        text = await asyncio.to_thread(write_transcript, shown, messages, format)
+        media, ending = _TRANSCRIPTS[format]
+        attached = f"attachment; filename*=UTF-8''{quote(name, safe='')}.{ending}"
+        return Response(text, media_type=media, headers={"Content-Disposition": attached})
     async with contextlib.AsyncExitStack() as stack:
         file = await stack.enter_async_context(_folder("kvcellar-export-")) / "agent"
         await service.agents.sleep.export(agent_id, file)
         return FileResponse(
             file,
             media_type="application/octet-stream",
-            filename=f"{without_salt(agent_id)}.kvcellar",
+            filename=f"{name}.kvcellar",
             background=BackgroundTask(stack.pop_all().aclose),
         )
 

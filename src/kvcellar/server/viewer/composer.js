@@ -3,6 +3,7 @@
 import { $, button, count, el, seconds, toast } from "./dom.js";
 import { drafts, files, inBrowser, move, queues, samplings } from "./kept.js";
 import { call, events, hasMovedOn, hear, pathOf, said, trouble } from "./net.js";
+import { samplingOf } from "./sampling.js";
 import { agentOf, isBusy, on, seenOf, sees, state, tell } from "./state.js";
 import { create, once, refresh } from "./verbs.js";
 
@@ -229,37 +230,6 @@ prompt.addEventListener("paste", (event) => {
   if (!event.clipboardData.files.length) return;
   event.preventDefault();
   add([...event.clipboardData.files]);
-});
-
-// Sampling ---------------------------------------------------------------------------------------
-
-const FIELDS = [
-  ["max_tokens", "Tokens at most", { min: 1, step: 1 }], ["temperature", "Temperature", { min: 0, max: 2, step: 0.1 }],
-  ["top_p", "top-p", { min: 0, max: 1, step: 0.01 }], ["top_k", "top-k", { min: 0, step: 1 }],
-  ["min_p", "min-p", { min: 0, max: 1, step: 0.01 }], ["repetition_penalty", "Repetition penalty", { min: 0.1, step: 0.05 }],
-  ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: 0.1 }], ["seed", "Seed", { min: 0, step: 1 }],
-];
-$("settings-fields").append(...FIELDS.map(([name, label, more]) => el("label", {}, label, el("input", { type: "number", name, id: `set-${name}`, ...more }))));
-
-function samplingOf(id) {
-  const own = samplings.get(id);
-  return Object.keys(own).length ? own : samplings.get("");
-}
-export function askSampling() {
-  const values = samplingOf(state.chosen);
-  for (const [name] of FIELDS) $(`set-${name}`).value = values[name] ?? "";
-  $("settings").showModal();
-}
-$("settings-open").addEventListener("click", askSampling);
-$("settings-clear").addEventListener("click", () => { for (const [name] of FIELDS) $(`set-${name}`).value = ""; });
-$("settings").addEventListener("close", () => {
-  const values = {};
-  for (const [name] of FIELDS) {
-    const input = $(`set-${name}`);
-    if (input.value !== "" && input.validity.valid) values[name] = Number(input.value);
-  }
-  samplings.set(state.chosen, values);
-  if (!Object.keys(samplings.get("")).length) samplings.set("", values); // the next new chat begins so
 });
 
 // A new agent ------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ const of = (name, otherwise) => ({
 export const drafts = of("draft", ""); // agent -> what is typed
 export const queues = of("queue", []); // agent -> what is to be sent when the answer has ended
 export const files = of("files", []); // agent -> [{name, text}] that go with what is typed
-export const samplings = of("sampling", {}); // agent -> settings; "" is for whoever has none
+export const samplings = of("sampling", null); // agent -> settings; "" is for whoever has none
 
 export const inTab = { get: (key, otherwise = null) => read("sessionStorage", key, otherwise), set: (key, value) => write("sessionStorage", key, value) };
 export const inBrowser = { get: (key, otherwise = null) => read("localStorage", key, otherwise), set: (key, value) => write("localStorage", key, value) };

@@ -1,4 +1,4 @@
-// The page: one stream of snapshots in, a few verbs out. No build step; three libraries in vendor/.
+// The page: one stream of snapshots in, a few verbs out. No build step; four libraries in vendor/.
 
 import "./cellar.js";
 import "./chat.js";

@@ -83,7 +83,7 @@ const DO = {
     const done = await call("POST", pathOf(id, "resume"));
     toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
   },
-  async export(id) { await download(pathOf(id, "export"), `${id}.kvcellar`); },
+  async export(id, { format }) { await download(`${pathOf(id, "export")}?format=${format}`, `${id}.${{ markdown: "md", json: "json" }[format] ?? format}`); },
 };
 
 export async function verb(name, body, id = state.chosen) {
@@ -133,7 +133,7 @@ $("verbs").addEventListener("click", (event) => {
   if (!event.target.dataset.verb) return;
   event.target.closest("details")?.removeAttribute("open");
   if (event.target.dataset.verb === "rename") askTitle();
-  else verb(event.target.dataset.verb);
+  else verb(event.target.dataset.verb, event.target.dataset.format && { format: event.target.dataset.format });
 });
 
 // Another title ------------------------------------------------------------------------------------
