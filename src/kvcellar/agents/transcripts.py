@@ -53,11 +53,8 @@ def _markdown(info: AgentInfo, messages: Sequence[Mapping[str, Any]]) -> str:
         elif text:
             parts.append(text)
         for call in message.get("tool_calls") or ():
-            function = call["function"]
-            parts += [
-                f"Calls `{function['name']}`:",
-                _fenced(function.get("arguments", ""), "json"),
-            ]
+            name = call["function"]["name"]
+            parts += [f"Calls `{name}`:", _fenced(arguments_of(call), "json")]
     return "\n\n".join(parts) + "\n"
 
 
