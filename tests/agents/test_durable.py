@@ -24,7 +24,7 @@ from kvcellar.store import Store, StoreConfig
 from kvcellar.store.facts import BadFactError
 from kvcellar.store.journal import Journal
 from tests.agents.crashing import CONFIG, NAMES, new_tokens
-from tests.agents.fakes import GREEDY, manager, run, tokens_of, turn
+from tests.agents.fakes import BLOCK_TOKENS, make_host, manager, run, tokens_of, turn
 from tests.agents.test_crash import states_of
 from tests.processes import started
 from tests.store.fakes import QUICK
@@ -286,11 +286,39 @@ def test_entries_that_come_at_one_time_are_written_together(tmp_path: Path) -> N
             stored_state(store, "nobody@x")
 
 
-def test_an_unnamed_first_turn_is_not_recorded(tmp_path: Path) -> None:
+def test_of_who_was_not_named_nothing_is_written_before_the_first_turn_and_then_all(
+    tmp_path: Path,
+) -> None:
     with manager(tmp_path) as agents:
         run(agents.lifecycle.create("chat-1", is_passing=True))
-        run(turn(agents, "chat-1", "one", params=GREEDY))
-        assert not agents.store.recorded_serials()
+        assert not agents.store.recorded_serials() and not agents.store.reference_names()
+        held = Held(agents.store)
+        run(turn(agents, "chat-1", "one"))
+        run(agents.lifecycle.fork("chat-1", "chat-2", is_passing=True))
+        assert len(agents.store.recorded_serials()) == 1
+        run(turn(agents, "chat-2", "two"))
+        want = {name: conversation_of(agents, name) for name in ("chat-1", "chat-2")}
+        with manager(tmp_path) as others:  # as after a kill: nothing of it is published
+            assert not others.store.reference_names()
+            assert {name: conversation_of(others, name) for name in want} == want
+        held.go.set()
+
+
+def test_kv_of_an_unnamed_first_turn_that_others_evict_comes_back_from_the_store(
+    tmp_path: Path,
+) -> None:
+    with manager(tmp_path, lambda name: make_host(name, capacity=512)) as agents:
+        run(agents.lifecycle.create("chat-1", is_passing=True))
+        run(turn(agents, "chat-1", tokens=[(7 * i) % 250 for i in range(300)]))
+        known = len(tokens_of(agents, "chat-1"))
+        for i in range(4):
+            run(agents.lifecycle.create(f"other-{i}", is_passing=True))
+            run(turn(agents, f"other-{i}", tokens=[(31 * i + j) % 250 for j in range(200)]))
+        n_left = run(agents.directory.describe("chat-1")).n_cached
+        assert n_left is not None and n_left < known // 2, "nothing was evicted, nothing is shown"
+        usage = run(turn(agents, "chat-1", tokens=[1, 2, 3])).usage
+        assert usage.cached_tokens >= known - 1 - BLOCK_TOKENS  # less waits until the engine rests
+        assert usage.restored_tokens > known // 2
 
 
 def test_turns_of_stores_that_did_not_note_what_they_took_are_read():

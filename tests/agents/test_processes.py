@@ -58,6 +58,7 @@ def test_one_that_was_made_again_elsewhere_is_the_new_one(tmp_path):
 def test_what_was_not_saved_yet_here_is_not_taken_for_deleted(tmp_path):
     with manager(tmp_path) as ours:
         run(ours.lifecycle.create("passing", is_passing=True))
+        assert [i.n_turns for i in run(ours.directory.listed())] == [0]
         run(turn(ours, "passing", "Hello"))
         assert [i.n_turns for i in run(ours.directory.listed())] == [1]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents.residence import MIN_GAIN
+from kvcellar.store import StoreConfig
 from tests.agents.fakes import (
     engine_of,
     make_host,
@@ -155,9 +156,14 @@ def test_keeping_one_of_several_branches_frees_the_snapshots_of_the_others(agent
 
 
 def test_why_says_that_no_snapshot_was_left(tmp_path):
-    with manager(tmp_path / "store", lambda name: load(name, n_slots=8)) as agents:
-        run(agents.lifecycle.create("a", system=LONG, is_passing=True))
+    none_in_ram = StoreConfig(warm_bytes=0)
+    with manager(tmp_path / "store", lambda name: load(name, n_slots=8), none_in_ram) as agents:
+        run(agents.lifecycle.create("a", system=LONG))
         run(say(agents, "a", LONG))
+        engine_of(agents)
+        agents.store.flush()
+        for file in (tmp_path / "store" / "windows").rglob("*.safetensors"):
+            file.unlink()
         for i in range(8):  # each of them has snapshots of its own
             run(agents.lifecycle.create(f"other-{i}", system=f"{i}{8 * LONG}"))
             run(say(agents, f"other-{i}", LONG))

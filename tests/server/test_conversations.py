@@ -9,6 +9,7 @@ import pytest
 
 from kvcellar.agents import leasing, open_host
 from kvcellar.agents.residence import MIN_GAIN
+from kvcellar.server import conversations
 from tests.server.live import serving
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -657,3 +658,30 @@ def test_an_agent_whose_name_looks_like_one_that_the_server_gives_is_a_promise_t
             say(live, [user(f"Conversation {i}.")])
         assert live.http.delete("/v1/responses/resp_onse").status_code == 404
         assert {name: messages_of(live, name) for name in names} == known
+
+
+def test_of_what_nobody_named_the_oldest_are_forgotten_also_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "MOST_DOCUMENTS", 2)
+    with serving(tmp_path, max_unnamed=2) as live:
+        make(live, "named", "Stay.")
+
+        def chat(i):
+            return say(live, [user(f"Number {i}.")]).json()["kvcellar"]["agent_id"]
+
+        def response(i):
+            body = {"input": f"Number {i}.", "max_output_tokens": 6, "temperature": 0}
+            return live.post("/v1/responses", body)["id"]
+
+        told = [(chat(i), response(i)) for i in range(6)]
+
+        def on_disk():
+            live.service.store.flush()
+            names = {*live.service.store.recorded_serials(), *live.service.store.reference_names()}
+            return {name.partition("@")[0] for name in names}
+
+        def is_pruned():
+            chat(5)
+            return not {name for pair in told[:3] for name in pair} & on_disk()
+
+        live.until(is_pruned, "the oldest on disk are gone")
+        assert "named" in on_disk() and len(on_disk()) <= 1 + 2 * 3  # the last is not silent yet

@@ -70,7 +70,7 @@ class Lifecycle:
             tools: definitions of its tools.
             title: what people are to read in place of the name: any text on one line.
             salt: of the name that is made up.
-            is_passing: save nothing of it until its second turn, or until its model goes.
+            is_passing: write nothing of it before its first turn has ended.
 
         Raises:
             AgentNameError: it cannot be a name; nothing was changed.
@@ -144,7 +144,7 @@ class Lifecycle:
             position: tokens to share; None: all.
             turn: or turns to share, from the beginning, or from the end where negative.
             model: of the parent, where agents of that name belong to several.
-            is_passing: save nothing of it until its next turn, or until its model goes.
+            is_passing: write nothing of it before its next turn has ended.
             branch_of: id of the named agent whose clients are answered by the new one too.
 
         Raises:

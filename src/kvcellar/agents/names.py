@@ -104,6 +104,11 @@ def is_unnamed(agent_id: str) -> bool:
     return is_made_up(agent_id) and agent_id.startswith(_UNNAMED)
 
 
+def is_response(agent_id: str) -> bool:
+    """Tell whether an id was made up for a stored response."""
+    return is_made_up(agent_id) and not agent_id.startswith(_UNNAMED)
+
+
 def is_made_up(agent_id: str) -> bool:
     """Tell whether an id was made up for a conversation or a response; no person gave it."""
     return _MADE_UP.fullmatch(agent_id) is not None

@@ -71,7 +71,7 @@ class Publisher:
     async def make_durable(self, agent: Agent) -> None:
         """Have the agent's tokens and messages on disk; its K and V may follow. Within its gate.
 
-        A no-op where they are, and for an agent that is not saved yet.
+        A no-op where they are, and for an agent that has said nothing yet and nobody named.
 
         Raises:
             StoreError: they could not be written.

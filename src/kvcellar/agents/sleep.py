@@ -198,9 +198,6 @@ class Sleep:
             if agent.key.salted("") != host.key.salted(""):
                 continue
             try:
-                if agent.is_passing and agent.turns:
-                    agent.is_passing = False
-                    self.publisher.in_engine(agent, host)
                 self.publisher.complete(agent, host)
             except Exception as error:  # the others are saved all the same
                 log.error("agent %r could not be saved whole", agent.name, exc_info=error)

@@ -469,9 +469,7 @@ class RunningTurn:
         agent.limit_stored(agent.turns[-1].start)
         agent.beside, agent.is_rewound = None, False
         agent.advance()
-        agent.is_passing &= len(agent.turns) < 2
-        if agent.is_passing:
-            return None
+        agent.is_passing = False
         is_interrupted = event.reason not in ("stop", "length")
         return self._turns.publisher.after_turn(host, agent, is_interrupted=is_interrupted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,7 +20,9 @@ from kvcellar.agents import (
     salted_id,
     unnamed_id,
 )
+from kvcellar.agents.names import is_response
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
+from kvcellar.store.journal import MOST_DOCUMENTS
 
 MAX_SESSIONS = 4096
 """Session ids of clients whose last agent is remembered."""
@@ -77,6 +80,7 @@ class Conversations:
         self._max_unnamed = max_unnamed
         self._taken: set[str] = set()
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._forgetting: asyncio.Task[None] | None = None
         self._seats: dict[str, tuple[Gate, int]] = {}
         """Per named agent that requests are for: one at a time, and how many there are."""
 
@@ -222,6 +226,7 @@ class Conversations:
         self, own_id: str, after: tuple[str, int] | None, turn: Turn
     ) -> AsyncIterator[Seat]:
         """Make an agent for one answer; without an answer it is forgotten again."""
+        self._prune()
         seat = Seat(own_id, is_new=True)
         await self._begin_own(own_id, after, turn.model)
         try:
@@ -263,7 +268,7 @@ class Conversations:
                 await self._forget(seat.agent_id)
 
     async def _find(self, turn: Turn, session: str | None, salt: str) -> Seat:
-        await self._prune()
+        self._prune()
         likely = None if session is None else self._sessions.get(session)
         place = await self._agents.lookup.place(
             turn.messages or (), turn.tools, model=turn.model or "", likely=likely, salt=salt
@@ -306,13 +311,25 @@ class Conversations:
         self._taken.add(new_id)
         return new_id
 
-    async def _prune(self) -> None:
-        """Forget the unnamed that were silent longest."""
-        silent = [
-            name for name in self._agents.directory.silent(is_unnamed) if name not in self._taken
-        ]
-        for name in silent[: max(0, len(silent) - self._max_unnamed)]:
-            await self._forget(name)
+    def _prune(self) -> None:
+        """Have the unnamed that were silent longest forgotten, for which nobody waits."""
+        if self._forgetting is None or self._forgetting.done():
+            self._forgetting = asyncio.create_task(self._forget_silent())
+
+    async def _forget_silent(self) -> None:
+        for is_meant, most in ((is_unnamed, self._max_unnamed), (is_response, MOST_DOCUMENTS)):
+            silent = [
+                name for name in self._agents.directory.silent(is_meant) if name not in self._taken
+            ]
+            for name in silent[: max(0, len(silent) - most)]:
+                if name in self._taken:  # somebody goes on from it by now
+                    continue
+                self._taken.add(name)
+                try:
+                    with contextlib.suppress(KVCellarError):  # then the next time
+                        await self._forget(name)
+                finally:
+                    self._taken.discard(name)
 
     async def _forget(self, agent_id: str) -> None:
         with contextlib.suppress(UnknownAgentError):
