@@ -23,8 +23,8 @@ CAUSES = {
     "rewind the agent",
     "edited": "an earlier message changed; fork or rewind the agent in place of editing",
     "evicted": "the KV had left the cache and was not in the store: given up where that is full "
-    "(`kvcellar store stats`; give it more room), not written yet when the server was killed or the "
-    "disk was behind (computed again once), or damaged (`kvcellar store verify`)",
+    "(`kvcellar store stats`; give it more room), not written yet when the process was killed or "
+    "the disk was behind (it is computed again once), or damaged (`kvcellar store verify`)",
     "window": "a window or chunk had moved on; it goes on from the nearest turn's end",
     "snapshot": "no snapshot of the recurrent layers' states was left at or after position "
     "{position}, and such states cannot be cut back; the ends of turns have one in memory for as "
