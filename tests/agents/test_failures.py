@@ -12,11 +12,21 @@ import pytest
 
 from kvcellar.agents import ModelRegistry, Turn
 from kvcellar.agents.race import Ahead, Front
+from kvcellar.agents.residence import _Job
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.residency import Residency
 from kvcellar.errors import EngineFailedError
 from kvcellar.store import Store
-from tests.agents.fakes import Eager, make_host, manager, oracle, run, tokens_of, turn
+from tests.agents.fakes import (
+    Eager,
+    make_host,
+    manager,
+    nothing_is_held,
+    oracle,
+    run,
+    tokens_of,
+    turn,
+)
 
 PATIENCE_S = 60
 ENDLESS = SamplingParams(max_tokens=500, ignore_eos=True)
@@ -137,3 +147,30 @@ def test_a_model_that_cannot_be_let_go_of_does_not_end_the_look_for_idle_ones():
     assert any(t.name == "kvcellar-models" and t.is_alive() for t in threading.enumerate())
     models.close()
     close()
+
+
+def test_who_leaves_twice_while_his_history_comes_back_leaves_no_cell_held(tmp_path, monkeypatch):
+    """The second time is while he waits for what is under way, as when a server is stopped."""
+    is_here, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> None:
+        is_here.set()
+        assert go_on.wait(PATIENCE_S)
+
+    async def main(agents: Any) -> None:
+        await agents.lifecycle.create("a")
+        await turn(agents, "a", tokens=list(range(100)))
+        monkeypatch.setattr(_Job, "_fill", slow)
+        leaving = asyncio.ensure_future(turn(agents, "a", tokens=list(range(100))))
+        await asyncio.to_thread(is_here.wait, PATIENCE_S)
+        for _ in range(2):
+            leaving.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        go_on.set()
+
+    with manager(tmp_path) as agents:
+        run(main(agents))  # and behind it all threads of the loop have ended
+        nothing_is_held(agents)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -129,9 +130,9 @@ async def bring_back(
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            job.is_cancelled = True
+            job.cancel()
             with contextlib.suppress(Exception):
-                (await work).release(host)
+                await asyncio.shield(work)  # who is cancelled again waits no longer
             raise
 
 
@@ -148,8 +149,26 @@ class _Job:
     is_cancelled: bool = False
     blocks: list[Loaded] = field(default_factory=list)
     """What was loaded, without its rows, where it is to be verified."""
+    _result: BroughtBack | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self) -> None:
+        """Want it no more: what came, or still comes, is released. In any thread."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._result is not None:
+                self._result.release(self.host)
 
     def run(self) -> BroughtBack:
+        """Bring it back; see ``bring_back``."""
+        result = self._run()
+        with self._lock:
+            self._result = result
+            if self.is_cancelled:
+                result.release(self.host)
+        return result
+
+    def _run(self) -> BroughtBack:
         started = time.perf_counter()
         held = self._call(lambda engine: engine.hold(self.tokens.tokens, self.host.space))
         result = BroughtBack(
