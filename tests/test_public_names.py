@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.moved import MOVED
+from tests.agents.fakes import manager
+
 PAGE = (Path(__file__).parents[1] / "docs" / "public-names.md").read_text()
 SECTIONS = dict(re.findall(r"^## `([\w.]+)`\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 
@@ -39,3 +42,17 @@ def test_the_page_lists_what_is_public_and_nothing_else(name: str):
     module = importlib.import_module(name)
     assert public(name) == listed(SECTIONS[name])
     assert all(hasattr(module, found) for found in listed(SECTIONS[name]))
+
+
+def test_who_asks_for_a_name_that_moved_is_told_where_it_is(tmp_path):
+    with manager(tmp_path, lambda name: None) as agents:
+        for old, new in MOVED.items():
+            name = old.removeprefix("kvcellar.agents.AgentManager.")
+            with pytest.raises(AttributeError, match=rf"it is {re.escape(new)} now"):
+                getattr(agents, name)
+            found = agents
+            for part in new.split("."):
+                found = getattr(found, part)
+            assert callable(found)
+        with pytest.raises(AttributeError, match=r"has no 'nothing'$"):
+            agents.nothing  # noqa: B018

@@ -151,3 +151,17 @@ def test_an_offered_end_is_as_likely_as_all_that_it_stands_for():
         np.testing.assert_allclose(got[[ord("a"), ord("b")]], free[[ord("a"), ord("b")]], rtol=1e-4)
         rest = 1 - free[ord("a")] - free[ord("b")]
         assert got[ByteTokenizer.END] == pytest.approx(rest, rel=1e-4)
+
+
+def test_a_guide_of_an_earlier_version_is_refused_by_what_it_lacks():
+    class Old(Script):
+        @property
+        def end_id(self):
+            raise AssertionError("nothing is asked of a guide that is looked at")
+
+    engine_of().submit(Request((1, 2), SamplingParams(guide=lambda: Old(["a"]))))
+    guide = Script(["a"])
+    old = type("OldGuide", (), {n: getattr(Script, n) for n in ("is_complete", "allowed", "fork")})
+    with pytest.raises(ConfigError, match="guide OldGuide has no end_id and no accept, which"):
+        engine_of().submit(Request((1, 2), SamplingParams(guide=old)))
+    assert guide.at == 0

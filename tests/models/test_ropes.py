@@ -10,12 +10,17 @@ import pytest
 import torch
 import transformers
 
-from kvcellar.agents.host import open_host
+import kvcellar as kv
+from kvcellar.agents.host import ModelHost, open_host
 from kvcellar.backends.torch.fast.rotations import Rotations
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.backends.torch.ropes import SessionRope, hold_ropes
+from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
+from kvcellar.engine.generate import generate, last
+from kvcellar.engine.sequence import SequenceView
 from kvcellar.errors import ConfigError
 from kvcellar.models import LoadedModel, load_model
+from tests.agents.fakes import Eager, manager, run, tokens_of, turn
 from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 
@@ -109,8 +114,6 @@ def test_sessions_of_one_model_may_differ_at_the_same_time(model, oracle):
 
 
 def test_k_of_other_factors_is_another_models(model):
-    import kvcellar as kv
-
     lengths = [
         model.rope_length_for(kv.make_config(model.params, capacity)) for capacity in (8, 32, 70)
     ]
@@ -185,3 +188,118 @@ def test_other_networks_are_left_as_they_are():
     network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, num_hidden_layers=1))
     hold_ropes(network)
     assert not any(isinstance(module, SessionRope) for module in network.modules())
+
+
+# Each text by its own length ------------------------------------------------------------------
+
+
+def engine_of(model: LoadedModel, session: Any, **config: Any) -> Engine:
+    return Engine(model.bind(session), session.cache, config=EngineConfig(**config))
+
+
+def greedy(oracle: Oracle, tokens: tuple[int, ...], n: int) -> list[int]:
+    """What transformers answers without a cache, by a forward of the whole text for each token."""
+    found = list(tokens)
+    for _ in range(n):
+        found.append(int(oracle.logits(tuple(found))[-1].argmax()))
+    return found[len(tokens) :]
+
+
+def asked(tokens: tuple[int, ...], n: int) -> Request:
+    return Request(tokens, SamplingParams(max_tokens=n, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory: Any) -> Any:
+    """A model of two sets of factors, and what transformers says of it."""
+    model = transformers.LlamaForCausalLM(config("longrope"))
+    randomize(model)
+    path = tmp_path_factory.mktemp("longrope")
+    save(model, path)
+    return load_model(path), Oracle(path)
+
+
+def test_each_text_of_a_large_engine_is_turned_by_its_own_length(longrope):
+    model, oracle = longrope
+    prompts = [text(n, seed) for seed, n in enumerate((5, 20, ORIGINAL, ORIGINAL + 1, 70))]
+    with kv.make_seq_session("torch", kv.make_config(model.params, 400, "float32")) as session:
+        engine = engine_of(model, session, max_num_batched_tokens=16)
+        ids = [engine.submit(asked(prompt, 3)) for prompt in prompts]
+        ended = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert list(ended[request_id].token_ids) == greedy(oracle, prompt, 3), len(prompt)
+
+
+def test_a_text_that_grows_over_the_border_is_read_anew_and_goes_back_to_what_it_was(longrope):
+    model, oracle = longrope
+    prompt, stranger = text(ORIGINAL - 3), text(70, 2)
+    with kv.make_seq_session("torch", kv.make_config(model.params, 400, "float32")) as session:
+        engine = engine_of(model, session)
+        engine.submit(asked(stranger, 12))
+        over = engine.generate(asked(prompt, 8))
+        want = greedy(oracle, prompt, 8)
+        assert list(over.token_ids) == want
+        assert over.usage.cached_tokens == 0
+        longer = (*prompt, *want)
+        again = engine.generate(asked(longer, 2))
+        assert list(again.token_ids) == greedy(oracle, longer, 2)
+        assert again.usage.cached_tokens == len(longer) - 1
+        back = engine.generate(asked(prompt[:20], 2))  # its K of short factors is still there
+        assert list(back.token_ids) == greedy(oracle, prompt[:20], 2)
+        assert back.usage.cached_tokens == 19
+
+
+@pytest.mark.parametrize("kind_of_cache", ["contiguous", "seq"])
+def test_the_plain_loop_goes_over_the_border_and_back(kind_of_cache, longrope):
+    model, oracle = longrope
+    make = kv.make_decode_session if kind_of_cache == "contiguous" else kv.make_seq_session
+    prompt = text(ORIGINAL - 3)
+    with make("torch", kv.make_config(model.params, 200, "float32")) as session:
+        runner = model.bind(session)
+
+        def said(tokens: tuple[int, ...], n: int) -> list[int]:
+            settings = SamplingParams(max_tokens=n, ignore_eos=True)
+            return list(last(generate(runner, session.cache, NoText(), tokens, settings)).token_ids)
+
+        assert said(prompt, 8) == greedy(oracle, prompt, 8)
+        view = SequenceView(session.cache)
+        view.cut(10)  # of K that was turned as that of a long text
+        assert said(prompt[:20], 3) == greedy(oracle, prompt[:20], 3)
+        view.cut(10)
+        assert said(text(70), 2) != []
+        view.cut(0)
+        assert said(text(70), 2) == greedy(oracle, text(70), 2)
+
+
+class NoText:
+    """A tokenizer of tokens without text."""
+
+    def decode(self, ids: Any, **kwargs: Any) -> str:
+        return ""
+
+
+def test_an_agent_goes_over_the_border_is_told_why_and_comes_back_from_disk(longrope, tmp_path):
+    model, oracle = longrope
+    settings = EngineConfig(max_num_batched_tokens=16)
+
+    def load(name: str) -> ModelHost:
+        host = open_host(model.path, capacity=400, dtype="float32", config=settings)
+        host.costs = Eager()  # whatever is stored is loaded
+        return host
+
+    parts, said = (text(ORIGINAL - 12), text(4, 1), text(30, 2)), [6, 6, 6]
+    causes, tokens = [], []
+    for part, n in zip(parts, said, strict=True):  # each in a process of its own, as it were
+        with manager(tmp_path / "store", load, verify="canary") as agents:
+            if not tokens:
+                run(agents.lifecycle.create("a", model=str(model.path)))
+            params = SamplingParams(max_tokens=n, ignore_eos=True)
+            end = run(turn(agents, "a", tokens=list(part), params=params))
+            causes.append(None if end.usage.miss is None else end.usage.miss.cause)
+            before, tokens = len(tokens), [*tokens, *part]
+            tokens += greedy(oracle, tuple(tokens), n)
+            assert list(tokens_of(agents, "a")) == tokens
+            assert agents.store.take_events() == []
+    assert causes == [None, "rope", None]
+    assert end.usage.restored_tokens == before - 1
+    assert any("computed again and agree" in note for note in end.usage.notes)

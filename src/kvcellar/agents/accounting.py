@@ -109,9 +109,13 @@ def _miss_of_own(
         n_cached = event.usage.cached_tokens - back.n_computed
     n_gone = reusable - n_cached
     has_states = host.engine.cache.config.params.state is not None
+    n_now = len(turn.prompt) + len(event.token_ids)
+    is_turned_anew = host.reading(len(before)).space != host.reading(n_now).space
     texts = (before, turn.prompt, host.tokenizer)
     if has_states and n_gone >= max(n_differs, MIN_GAIN) and back.lacks_snapshot(n_cached):
         return explain("snapshot", n_gone, n_cached, *texts)
+    if is_turned_anew and n_gone > 0:
+        return explain("rope", n_gone, n_cached, *texts)
     if n_differs > 0:
         n_lost = n_differs + (max(0, n_gone) if has_states else 0)
         return explain(turn.changed or "edited", n_lost, n_same, *texts)

@@ -105,11 +105,12 @@ class Directory:
         if host is None:
             return self.info_of(agent, 0)
         tokens = agent.tokens.tokens
+        space = host.reading(len(tokens)).space
 
         def count(engine: Engine) -> int:
-            n = engine.match(tokens, host.space)
+            n = engine.match(tokens, space)
             if agent.is_waiting:  # to look is not to use
-                engine.demote(tokens, host.space)
+                engine.demote(tokens, space)
             return n
 
         return self.info_of(agent, await host.between_steps(count))
@@ -167,10 +168,10 @@ class Directory:
         """
         models = [one.name for one in (host, *host.adapters.values())]
         found = ((a, self.host_of(a)) for model in models for a in self.agents(model))
+        told = [(a, a.expected or a.tokens, host) for a, host in found if host is not None]
         return [
-            (agent.agent_id, agent.expected or agent.tokens, agent.request_id, host.space)
-            for agent, host in found
-            if host is not None
+            (agent.agent_id, tokens, agent.request_id, host.reading(len(tokens)).space)
+            for agent, tokens, host in told
         ]
 
     def text_around(

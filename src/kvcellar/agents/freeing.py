@@ -34,8 +34,9 @@ async def free_cells(
         and not other.is_finished
     ]
     keep = max(keep, *shared) if shared else keep
+    space = host.reading(len(history)).space
     with contextlib.suppress(EngineClosedError):
-        await host.between_steps(lambda engine: engine.drop(history.tokens, keep, host.space))
+        await host.between_steps(lambda engine: engine.drop(history.tokens, keep, space))
 
 
 async def demote_cells(directory: Directory, agent: Agent) -> None:
@@ -43,4 +44,5 @@ async def demote_cells(directory: Directory, agent: Agent) -> None:
     host = directory.host_of(agent)
     if host is not None:
         tokens = agent.tokens.tokens
-        await host.between_steps(lambda engine: engine.demote(tokens, host.space))
+        space = host.reading(len(tokens)).space
+        await host.between_steps(lambda engine: engine.demote(tokens, space))

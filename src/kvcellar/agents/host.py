@@ -33,11 +33,12 @@ from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.pooling import Pooling, pooling_of
 from kvcellar.models.rendering import prepare_renderer
+from kvcellar.models.runner import rope_border_of
 from kvcellar.models.sizing import size_model
 from kvcellar.models.snapshots import slots_bytes, what_resumes
 from kvcellar.registry import make_tree_session
 from kvcellar.sight import FULL
-from kvcellar.space import SHARED, Space
+from kvcellar.space import LONG, SHARED, Space
 from kvcellar.store import ModelKey, RowLayout
 
 T = TypeVar("T")
@@ -111,6 +112,16 @@ class ModelHost:
         space = self.space._replace(salt=salt)
         return replace(self, key=self.key.salted(salt), space=space)
 
+    def reading(self, n_tokens: int) -> ModelHost:
+        """Return the same model as it reads texts of so many tokens, from their first one on.
+
+        Beyond the length that RoPE of some kinds was made for their K and V are others.
+        """
+        if not 0 < rope_border_of(self.engine.runner) < n_tokens:
+            return self
+        key = self.key.for_length(n_tokens)
+        return replace(self, key=key, space=self.space._replace(rope=LONG))
+
     async def between_steps(self, function: Callable[[Engine], T]) -> T:
         """Call a function in the engine's thread, between two steps.
 
@@ -179,12 +190,18 @@ def open_host(
         engine = _start_engine(options, loaded, cache_config, budgets[1], config, stack)
         has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
         service = EngineService(engine)
+        border = rope_border_of(engine.runner)
+
+        def key_of(of_kv: str) -> ModelKey:
+            key = ModelKey(of_kv, layout)
+            return key.turning(border) if border else key
+
         host = ModelHost(
             name=options.name,
             engine=engine,
             service=service,
             tokenizer=loaded.tokenizer,
-            key=ModelKey(fingerprint.of_kv, layout),
+            key=key_of(fingerprint.of_kv),
             eos_token_ids=loaded.eos_token_ids,
             size_bytes=options.memory_bytes or loaded.size_bytes + cache_bytes,
             max_positions=loaded.max_positions,
@@ -200,7 +217,7 @@ def open_host(
         name: replace(
             host,
             name=adapted(host.name, name),
-            key=ModelKey(fingerprint.adapted(one.digest).of_kv, layout),
+            key=key_of(fingerprint.adapted(one.digest).of_kv),
             space=Space(name),
             embedder=Embedder(service, int(loaded.config.hidden_size), name),
             _on_close=ExitStack(),

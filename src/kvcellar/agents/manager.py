@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
@@ -16,6 +17,7 @@ from kvcellar.agents.turn import Turns
 from kvcellar.agents.volatile import DEFAULT_RULES, RULES
 from kvcellar.agents.work import Work
 from kvcellar.errors import AgentError
+from kvcellar.moved import no_such_name
 from kvcellar.store import Store
 
 VERIFY = ("checksum", "canary")
@@ -99,3 +101,13 @@ class AgentManager:
             is_verified=is_verified,
             control_tokens_in_text=control_tokens_in_text,
         )
+
+    if not TYPE_CHECKING:  # for programs of an earlier version, at run time
+
+        def __getattr__(self, name: str) -> Any:
+            """Say where a verb went that was the manager's own.
+
+            Raises:
+                AttributeError: always.
+            """
+            raise no_such_name("kvcellar.agents.AgentManager", name)

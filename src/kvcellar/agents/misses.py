@@ -30,6 +30,9 @@ CAUSES = {
     "{position}, and such states cannot be cut back; the ends of turns have one in memory for as "
     "long as --snapshots has room, and the latest on disk: give it more, or fork and rewind there; "
     "a paged cache goes on at whole blocks alone",
+    "rope": "the text grew beyond the length that the model's RoPE was made for, or went back "
+    "below it, so that all of its positions are turned by other factors; its K and V by these are "
+    "computed once",
     "recomputed": "computing it again was expected to be faster than loading it",
     "other model": "the history was computed by another model, or with K and V in another type; "
     "its KV means nothing to this one, and is kept for when that comes back",

@@ -431,8 +431,9 @@ def save_history(
     Raises:
         StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
     """
-    host = host.in_salt(agent.key.salt)
-    tokens, key, engine = agent.tokens, agent.key, host.engine
+    tokens, engine = agent.tokens, host.engine
+    host = host.in_salt(agent.key.salt).reading(len(tokens))
+    key = agent.key.for_length(len(tokens))
     n_trusted = len(tokens) if engine.failure is None else 0  # its cells may hold anything
     held = engine.hold(tokens[:n_trusted], host.space)
     try:

@@ -88,7 +88,7 @@ class Sleep:
                     f"stored is kept"
                 )
             back = await bring_back(
-                host,
+                host.reading(len(agent.tokens)),
                 self.store,
                 agent.tokens,
                 is_wanted=True,

@@ -267,18 +267,19 @@ class Turns:
         reading = turn.reading
         if reading is not None and host.tokenizer is not None:
             reading.begin(host.tokenizer, turn.prompt)
+        own = host.reading(len(turn.prompt))
         request = Request(
             turn.prompt,
             settings,
             turn.priority,
             turn.deadline_s,
             snapshots_at=turn.snapshots_at,
-            space=host.space,
+            space=own.space,
             marks=None if reading is None else reading.marks,
         )
         host.costs.recall(agent.rates)
         back = await bring_back(
-            host,
+            own,
             self.store,
             turn.prompt.prefix(len(turn.prompt) - 1),
             is_verified=self.is_verified,

@@ -216,6 +216,8 @@ def _show(rows: list[_Row]) -> None:
         elif row.verdict.remark:
             ours = f"kvcellar's by {row.verdict.worst:.1e}"
             write(f"\n{row.verdict.family}: {row.verdict.remark}; {ours}\n")
+        if row.verdict.is_exact and row.verdict.limit:
+            write(f"\n{row.verdict.family}: {row.verdict.limit}\n")
         if row.why_not is not None:
             write(f"\n{row.verdict.family} does not export: {row.why_not}\n")
         if row.is_replaced:
@@ -229,6 +231,8 @@ def _show(rows: list[_Row]) -> None:
 def _cells(verdict: Verdict) -> tuple[str, ...]:
     """Return the cells of a model's line, all but whether it exports."""
     said = "exact" if verdict.is_exact else "differs" if verdict.differences else "refused"
+    if verdict.is_exact and verdict.exact_to is not None:
+        said = f"exact to {verdict.exact_to:,} tokens"
     worst = [verdict.worst_of(part) for part in PARTS]
     figures = ["-" if value is None else f"{value:.0e}" for value in worst]
     return verdict.family, ", ".join(verdict.layers) or "-", *figures, said

@@ -39,6 +39,7 @@ class Prefiller:
         """
         store, tickets = self._service.store, list[SaveTicket]()
         tokens, name = prompt.prefix(len(prompt) - 1), next(self._names)
+        host = host.reading(len(prompt))
         back = await bring_back(host, store, tokens)
         request = Request(
             prompt,

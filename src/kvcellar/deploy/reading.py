@@ -121,7 +121,7 @@ class PromptReader:
             return Wanted(agent)
         host, tokens = prompt
         model = self._service.models.files_of(host.name)
-        hashes = prompt_hashes(key_of(tokens, host.space), model)
+        hashes = prompt_hashes(key_of(tokens, host.reading(len(tokens)).space), model)
         return Wanted(agent, hashes, len(tokens))
 
     async def prompt(self, asked: Asked) -> tuple[str, tuple[ModelHost, History] | None]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvcellar.engine.draft import Draft
 from kvcellar.engine.sampling import Choice
+from kvcellar.space import Space
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ class Batch:
         return rows
 
     @property
-    def adapters(self) -> list[tuple[str, int]]:
-        """Adapters of the tokens in their order, each with how many; see ``AdaptingRunner``."""
-        return [(part.sequence.request.space.adapter, part.n_tokens) for part in self.parts]
+    def spaces(self) -> list[tuple[Space, int]]:
+        """Spaces of the tokens in their order, each with how many; see ``in_spaces``."""
+        return [(part.sequence.space, part.n_tokens) for part in self.parts]
 
     @property
     def n_tokens(self) -> int:

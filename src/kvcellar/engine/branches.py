@@ -22,6 +22,7 @@ from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, samp
 from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import ConfigError, PromptError
+from kvcellar.models.runner import rope_border_of, turning
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -147,12 +148,14 @@ def branch(
         for index in range(n_branches)
     ]
     started = time.perf_counter()
-    logits = prefill(runner, trunk, prompt)
+    n_text = len(prompt) + params.max_tokens  # that a branch may come to
+    logits = prefill(runner, trunk, prompt, n_text=n_text)
     prefilled = time.perf_counter()
     for one in growing:
         cache.seq_cp(trunk.seq_id, one.branch.seq_id)
     forked = time.perf_counter()
-    n_forwards = _decode(runner, cache, growing, logits, on_step)
+    with turning(runner, n_text > rope_border_of(runner)):
+        n_forwards = _decode(runner, cache, growing, logits, on_step)
     finished = time.perf_counter()
     branches = tuple(one.end(cache) for one in growing)
     best = max(range(n_branches), key=lambda index: branches[index].mean_logprob)

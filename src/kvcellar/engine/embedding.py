@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.service import EngineService
 from kvcellar.errors import CacheFullError, ConfigError, EngineClosedError
 from kvcellar.models.pooling import Pooling
-from kvcellar.models.runner import FloatArray, HiddenRunner, adapting, step_limit
+from kvcellar.models.runner import FloatArray, HiddenRunner, in_spaces, rope_border_of, step_limit
+from kvcellar.space import LONG, Space
 from kvcellar.types import IntArray
 
 STEP_TOKENS = 512
@@ -108,12 +110,16 @@ class Embedder:
         owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
         sums = np.zeros((len(texts), self.size))
         seq_ids = self._service.run(lambda engine: _begin(engine, len(texts))).result()
+        border = self._service.run(lambda engine: rope_border_of(engine.runner)).result()
+        ropes = [LONG if 0 < border < len(text) else "" for text in texts]
+        spaces = [Space(self._adapter, rope=rope) for rope in ropes]
         try:
             for at in range(0, len(ids), most):
                 on_step()
                 mine = slice(at, at + most)
                 tokens = ids[mine], seq_ids[owners[mine]]
-                step = partial(_read, self._adapter, *tokens)
+                runs = [(spaces[i], len([*same])) for i, same in itertools.groupby(owners[mine])]
+                step = partial(_read, runs, *tokens)
                 states, positions = self._service.run(step).result()
                 _add(sums, owners[mine], states, positions, pooling)
         finally:
@@ -153,7 +159,7 @@ def _end(engine: Engine, seq_ids: IntArray) -> None:
 
 
 def _read(
-    adapter: str, token_ids: IntArray, seq_ids: IntArray, engine: Engine
+    spaces: Sequence[tuple[Space, int]], token_ids: IntArray, seq_ids: IntArray, engine: Engine
 ) -> tuple[FloatArray, IntArray]:
     """Run some tokens, as one step; return their hidden states and positions.
 
@@ -168,7 +174,7 @@ def _read(
             f"{engine.n_available} of {engine.cache.capacity}; wait for one of them"
         )
     positions = engine.cache.begin_step(owners)
-    with adapting(runner, [(adapter, len(owners))]):
+    with in_spaces(runner, spaces):
         states = runner.forward_hidden(token_ids, positions)
     engine.cache.end_step()
     return states, np.asarray(positions)

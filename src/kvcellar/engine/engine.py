@@ -39,7 +39,8 @@ from kvcellar.models.runner import (
     AdaptingRunner,
     FeatureRunner,
     LosableRunner,
-    adapting,
+    in_spaces,
+    rope_border_of,
     step_limit,
 )
 from kvcellar.prefix import PrefixIndex, key_of, make_index
@@ -174,7 +175,9 @@ class Engine:
             )
         self.index = self.config.make_index(cache.config.params.sights, cache.block_size)
         self._ahead = _ahead_of(cache, runner, drafter)
-        residency = Residency(cache, self.index, ahead=self._ahead)
+        residency = Residency(
+            cache, self.index, ahead=self._ahead, rope_border=rope_border_of(runner)
+        )
         residency.moved = moved_out(residency)
         speculator = None
         if drafter is not None:
@@ -335,7 +338,7 @@ class Engine:
     ) -> tuple[FloatArray | KeptLogits, FloatArray | None]:
         """Return logits of the wanted rows, and features of all where the drafter reads them."""
         step = batch.token_ids, positions, batch.rows
-        with adapting(self.runner, batch.adapters):
+        with in_spaces(self.runner, batch.spaces):
             if self._sampler is not None:
                 has_features = self._teller is not None
                 logits, features = self._sampler.forward_kept(*step, has_features=has_features)

@@ -20,7 +20,7 @@ from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import PromptError
 from kvcellar.history import History
-from kvcellar.models.runner import step_limit
+from kvcellar.models.runner import TurningRunner, rope_border_of, step_limit, turning
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -169,15 +169,18 @@ def _generate(
     read: Callable[[], FloatArray],
 ) -> Iterator[GeneratedToken | Generation]:
     started = time.perf_counter()
+    turn_anew(runner, sequence, len(prompt))
     n_cached = sequence.cut(len(prompt) - 1)
     logits = read()
+    history = History(prompt)
     token_ids: list[int] = []
     first_token_s, decode_s = time.perf_counter() - started, 0.0
     finish = out_of_tokens(state)
     while finish is None:
         if token_ids:
             started = time.perf_counter()
-            logits = runner.forward(token_ids[-1:], sequence.begin(1))
+            history.append(token_ids[-1])
+            logits = prefill(runner, sequence, history)
         choice = sample(logits, [state])[0]
         state.record(choice.token_id)
         token_ids.append(choice.token_id)
@@ -271,14 +274,27 @@ def prefill(
     chunk: int = 512,
     on_prefill: PrefillFn | None = None,
     keep_at: Collection[int] = (),
+    *,
+    n_text: int | None = None,
 ) -> FloatArray:
-    """Compute what the sequence does not hold of a checked prompt; arguments as of ``generate``.
+    """Compute what the sequence does not hold of a checked prompt.
 
-    A prompt that is held whole gives its last token back, since that one's logits are needed.
+    A prompt that is held whole gives its last token back, since that one's logits are needed. One
+    that RoPE turns otherwise than what is held was turned is computed anew.
+
+    Args:
+        runner: the model.
+        sequence: of its session.
+        prompt: the whole history.
+        chunk: tokens in one forward.
+        on_prefill: called before the first chunk and after each.
+        keep_at: lengths to be made points; see ``generate``.
+        n_text: tokens of the text that it is turned as; None: its own.
 
     Returns:
         The logits of its last token, ``[1, vocab]``.
     """
+    is_long = turn_anew(runner, sequence, len(prompt) if n_text is None else n_text)
     held = sequence.cut(len(prompt) - 1)
     n_new = len(prompt) - held
     if on_prefill is not None:
@@ -287,13 +303,38 @@ def prefill(
     while start < len(prompt):
         stop = min((n for n in keep_at if n > start), default=len(prompt))
         tokens = prompt[start : min(stop, start + chunk)]
-        logits = runner.forward(tokens, sequence.begin(len(tokens)))
+        with turning(runner, is_long):
+            logits = runner.forward(tokens, sequence.begin(len(tokens)))
         start += len(tokens)
         if start in keep_at:
             sequence.keep_point(start)
         if on_prefill is not None:
             on_prefill(start - held, n_new)
     return np.asarray(logits)
+
+
+def turn_anew(runner: Runner, sequence: SequenceView, n_tokens: int) -> bool:
+    """Let go of what a sequence holds where RoPE turned it as a text of another length.
+
+    A frozen prefix stays, and so all that stands on one is turned as the session's longest text.
+
+    Args:
+        runner: whose model turns positions.
+        sequence: of its session.
+        n_tokens: of the text that it becomes.
+
+    Returns:
+        True if that is a long text; see ``TurningRunner``.
+    """
+    border = rope_border_of(runner)
+    if not border or sequence.cache.config.origin:
+        return True
+    assert isinstance(runner, TurningRunner), "it has a border"
+    is_long, held = n_tokens > border, sequence.length
+    if held and runner.read_as.get(sequence.seq_id, held > border) != is_long:
+        sequence.cut(0)
+    runner.read_as[sequence.seq_id] = is_long
+    return is_long
 
 
 def told(

@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.errors import ConfigError
+
 
 class Guide(Protocol):
     """Constraint on the next token of one sequence, such as a grammar that it has to follow."""
@@ -36,3 +38,21 @@ class Guide(Protocol):
     def fork(self) -> Guide:
         """Return a copy that goes on by itself."""
         ...
+
+
+def checked_guide(guide: Guide) -> Guide:
+    """Return a guide that has all that is asked of one.
+
+    Raises:
+        ConfigError: it lacks something, such as what guides of an earlier version need not have.
+    """
+    wanted = (name for name in vars(Guide) if not name.startswith("_"))
+    has_any = hasattr(type(guide), "__getattr__")  # it stands in for another
+    there = set(dir(guide))  # asked for nothing: a grammar may raise
+    missing = [] if has_any else [name for name in wanted if name not in there]
+    if missing:
+        raise ConfigError(
+            f"guide {type(guide).__name__} has no {' and no '.join(missing)}, which a "
+            f"kvcellar.engine.Guide has; an end_id that returns None is what there was without it"
+        )
+    return guide

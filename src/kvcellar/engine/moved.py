@@ -113,9 +113,7 @@ class MovedOut:
             return
         tokens = sequence.reusable[: moved.n_tokens]
         nothing = [None] * len(self._cache.config.params.groups)
-        restore = Restore.begin(
-            self._residency, np.array(tokens), nothing, space=sequence.request.space
-        )
+        restore = Restore.begin(self._residency, np.array(tokens), nothing, space=sequence.space)
         if restore is None:
             return
         first, stop = restore.first, len(tokens)

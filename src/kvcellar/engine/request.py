@@ -170,6 +170,11 @@ class Sequence:
     """A length whose states it keeps, so that its end can be resumed in whole blocks; 0: none."""
     n_again: int = 0
     """Tokens at its end that were verified before, and that states have to go through again."""
+    space: Space = field(init=False)
+    """Space of what it has computed: the request's, and how long its text was when it came in."""
+
+    def __post_init__(self) -> None:
+        self.space = self.request.space
 
     @property
     def reusable(self) -> IntArray:

@@ -20,7 +20,7 @@ from kvcellar.engine.ahead import Ahead
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.snapshots import Snapshots
 from kvcellar.prefix import PrefixIndex, key_of
-from kvcellar.space import SHARED, Space
+from kvcellar.space import LONG, SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
 
@@ -95,6 +95,8 @@ class Residency:
     """Who else has to be told where cells have moved, and which snapshots have gone."""
     moved: KeepsRows | None = None
     """KV of sequences that gave way; None: none is kept."""
+    rope_border: int = 0
+    """Tokens of the longest text that is computed as a short one; 0: all are."""
     ahead: Ahead | None = None
     """The step that is begun while a device works; None: none ever is."""
     waiting: Seq[Sequence] = ()
@@ -209,10 +211,20 @@ class Residency:
 
     def _reusable(self, sequence: Sequence) -> IntArray:
         """Return what the index knows the tokens by whose KV may come from elsewhere."""
-        return key_of(sequence.reusable, sequence.request.space)
+        return key_of(sequence.reusable, self.space_of(sequence))
+
+    def space_of(self, sequence: Sequence) -> Space:
+        """Return the space in which a sequence is computed that enters with the tokens it has."""
+        space = sequence.request.space
+        return space._replace(rope=LONG) if self.is_beyond(len(sequence.tokens)) else space
+
+    def is_beyond(self, n_tokens: int) -> bool:
+        """Return true if texts of so many tokens are turned by the factors of long ones."""
+        return 0 < self.rope_border < n_tokens
 
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
+        sequence.space = self.space_of(sequence)
         if self.moved is not None:
             self.moved.bring(sequence)
         sequence.seq_id = self.take_seq_id()
@@ -246,7 +258,7 @@ class Residency:
         if not n:
             return
         tables = self.cache.seq_table(sequence.seq_id, n)
-        key = key_of(sequence.tokens[:n], sequence.request.space)
+        key = key_of(sequence.tokens[:n], sequence.space)
         inserted = self.index.insert_prefix(key, tables)
         self.cache.retain_cells(inserted.adopted)
         self.index.lock_handle(inserted.handle)

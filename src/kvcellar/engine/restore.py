@@ -17,7 +17,7 @@ from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.residency import Residency
 from kvcellar.models import Runner
-from kvcellar.models.runner import adapting
+from kvcellar.models.runner import in_spaces
 from kvcellar.prefix import PrefixHandle, key_of
 from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
@@ -258,7 +258,7 @@ class Restore:
             try:
                 found = cache.begin_step(seq_ids)
                 assert list(found) == list(positions), "each token goes behind its own history"
-                with adapting(runner, [(self.space.adapter, len(found))]):
+                with in_spaces(runner, [(self.space, len(found))]):
                     runner.forward(self.tokens[list(positions)], found, [0])
             except BaseException:
                 cache.cancel_step()
@@ -298,7 +298,7 @@ class Restore:
                 return None
             try:
                 found = cache.begin_step([seq_id] * n)
-                with adapting(runner, [(self.space.adapter, n)]):
+                with in_spaces(runner, [(self.space, n)]):
                     runner.forward(self.tokens[start:stop], found, [0])
             except BaseException:
                 cache.cancel_step()

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.checks import flag, number, seen, whole, wholes
-from kvcellar.engine.guide import Guide
+from kvcellar.engine.guide import Guide, checked_guide
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.models.kept_logits import RowSampling, no_probabilities, nothing_may_come
@@ -255,7 +255,7 @@ class SamplingState:
         self._prompt_ids = np.empty(0, np.int64)
         self._sampled: list[int] = []
         """Tokens that are counted, each once."""
-        self._guide = params.guide() if params.guide is not None else None
+        self._guide = None if params.guide is None else checked_guide(params.guide())
         if params.has_penalties:
             self._counts = np.zeros(vocab_size, dtype=np.int32)
             self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)

@@ -17,6 +17,7 @@ from kvcellar.engine.sampling import SamplingState
 from kvcellar.engine.text import TextStream
 from kvcellar.errors import DeadlineError, KVCellarError, PromptError
 from kvcellar.history import History
+from kvcellar.space import LONG
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
@@ -149,6 +150,7 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """Choose the next batch and make room for it; None where nothing can run."""
         self._step += 1
+        self._turn_anew()
         self._expire(now)
         self._admit(now)
         self._draft()
@@ -177,6 +179,17 @@ class Scheduler:
                     f"evictable of {cache.capacity}, {len(self.running)} requests running"
                 )
                 self.outcomes.end(sequence, "deadline", error=error)
+
+    def _turn_anew(self) -> None:
+        """Take sequences out of the running that have become longer than RoPE was made for.
+
+        Their K was turned by the factors of short texts. It stays for those who go back there, and
+        they come again as long ones: all of their tokens are computed by the others' factors.
+        """
+        for sequence in list(self.running):
+            if sequence.space != self.residency.space_of(sequence):
+                self.residency.leave(sequence)
+                self._wait_again(sequence)
 
     def _admit(self, now: float) -> None:
         """Let waiting sequences join, in their order, as long as they fit."""
@@ -244,7 +257,7 @@ class Scheduler:
         best, leader = self.residency.n_reusable(sequence) + MIN_SHARED - 1, None
         snapshots = self.residency.snapshots
         for other in self.running:
-            is_alike = other.request.space == sequence.request.space
+            is_alike = other.space == self.residency.space_of(sequence)
             if is_alike and other.n_computed < other.n_prompt:
                 n = snapshots.aligned(other.tokens.common_prefix(sequence.reusable))
                 if snapshots.has_states and other.n_computed > n:
@@ -275,6 +288,8 @@ class Scheduler:
                 n_left = n_nodes
                 if self.limits.max_positions is not None:  # the model was made for no more
                     n_left = min(n_left, self.limits.max_positions - len(sequence.tokens))
+                if self.residency.rope_border and sequence.space.rope != LONG:
+                    n_left = min(n_left, self.residency.rope_border - len(sequence.tokens))
                 sequence.draft = sequence.draft.first(max(0, n_left))
 
     def _has_room(self, allotments: list[Allotment]) -> bool:
@@ -297,12 +312,16 @@ class Scheduler:
         """Take the last in order out of the running; it waits until it fits again."""
         victim = max(self.running, key=lambda s: s.order)
         self.residency.give_way(victim)
-        self.running.remove(victim)
-        victim.draft = NO_DRAFT
-        victim.n_preemptions += 1
-        victim.publish_at.clear()
+        self._wait_again(victim)
         self.outcomes.counts.preemptions += 1
-        self.waiting.append(victim)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Take a sequence that has left the cache from the running to the waiting."""
+        self.running.remove(sequence)
+        sequence.draft = NO_DRAFT
+        sequence.n_preemptions += 1
+        sequence.publish_at.clear()
+        self.waiting.append(sequence)
 
     def _batch(self, allotments: list[Allotment]) -> Batch:
         """Return the batch in which each sequence gets its tokens, guesses at the end."""

@@ -19,7 +19,17 @@ import numpy as np
 from kvcellar.cache_config import make_config
 from kvcellar.errors import ModelError
 from kvcellar.models.known import keep, known_path, read_kept
-from kvcellar.models.plays import CHANGED, LENGTH, MAIN, PLAYS, PREFILL, Player, make_texts
+from kvcellar.models.plays import (
+    CHANGED,
+    LENGTH,
+    MAIN,
+    PLAYS,
+    PREFILL,
+    Piece,
+    Player,
+    make_texts,
+    play_border,
+)
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import (
     CacheSession,
@@ -35,7 +45,7 @@ TOLERANCE = 2e-4
 LARGE = 10.0
 """Logit from which on differences are counted in proportion to the largest one."""
 
-VERSION = 3
+VERSION = 4
 """Version of what is compared; verdicts of another one are found again."""
 
 CACHES: Mapping[str, Callable[..., CacheSession[Any]]] = {
@@ -45,8 +55,9 @@ CACHES: Mapping[str, Callable[..., CacheSession[Any]]] = {
 }
 """Kinds of caches that a model is checked on."""
 
-PARTS = ("prefill", "chunks", "decode", "rollback", "fork", "batch", "restore")
-"""Ways in which tokens come, in the order in which they are compared."""
+PARTS = ("prefill", "chunks", "decode", "rollback", "fork", "batch", "restore", "border")
+"""Ways in which tokens come, in the order in which they are compared. The last is of models alone
+whose RoPE turns long texts otherwise than short ones."""
 
 CAPACITY = 320
 """Cells of the caches."""
@@ -78,6 +89,9 @@ class Verdict:
         seconds: that it took.
         tolerance: most that a logit may differ; more than ``TOLERANCE`` where the model's own code
             rounds as badly.
+        exact_to: tokens of the longest text of which all this is so: RoPE has other factors for
+            each length beyond. None: texts of any length.
+        beyond: how far longer texts are from the model's own; None: there are none.
     """
 
     family: str
@@ -89,6 +103,8 @@ class Verdict:
     versions: Mapping[str, str]
     seconds: float
     tolerance: float = TOLERANCE
+    exact_to: int | None = None
+    beyond: float | None = None
 
     @property
     def worst(self) -> float:
@@ -138,6 +154,17 @@ class Verdict:
             return ""
         by = "transformers" if "transformers" in self.versions else "mlx-lm"
         return f"{by}' own cache in chunks differs by {self.own:.1e} from the whole text at once"
+
+    @property
+    def limit(self) -> str:
+        """Texts that are not exact, in a sentence; empty: there are none."""
+        if self.exact_to is None:
+            return ""
+        return (
+            f"texts of more than {self.exact_to:,} tokens are not exact: RoPE has other factors "
+            f"for each length beyond, and here they are those of the longest text that the cache "
+            f"holds; in the check logits of such a text were {self.beyond:.1e} from its own"
+        )
 
     def refusal(self, name: str) -> str:
         """Return in a sentence that a model is not exact, with the figures."""
@@ -267,6 +294,9 @@ class Subject:
         backend: whose sessions it takes.
         n_columns: tokens of the texts that the oracle is given; it is compared on the first of
             them. More than those where a text's length changes every position.
+        border: tokens of the longest text that RoPE was made for, where longer ones are turned by
+            other factors; 0: none are.
+        beyond: how far the first tokens of such texts of two lengths were apart.
         report: is told how much of the check is done.
     """
 
@@ -276,7 +306,9 @@ class Subject:
     bind: Callable[[CacheSession[Any]], Runner]
     backend: str
     n_columns: int = LENGTH
+    border: int = 0
     report: Callable[[float], None] = field(default=lambda part: None)
+    beyond: float = 0.0
 
 
 def compare(subject: Subject) -> dict[str, dict[str, float]]:
@@ -288,9 +320,14 @@ def compare(subject: Subject) -> dict[str, dict[str, float]]:
         Exception: whatever the model raises.
     """
     texts = make_texts(subject.vocab_size, subject.n_columns)
+    n_short = max(0, subject.border - 1)  # at the border itself transformers may remember more
+    short = subject.oracle(texts[:, :n_short]) if n_short else None
+    longer = subject.oracle(texts[:, :LENGTH]) if n_short else None
     want = subject.oracle(texts)
     _check_telling(want)
     unit = unit_of(want)
+    if longer is not None:
+        subject.beyond = gap_of(longer, want[:, :LENGTH], unit)
     found: dict[str, dict[str, float]] = {}
     for done, (kind, make_session) in enumerate(CACHES.items()):
         subject.report(done / len(CACHES))
@@ -299,13 +336,25 @@ def compare(subject: Subject) -> dict[str, dict[str, float]]:
             config = make_config(subject.params, CAPACITY, min_chunk=PREFILL)
             with make_session(subject.backend, config) as session:
                 player = Player(session, subject.bind(session), texts, kind == "contiguous")
-                for part, row, at, got in play(player):
-                    gap = gap_of(got, want[row, at : at + len(got)], unit)
-                    worst = max(parts.get(part, 0.0), gap)
-                    parts[part] = worst if np.isfinite(gap) else float("inf")
+                for piece in play(player):
+                    _take(parts, piece, want, unit)
+        if short is not None:
+            config = make_config(subject.params, CAPACITY)
+            with make_session(subject.backend, config) as session:
+                player = Player(session, subject.bind(session), texts, kind == "contiguous")
+                for is_long, piece in play_border(player, n_short):
+                    _take(parts, piece, want if is_long else short, unit)
         found[kind] = parts
     subject.report(1.0)
     return found
+
+
+def _take(parts: dict[str, float], piece: Piece, want: FloatArray, unit: float) -> None:
+    """Compare a piece with the oracle's logits; keep the worst difference of its part."""
+    part, row, at, got = piece
+    gap = gap_of(got, want[row, at : at + len(got)], unit)
+    worst = max(parts.get(part, 0.0), gap)
+    parts[part] = worst if np.isfinite(gap) else float("inf")
 
 
 def gap_of(got: FloatArray, want: FloatArray, unit: float) -> float:

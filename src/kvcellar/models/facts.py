@@ -110,6 +110,14 @@ class Rope:
             return self.original + (capacity > self.original)
         return max(self.original, capacity)
 
+    def border_in(self, length: int) -> int:
+        """Return the length of the longest text that is short in a session; 0: none is long.
+
+        Args:
+            length: of text whose factors the session's long texts have, by ``length_for``.
+        """
+        return self.original if length > self.original else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.models.runner import FloatArray, Runner
+from kvcellar.models.runner import FloatArray, Runner, turning
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray
 
@@ -49,18 +49,21 @@ class Player:
         """Start with an empty cache."""
         self.cache: Any = session.cache
         self._runner, self._texts = runner, texts
-        self._is_one = is_one
+        self.is_one = is_one
         self._at: dict[int, int] = {}
 
     def feed(self, text: int, n_tokens: int, seq_id: int = 0) -> FloatArray:
         """Run the next tokens of a text in one forward; return their logits."""
         return self.batch([(seq_id, text, n_tokens)])[0]
 
-    def batch(self, pieces: Sequence[tuple[int, int, int]]) -> list[FloatArray]:
+    def batch(
+        self, pieces: Sequence[tuple[int, int, int]], long: Sequence[bool] = ()
+    ) -> list[FloatArray]:
         """Run pieces of several texts as one flat batch; return the logits of each piece.
 
         Args:
             pieces: sequence, text and number of tokens of each.
+            long: of each piece, true if RoPE is to turn it as a part of a long text; nothing: all.
         """
         ids: list[int] = []
         seq_ids: list[int] = []
@@ -71,16 +74,22 @@ class Player:
             self._at[seq_id] = at + n_tokens
         positions = (
             range(self.cache.length, self.cache.length + len(ids))
-            if self._is_one
+            if self.is_one
             else self.cache.begin_step(seq_ids)
         )
-        logits = self._runner.forward(ids, list(positions), range(len(ids)))
+        sizes = [n for _, _, n in pieces]
+        with turning(self._runner, [*zip(long, sizes, strict=True)] if long else True):
+            logits = self._runner.forward(ids, list(positions), range(len(ids)))
         ends = np.cumsum([n_tokens for _, _, n_tokens in pieces])[:-1]
         return np.split(logits, ends)
 
+    def length_of(self, seq_id: int) -> int:
+        """Return how many tokens a sequence was fed."""
+        return self._at.get(seq_id, 0)
+
     def cut(self, length: int, seq_id: int = 0) -> int:
         """Go back to the first tokens of a sequence; return how many, fewer where states say so."""
-        at: int = self.cache.rewind(length) if self._is_one else self.cache.seq_rm(seq_id, length)
+        at: int = self.cache.rewind(length) if self.is_one else self.cache.seq_rm(seq_id, length)
         self._at[seq_id] = at
         return at
 
@@ -88,7 +97,7 @@ class Player:
         """Keep the states of where a sequence is, which no rows stand for."""
         if self.cache.config.params.state is not None:
             at = self._at[seq_id]
-            self.cache.keep_point(*((at,) if self._is_one else (seq_id, at)))
+            self.cache.keep_point(*((at,) if self.is_one else (seq_id, at)))
 
     def fork(self, seq_id: int, to: int) -> None:
         """Have another sequence go on from where one is."""
@@ -164,6 +173,35 @@ def _play_restore(player: Player) -> Iterator[Piece]:
     player.restore(0, 3)
     yield "restore", _SECOND, _FORK, player.feed(_SECOND, 1, 3)
     yield "restore", _SECOND, _FORK + 1, player.feed(_SECOND, 9, 3)
+
+
+def play_border(player: Player, n_tokens: int) -> Iterator[tuple[bool, Piece]]:
+    """Play a short text alone and beside a long one, over the border of RoPE's factors, and back.
+
+    K that was turned by other factors is computed again, as an engine does.
+
+    Args:
+        player: with an empty cache.
+        n_tokens: of the short text.
+
+    Yields:
+        Whether a piece is of a long text, and the piece.
+    """
+
+    def alone(n_tokens: int, *, is_long: bool) -> tuple[bool, Piece]:
+        player.cut(0)
+        return is_long, ("border", MAIN, 0, player.batch([(0, MAIN, n_tokens)], [is_long])[0])
+
+    first = n_tokens // 2
+    yield False, ("border", MAIN, 0, player.batch([(0, MAIN, first)], [False])[0])
+    for i in range(0 if player.is_one else n_tokens - first):
+        size = 9 if i % 2 else 1
+        at = player.length_of(1)
+        long, short = player.batch([(1, _SECOND, size), (0, MAIN, 1)], [True, False])
+        yield True, ("border", _SECOND, at, long)
+        yield False, ("border", MAIN, first + i, short)
+    yield alone(n_tokens + 20, is_long=True)
+    yield alone(n_tokens - 2, is_long=False)
 
 
 PLAYS = (_play_one, _play_chunks, _play_many, _play_restore)

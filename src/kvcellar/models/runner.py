@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 
 from kvcellar.errors import PromptError, StepError
 from kvcellar.registry import CacheSession
+from kvcellar.space import LONG, Space
 from kvcellar.types import IntArray, ModelCacheParams
 
 FloatArray = NDArray[np.float32]
+
+Turned = bool | Sequence[tuple[bool, int]]
+"""True where texts are long: of all tokens of a forward, or with how many they are."""
 
 L = TypeVar("L")
 """Logits, wherever they are."""
@@ -122,6 +126,30 @@ class AdaptingRunner(Runner, Protocol):
 
 
 @runtime_checkable
+class TurningRunner(Runner, Protocol):
+    """A runner whose model turns positions by other factors in long texts than in short ones.
+
+    Attributes:
+        rope_border: tokens of the longest short text; 0: no text that the session holds is long.
+        read_as: by sequence, true where what a plain loop has read of it is of a long text.
+    """
+
+    rope_border: int
+    read_as: dict[int, bool]
+
+    def turning(self, runs: Turned) -> AbstractContextManager[None]:
+        """Have the forwards of a block turn positions as those of long texts or of short ones.
+
+        Without it they are turned as those of the longest text that the session can hold.
+
+        Args:
+            runs: true for a long text, of all tokens; or such, with how many tokens are of it, in
+                the order of the token axis.
+        """
+        ...
+
+
+@runtime_checkable
 class LosableRunner(Runner, Protocol):
     """A runner whose model may be lost while it rests, as one that several processes compute."""
 
@@ -129,6 +157,32 @@ class LosableRunner(Runner, Protocol):
     def lost(self) -> Exception | None:
         """Reason why no forward will succeed any more; None: they may."""
         ...
+
+
+def rope_border_of(runner: Runner) -> int:
+    """Return the length of the longest text that a runner's model reads as short; 0: all are."""
+    return runner.rope_border if isinstance(runner, TurningRunner) else 0
+
+
+def turning(runner: Runner, runs: Turned) -> AbstractContextManager[None]:
+    """Have a runner's forwards turn positions by each text's length; see ``TurningRunner``."""
+    if not rope_border_of(runner):
+        return nullcontext()
+    assert isinstance(runner, TurningRunner), "it has a border"
+    return runner.turning(runs)
+
+
+@contextmanager
+def in_spaces(runner: Runner, runs: Sequence[tuple[Space, int]]) -> Iterator[None]:
+    """Have a runner's forwards compute tokens as their spaces say, in the order of the token axis.
+
+    Args:
+        runner: of any kind, which knows the adapters.
+        runs: spaces, and how many tokens are of each.
+    """
+    adapters = adapting(runner, [(space.adapter, n) for space, n in runs])
+    with adapters, turning(runner, [(space.rope == LONG, n) for space, n in runs]):
+        yield
 
 
 def adapting(runner: Runner, runs: Sequence[tuple[str, int]]) -> AbstractContextManager[None]:

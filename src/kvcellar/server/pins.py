@@ -45,6 +45,7 @@ class Pins:
         A shorter pin of the same history ends; one of the same tokens lasts longer.
         """
         await self.sweep()
+        host = host.reading(len(tokens))
         ends_s = self._clock() + ttl_s
 
         def lock(engine: Engine) -> int:

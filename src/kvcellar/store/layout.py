@@ -260,6 +260,7 @@ def _shapes(parts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in parts) or "none"
 
 
+_ROPE, _LONG = "\nrope:", "\nlong"
 _SALT = "\nsalt:"
 """Between the fingerprint of a model and the salt."""
 
@@ -283,6 +284,27 @@ class ModelKey:
         """Return the key of those who share a salt; of everybody, where it is empty."""
         bare = self.fingerprint.partition(_SALT)[0]
         return replace(self, fingerprint=f"{bare}{_SALT}{salt}" if salt else bare)
+
+    def turning(self, border: int) -> ModelKey:
+        """Return the key of a model that turns texts of more tokens than ``border`` otherwise."""
+        bare, mark, salt = self.fingerprint.partition(_SALT)
+        return replace(self, fingerprint=f"{bare}{_ROPE}{border}{mark}{salt}")
+
+    def for_length(self, n_tokens: int) -> ModelKey:
+        """Return the key of rows of texts of so many tokens: of long ones, this one's or another.
+
+        Only of a model whose RoPE says so do long texts have a key of their own.
+        """
+        bare, mark, salt = self.fingerprint.partition(_SALT)
+        border = bare.partition(_ROPE)[2]
+        if not border or border.endswith(_LONG) or n_tokens <= int(border):
+            return self
+        return replace(self, fingerprint=f"{bare}{_LONG}{mark}{salt}")
+
+    def for_any_length(self) -> ModelKey:
+        """Return the key by which a model is known, whatever the length of its texts."""
+        bare, mark, salt = self.fingerprint.partition(_SALT)
+        return replace(self, fingerprint=f"{bare.removesuffix(_LONG)}{mark}{salt}")
 
     @property
     def salt(self) -> str:

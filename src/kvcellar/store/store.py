@@ -151,7 +151,8 @@ class Store:
 
         A model's forward wants at least one token that is not loaded: leave out the last.
         """
-        return self._finder.match(key, History(tokens))
+        history = History(tokens)
+        return self._finder.match(key.for_length(len(history)), history)
 
     def load(self, match: Match, start: int = 0, stop: int | None = None) -> Iterator[Loaded]:
         """Yield the rows of positions ``[start, stop)`` of a match, block by block.
@@ -242,6 +243,7 @@ class Store:
         if metadata is not None:
             checked_json(metadata)
         history = History(tokens)
+        key = key.for_length(len(history))
         if n_computed is None and source is None:
             found = self.match(key, history).n_resumable if may_read else self.seen(key, history)
             n_computed = found
@@ -257,7 +259,8 @@ class Store:
         if key.layout.has_boundaries:
             return 0
         n = 0
-        for link in chain(key, History(tokens)):
+        history = History(tokens)
+        for link in chain(key.for_length(len(history)), history):
             if self._cold.seen(link.address) is None:
                 break
             n = link.stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvcellar.models.check import (
     kinds_of,
     unit_of,
 )
+from kvcellar.models.configs import config_from_dict, rope_of
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.plays import make_texts
 from kvcellar.models.runner import FloatArray, Runner
@@ -106,12 +107,15 @@ class Pair:
         theirs: with eager attention.
         facts: of the model.
         name: what it is.
+        exact_to: tokens of the longest text that RoPE was made for, where longer ones are
+            turned otherwise.
     """
 
     ours: Any
     theirs: Any
     facts: ModelFacts
     name: str
+    exact_to: int | None = None
 
 
 @quiet(unheard)  # transformers says at length that it has no kernels of its own
@@ -126,6 +130,7 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
     name, own, reason = "nothing", None, None
     differences: dict[str, dict[str, float]] = {}
     pair, allowed = None, TOLERANCE
+    exact_to, beyond = None, None
     try:
         pair = make()
         name, layers = pair.name, kinds_of(pair.facts.params)
@@ -133,6 +138,8 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
         subject = subject_of(pair, report)
         differences = compare(subject)
         allowed = _allowed(pair, subject, differences)
+        if subject.beyond > allowed:
+            exact_to, beyond = pair.exact_to, subject.beyond
     except UnreadWeightsError:
         raise
     except Exception as error:  # whatever transformers' own code does not like
@@ -141,7 +148,19 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
     del pair
     give_back()  # a process that is measured afterwards holds the model alone
     seconds = round(time.perf_counter() - start, 2)
-    return Verdict(family, layers, name, differences, own, reason, versions(), seconds, allowed)
+    return Verdict(
+        family,
+        layers,
+        name,
+        differences,
+        own,
+        reason,
+        versions(),
+        seconds,
+        allowed,
+        exact_to,
+        beyond,
+    )
 
 
 def twins(raw: Mapping[str, Any]) -> Pair:
@@ -163,7 +182,10 @@ def twins(raw: Mapping[str, Any]) -> Pair:
     theirs = random_network(small, attention="eager")
     ours = started_network(small)
     ours.load_state_dict(theirs.state_dict())
-    return _pair(ours, theirs, facts, f"a twin of {facts.n_layers} layers and")
+    pair = _pair(ours, theirs, facts, f"a twin of {facts.n_layers} layers and")
+    if facts.rope.is_fixed:
+        return pair
+    return replace(pair, exact_to=rope_of(config_from_dict(raw)).original)
 
 
 def _pair(ours: Any, theirs: Any, facts: ModelFacts, name: str) -> Pair:
@@ -236,10 +258,16 @@ def subject_of(pair: Pair, report: Report = unheard) -> Subject:
     def bind(session: CacheSession[Any]) -> Runner:
         length = facts.rope.length_for(CAPACITY)
         return TorchRunner(
-            pair.ours, None, facts.params, facts.vocab_size, session, rope_length=length
+            pair.ours,
+            None,
+            facts.params,
+            facts.vocab_size,
+            session,
+            rope_length=length,
+            rope_border=facts.rope.border_in(length),
         )
 
     subject = Subject(facts.params, facts.vocab_size, oracle, bind, "torch", report=report)
     if not facts.rope.is_fixed:  # factors are those of the longest text that the caches hold
-        subject.n_columns = CAPACITY
+        subject.n_columns, subject.border = CAPACITY, facts.rope.original
     return subject

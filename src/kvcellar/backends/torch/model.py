@@ -43,6 +43,7 @@ class TorchModel(LoadedModel):
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """Make a runner of torch; session and model were found to fit."""
         is_kept = samples_on(self.network.device)
+        length = self.rope_length_for(session.cache.config)
         return (SamplingTorchRunner if is_kept else TorchRunner)(
             self.network,
             self.decoder,
@@ -50,9 +51,10 @@ class TorchModel(LoadedModel):
             self.vocab_size,
             session,
             feature_layers,
-            self.rope_length_for(session.cache.config),
+            length,
             self.beside,
             self.leader,
+            rope_border=self.facts.rope.border_in(length),
             has_graphs=self.leader is None,
         )
 

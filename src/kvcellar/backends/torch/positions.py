@@ -16,13 +16,16 @@ from transformers.cache_utils import Cache
 
 _current = threading.local()
 
+RopeLength = int | tuple[int, ...]
+"""Length of text whose RoPE factors turn the tokens of a forward: of all, or of each."""
+
 
 class Positions:
     """Lets the layers that this thread runs know its forward while a ``with`` lasts."""
 
     __slots__ = ("_positions", "_rope_length")
 
-    def __init__(self, positions: Tensor, rope_length: int = 0) -> None:
+    def __init__(self, positions: Tensor, rope_length: RopeLength = 0) -> None:
         """Hold positions ``[1, T]``, and the length of text whose RoPE factors turn them."""
         self._positions, self._rope_length = positions, rope_length
 
@@ -40,7 +43,7 @@ def current_positions() -> Tensor | None:
     return getattr(_current, "positions", None)
 
 
-def current_rope_length() -> int:
+def current_rope_length() -> RopeLength:
     """Return whose factors turn positions: those of a text of so many; 0: of a short one."""
     return getattr(_current, "rope_length", 0)
 

@@ -1,9 +1,8 @@
-"""RoPE whose factors depend on a text's length, held still while a session lasts.
+"""RoPE whose factors depend on a text's length, said for each token of a forward.
 
 transformers picks the factors of ``longrope`` and ``dynamic`` anew in each forward, by the longest
-position in it, so that K which is cached would be of other factors than the query. Here a session
-has the factors of the longest text that it can hold, from its first token on: what transformers
-computes for a text of that length.
+position in it, so that K which is cached would be of other factors than the query, and a short text
+of others beside a long one. Here whoever runs a forward says of each token how long its text is.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from kvcellar.backends.torch.positions import current_rope_length
@@ -29,7 +29,11 @@ class SessionRope(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, with factors that no position changes."""
-        return self.at(current_rope_length())(*args, **kwargs)
+        length = current_rope_length()
+        if isinstance(length, int):
+            return self.at(length)(*args, **kwargs)
+        of_all = {one: self.at(one)(*args, **kwargs) for one in sorted(set(length))}
+        return _chosen(of_all, length)
 
     def at(self, length: int) -> Any:
         """Return the module with the factors of texts of ``length``; 0: of short ones."""
@@ -37,6 +41,24 @@ class SessionRope(nn.Module):
         if found is None:
             found = self._fixed[length] = _fixed(self.module, length)
         return found
+
+
+def _chosen(of_all: dict[int, Any], lengths: tuple[int, ...]) -> Any:
+    """Return for each token what was computed with the factors of its own text's length.
+
+    Args:
+        of_all: by length: a tensor ``[1, T, ...]``, or a tuple of them.
+        lengths: ``[T]``.
+    """
+    (_, found), *others = of_all.items()
+    if isinstance(found, tuple):
+        parts = ({one: value[i] for one, value in of_all.items()} for i in range(len(found)))
+        return tuple(_chosen(part, lengths) for part in parts)
+    found = found.clone()
+    for length, other in others:
+        own = torch.tensor([one == length for one in lengths], device=found.device)
+        found[:, own] = other[:, own]
+    return found
 
 
 def hold_ropes(network: Any) -> None:

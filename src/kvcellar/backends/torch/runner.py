@@ -15,10 +15,10 @@ from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.backends.torch.inputs import inputs_of, modules_given
-from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.positions import Positions, RopeLength
 from kvcellar.backends.torch.shortage import within_memory
 from kvcellar.errors import StepError
-from kvcellar.models.runner import BoundRunner, FloatArray
+from kvcellar.models.runner import BoundRunner, FloatArray, Turned
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
 
@@ -52,10 +52,11 @@ class TorchRunner(BoundRunner):
         vocab_size: int,
         session: CacheSession[Any],
         feature_layers: Sequence[int] = (),
-        rope_length: int = 0,
+        rope_length: RopeLength = 0,
         adapters: Adapters = NO_ADAPTERS,
         leader: Leader | None = None,
         *,
+        rope_border: int = 0,
         has_graphs: bool = True,
     ) -> None:
         """Bind a model, and what runs a few tokens of it at once where there is such a thing.
@@ -67,9 +68,12 @@ class TorchRunner(BoundRunner):
             vocab_size: of the model.
             session: open.
             feature_layers: whose inputs are wanted.
-            rope_length: the length of text whose RoPE factors the session has.
+            rope_length: the length of text whose RoPE factors turn positions of which nothing is
+                said, and of long texts: that of the longest text that the session holds.
             adapters: that are loaded beside the network.
             leader: of the ranks that have the rest of the network; None: it is whole.
+            rope_border: tokens of the longest text that RoPE was made for, whose factors are others
+                than those of ``rope_length``; 0: none are.
             has_graphs: small forwards on a card may be played as graphs.
         """
         n_features = len(feature_layers) * int(model.config.hidden_size)
@@ -78,10 +82,13 @@ class TorchRunner(BoundRunner):
         self._feature_layers = tuple(feature_layers)
         self._feature_modules = modules_given(model, feature_layers)
         self._decoder = decoder
-        self._rope_length = rope_length
+        self.rope_length, self.rope_border = rope_length, rope_border
         self._device: torch.device = model.device
         self._adapters = adapters
         self._runs: Sequence[tuple[str, int]] = ()
+        self._turned: Turned = True
+        self.read_as: dict[int, bool] = {}
+        """By sequence, true where what a plain loop has read of it is of a long text."""
         self.adapters, self.own_adapter = adapters.names, ""
         self._leader = leader
         if isinstance(session.cache, TorchCache):
@@ -103,7 +110,7 @@ class TorchRunner(BoundRunner):
         """Run the modules below the head; there are neither rows nor features."""
         places, numbers = self._tensor(at[None]), self._numbers(len(ids))
         active = nullcontext() if numbers is None else self._adapters.active(numbers, ids[:0])
-        positions = Positions(places, self._rope_length)
+        positions = Positions(places, self._rope_lengths(len(ids)))
         led = self._led(cache, ids, at, None, is_hidden=True)
         with led, use_cache(cache), torch.inference_mode(), positions, active:
             found = self._network.base_model(
@@ -126,6 +133,37 @@ class TorchRunner(BoundRunner):
         finally:
             self._runs = before
 
+    @contextmanager
+    def turning(self, runs: Turned) -> Iterator[None]:
+        """Turn positions by texts' lengths; see :class:`kvcellar.models.runner.TurningRunner`."""
+        before, self._turned = self._turned, runs
+        try:
+            yield
+        finally:
+            self._turned = before
+
+    def _rope_lengths(self, n_tokens: int) -> RopeLength:
+        """Return whose factors turn the tokens of a forward: of all, or of each where they differ.
+
+        Raises:
+            StepError: it was said of other tokens.
+        """
+        if not self.rope_border or self._turned is True:
+            return self.rope_length
+        if not self._turned:
+            return self.rope_border
+        n_said = sum(n for _, n in self._turned)
+        if n_said != n_tokens:
+            raise StepError(
+                f"lengths of texts were said of {n_said} tokens, and the forward has {n_tokens}"
+            )
+        assert isinstance(self.rope_length, int), "the ranks that follow are told lengths"
+        by_length = {True: self.rope_length, False: self.rope_border}
+        runs = [(by_length[is_long], n) for is_long, n in self._turned if n]
+        if len({length for length, _ in runs}) == 1:
+            return runs[0][0]
+        return tuple(length for length, n in runs for _ in range(n))
+
     def _numbers(self, n_tokens: int) -> IntArray | None:
         """Return the number of each token's adapter; None: none has one.
 
@@ -146,7 +184,9 @@ class TorchRunner(BoundRunner):
         if self._decoder is not None and self._numbers(len(ids)) is None:
             last = np.array([len(ids) - 1], np.int64) if rows is None else rows
             layers = self._feature_layers if has_features else ()
-            whole = self._decoder.forward(cache, ids, at, last, layers, self._rope_length)
+            whole = self._decoder.forward(
+                cache, ids, at, last, layers, self._rope_lengths(len(ids))
+            )
             if whole is not None:
                 return whole
         computed = self._by_modules(cache, ids, at, rows, has_features=has_features)
@@ -180,15 +220,17 @@ class TorchRunner(BoundRunner):
         """Have other ranks run their part of the forward in a block, where there are others."""
         if self._leader is None:
             return nullcontext()
-        return self._leader.forward(cache, ids, at, rows, self._rope_length, is_hidden=is_hidden)
+        length = self._rope_lengths(len(ids))
+        return self._leader.forward(cache, ids, at, rows, length, is_hidden=is_hidden)
 
     def _tried(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> Computed:
         modules = self._feature_modules if has_features else []
         with use_cache(cache), torch.inference_mode():
-            if self.graphs is not None and self._numbers(len(ids)) is None:
-                length, wanted = self._rope_length, bool(modules)
+            length, wanted = self._rope_lengths(len(ids)), bool(modules)
+            is_alike = self._numbers(len(ids)) is None
+            if self.graphs is not None and is_alike and isinstance(length, int):
                 played = self.graphs.run(cache, ids, at, rows, length, has_features=wanted)
                 if played is not None:
                     features = played.features.cpu().numpy() if wanted else _none_of(ids)
@@ -208,7 +250,8 @@ class TorchRunner(BoundRunner):
         numbers = self._numbers(len(ids))
         active = nullcontext() if numbers is None else self._adapters.active(numbers, kept)
         at = self._tensor(positions[None])
-        with inputs_of(modules) as seen, Positions(at, self._rope_length), active:
+        length = self._rope_lengths(len(ids))
+        with inputs_of(modules) as seen, Positions(at, length), active:
             logits = self._network(
                 input_ids=self._tensor(ids[None]),
                 position_ids=at,
@@ -245,8 +288,9 @@ class SamplingTorchRunner(TorchRunner):
         if self.graphs is not None:
             at = np.array(positions, np.int64)
             wanted = None if rows is None else np.array(rows, np.int64)
-            with suppress(torch.OutOfMemoryError):  # the forward itself will say it
-                self.graphs.prepare(self._session.cache, at, wanted, self._rope_length)
+            if isinstance(length := self._rope_lengths(len(at)), int):
+                with suppress(torch.OutOfMemoryError):  # the forward itself will say it
+                    self.graphs.prepare(self._session.cache, at, wanted, length)
 
     def _run_kept(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool

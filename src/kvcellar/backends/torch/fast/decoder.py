@@ -25,6 +25,7 @@ from kvcellar.backends.torch.fast.parts import AttentionPart, LayerPart, NormPar
 from kvcellar.backends.torch.fast.rotations import Rotations
 from kvcellar.backends.torch.fast.trial import IDS, Call, Mix, Trial
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.positions import RopeLength
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 
@@ -161,7 +162,7 @@ class KernelDecoder:
         positions: IntArray,
         rows: IntArray,
         feature_layers: Sequence[int] = (),
-        rope_length: int = 0,
+        rope_length: RopeLength = 0,
     ) -> tuple[FloatArray, FloatArray] | None:
         """Run the tokens; the step is complete afterwards.
 

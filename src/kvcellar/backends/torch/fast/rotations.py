@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.kernel import dtype_of
-from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.positions import Positions, RopeLength
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 
@@ -125,14 +125,17 @@ class Rotations:
         self._like = torch.empty(0, dtype=dtype)
         self._stretches: dict[tuple[int, int], Tensor] = {}
 
-    def of(self, positions: IntArray, rope_length: int = 0) -> Tensor:
+    def of(self, positions: IntArray, rope_length: RopeLength = 0) -> Tensor:
         """Return cosines and sines ``[2, T, head_dim]``; ``rope_length``: whose factors."""
+        if isinstance(rope_length, tuple):
+            of_each = zip(positions.tolist(), rope_length, strict=True)
+            places = [(*divmod(position, STRETCH), length) for position, length in of_each]
+            return torch.stack([self._stretch(s, length)[:, at] for s, at, length in places], 1)
         if len(positions) == 1:
             stretch, at = divmod(int(positions[0]), STRETCH)
             return self._stretch(stretch, rope_length)[:, at : at + 1]
-        places = [divmod(position, STRETCH) for position in positions.tolist()]
-        sides = [self._stretch(stretch, rope_length)[:, at] for stretch, at in places]
-        return torch.stack(sides, 1)
+        of_all = [divmod(position, STRETCH) for position in positions.tolist()]
+        return torch.stack([self._stretch(s, rope_length)[:, at] for s, at in of_all], 1)
 
     def _stretch(self, stretch: int, rope_length: int) -> Tensor:
         key = stretch, rope_length

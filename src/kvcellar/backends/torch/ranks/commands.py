@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcellar.backends.host_rows import GroupParts
+from kvcellar.backends.torch.positions import RopeLength
 from kvcellar.backends.torch.state_pools import StateArrays
 from kvcellar.cache_config import CacheConfig
 from kvcellar.models.facts import ModelFacts
@@ -76,7 +77,7 @@ class Forward(NamedTuple):
         rows: ``[R]`` tokens whose logits are wanted; None: the last one.
         plans: one per layer group.
         states: the plan of recurrent layers; None: there are none.
-        rope_length: the length of text whose RoPE factors the session has.
+        rope_length: the length of text whose RoPE factors turn the positions, of all or of each.
         is_hidden: only the modules below the head run.
     """
 
@@ -86,7 +87,7 @@ class Forward(NamedTuple):
     rows: IntArray | None
     plans: Sequence[StepPlan]
     states: StatePlan | None
-    rope_length: int
+    rope_length: RopeLength
     is_hidden: bool
 
 

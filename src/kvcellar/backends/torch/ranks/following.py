@@ -118,7 +118,7 @@ class Follower:
         self._device = torch.device("cpu" if kind == "cpu" else f"cuda:{rank}")
         self._models: dict[int, _Model] = {}
         self._caches: dict[int, ToldCache] = {}
-        self._runners: dict[tuple[int, int], TorchRunner] = {}
+        self._runners: dict[int, TorchRunner] = {}
         self._model_of: dict[int, int] = {}
 
     def answer(self, value: Any) -> None:
@@ -149,20 +149,20 @@ class Follower:
         """Run this rank's part of a forward."""
         cache = self._caches[step.cache]
         cache.told.plans, cache.told.states = step.plans, step.states
-        runner = self._runner(step.cache, step.rope_length)
+        runner = self._runner(step.cache)
+        runner.rope_length = step.rope_length
         if step.is_hidden:
             runner.forward_hidden(step.ids, step.at)
         else:
             runner.forward(step.ids, step.at, step.rows)
 
-    def _runner(self, number: int, rope_length: int) -> TorchRunner:
-        key = number, rope_length
-        if key not in self._runners:
+    def _runner(self, number: int) -> TorchRunner:
+        if number not in self._runners:
             model, session = self._models[self._model_of[number]], _Session(self._caches[number])
             params, n_ids = session.cache.config.params, model.facts.vocab_size
-            given: tuple[Any, ...] = (model.network, None, params, n_ids, session, (), rope_length)
-            self._runners[key] = TorchRunner(*given, has_graphs=False)
-        return self._runners[key]
+            given: tuple[Any, ...] = (model.network, None, params, n_ids, session)
+            self._runners[number] = TorchRunner(*given, has_graphs=False)
+        return self._runners[number]
 
     def _move(self, command: Move | ReadRows | WriteRows | WriteStates) -> None:
         """Move bytes of a cache as the leader's verbs do."""
@@ -185,8 +185,7 @@ class Follower:
             self._models.pop(command.number, None)
             return
         self._caches.pop(command.number, None)
-        for key in [key for key in self._runners if key[0] == command.number]:
-            del self._runners[key]
+        self._runners.pop(command.number, None)
 
 
 def main(rank: int, kind: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from kvcellar.backends.host_rows import GroupParts, SideArrays
 from kvcellar.backends.torch.caches import TorchCache
+from kvcellar.backends.torch.positions import RopeLength
 from kvcellar.backends.torch.ranks.commands import (
     Forward,
     Load,
@@ -74,7 +75,7 @@ class Leader:
         ids: IntArray,
         at: IntArray,
         rows: IntArray | None,
-        rope_length: int,
+        rope_length: RopeLength,
         *,
         is_hidden: bool = False,
     ) -> Iterator[None]:
