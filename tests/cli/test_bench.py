@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,21 @@ def test_the_object_has_the_figures_of_a_text_of_ones_own(tmp_path: Path) -> Non
     assert mixed["bytes_per_token"] == 6 * 2 * ((64 + 4) + (32 + 8))
     assert 0 < mixed["kl"] < 0.1 and mixed["verdict"] in ("good", "fair", "bad")
     assert value["recommended"] in ("float32", "k8v4")
+
+
+def test_several_texts_are_told_as_ranges(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.py", "b.py")]
+    files[0].write_text("def roses(red):\n    return violets + blue\n" * 8)
+    files[1].write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 8)
+    asked = [part for file in files for part in ("--text", str(file))]
+    result = run(*asked, "--kv-dtype", "int4", "--context", "64")
+    assert result.exit_code == 0, result.stderr
+    assert "of a.py, b.py in pieces of 64" in result.stdout
+    assert re.search(r"int4 .* \d\.\d{4} to \d\.\d{4} ", result.stdout), result.stdout
+    known = known_quality(DEMO, "int4")
+    assert known is not None and known.ppl_ratios is not None
+    assert known.ppl_ratio == known.ppl_ratios[1] > known.ppl_ratios[0]
+    assert known.n_texts == 2
 
 
 def test_a_session_with_a_bad_type_says_so_on_stderr_and_goes_on() -> None:

@@ -20,6 +20,7 @@ from kvcellar.models.kv_quality import (
     known_quality,
     recommended,
     save_quality,
+    worst_of_texts,
 )
 from tests.models.players import Player, text
 from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint
@@ -107,6 +108,16 @@ def test_the_smallest_good_type_is_recommended_and_the_least_bad_where_none_is()
     assert recommended([bad, fair]) is fair
 
 
+def test_of_several_texts_the_worst_is_the_verdict_and_the_range_is_told():
+    prose = [figures("float32", 1.0, 1.0, 40), figures("int4", 1.001, 0.98)]
+    code = [figures("float32", 1.0, 1.0, 40), figures("int4", 1.118, 0.99)]
+    base, small = worst_of_texts({"prose": prose, "code": code})
+    assert (base.verdict, base.ppl_ratios) == ("good", (1.0, 1.0))
+    assert (small.verdict, small.text, small.n_texts, small.ppl_ratio) == ("bad", "code", 2, 1.118)
+    assert (small.ppl_ratios, small.same_top1s) == ((1.001, 1.118), (0.98, 0.99))
+    assert recommended([base, small]) is base
+
+
 def test_a_session_in_a_type_that_is_known_to_be_bad_warns_with_the_figures(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
     folder = make_checkpoint("llama", tmp_path / "model")
@@ -126,6 +137,12 @@ def test_a_session_in_a_type_that_is_known_to_be_bad_warns_with_the_figures(tmp_
     save_quality(folder, [figures("int4", 1.01, 0.95)], "t")
     assert known_quality(folder, "int4") == figures("int4", 1.01, 0.95)
     assert known_quality(folder, "int8") == figures("int8", 1.0, 1.0)
+    of_texts = {"prose": [figures("int4", 1.01, 0.95)], "code": [figures("int4", 1.1, 0.93)]}
+    save_quality(folder, worst_of_texts(of_texts), "prose, code")
+    said = r"1\.100 times.*93\.0% of 1000 tokens of code, the worst of 2 texts"
+    with pytest.warns(KvQualityWarning, match=said), Player(model, "seq", kv_dtype="int4"):
+        pass
+    save_quality(folder, [figures("int4", 1.01, 0.95)], "t")
     moved = folder.rename(tmp_path / "elsewhere")
     assert known_quality(moved, "int4") == figures("int4", 1.01, 0.95)
     path.write_text("{")

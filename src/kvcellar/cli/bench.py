@@ -35,10 +35,17 @@ from kvcellar.models.kv_quality import (
     recommended,
     save_quality,
     save_weights_quality,
+    worst_of_texts,
 )
 from kvcellar.models.weights import FILE, PLAIN, WEIGHTS, parse_weights
 
-N_TOKENS = 4096
+N_TOKENS = 2048
+
+PROGRAMS = ("argparse.py", "statistics.py")
+"""Modules of Python's standard library that are read beside prose."""
+
+TRAINING = "training.json"
+"""File of the bundled model: what it was trained on."""
 
 STYLES = {"good": "green", "fair": "yellow", "bad": "red"}
 
@@ -48,18 +55,19 @@ class ReadingOptions:
     """Options of what a model reads while it is measured."""
 
     text: Annotated[
-        Path | None,
+        list[Path] | None,
         option(
             "FILE",
-            "Text to read. Default: the first chapters of Northanger Abbey; for the bundled model "
-            "modules of Python's standard library that it was not trained on.",
+            "Text to read; may be given often. Default: the first chapters of Northanger Abbey and "
+            f"{' and '.join(PROGRAMS)} of Python's standard library; for the bundled model modules "
+            "of that library that it was not trained on.",
         ),
     ] = None
-    tokens: Annotated[int, option("N", "Tokens of the text to read at most.", min=2)] = N_TOKENS
+    tokens: Annotated[int, option("N", "Tokens of each text to read at most.", min=2)] = N_TOKENS
     context: Annotated[int, option("N", "Tokens of a piece that is read in one go.", min=2)] = 1024
 
-    def of(self, model: LoadedModel, name: str) -> tuple[list[int], str]:
-        """Return the tokens that a model reads, and what they were called.
+    def of(self, model: LoadedModel, name: str) -> dict[str, list[int]]:
+        """Return the tokens of each text that a model reads, by what the text is called.
 
         Raises:
             ConfigError: a piece is longer than the model's context, or the file is no text.
@@ -69,7 +77,12 @@ class ReadingOptions:
                 f"context {self.context} is more than the {model.max_positions} positions that "
                 f"{name!r} was made for; give --context at most as much"
             )
-        return read_text(model, self.text, self.tokens, self.context)
+        files: list[Path | None] = [*self.text] if self.text else [None]
+        if not self.text and not (model.path / TRAINING).is_file():
+            library = Path(sysconfig.get_paths()["stdlib"])
+            files += [path for path in (library / name for name in PROGRAMS) if path.is_file()]
+        read = (read_text(model, file, self.tokens, self.context) for file in files)
+        return {source: token_ids for token_ids, source in read}
 
 
 def register(app: typer.Typer) -> None:
@@ -119,8 +132,9 @@ def kv_quality(
     The model reads a text with K and V stored in each type, side by side with float32: perplexity,
     divergence of the next token's distribution, how often the likeliest token is the same. What a
     model in bfloat16 rounds itself is told apart: its own type is measured too, and the others'
-    verdicts are beyond that. The figures are remembered; a session with a type that is bad for its
-    model then warns.
+    verdicts are beyond that. What a type costs depends on the text, so several are read, and a
+    verdict is that of the worst. The figures are remembered; a session with a type that is bad for
+    its model then warns.
     """
     wanted = kv_dtype or list(CANDIDATES)
     for name in wanted:
@@ -128,11 +142,14 @@ def kv_quality(
     loaded = _load(
         LoadOptions(model, backend=backend, dtype=dtype, device=device, is_unchecked=is_unchecked)
     )
-    token_ids, source = reading.of(loaded, model)
-    with _bar(token_ids) as report:
-        results = measure_kv_quality(
-            loaded, token_ids, wanted, context=reading.context, progress=report
-        )
+    texts = reading.of(loaded, model)
+    of_texts: dict[str, list[KvQuality]] = {}
+    for source, token_ids in texts.items():
+        with _bar(token_ids, source) as report:
+            of_texts[source] = measure_kv_quality(
+                loaded, token_ids, wanted, context=reading.context, progress=report
+            )
+    results, source = worst_of_texts(of_texts), ", ".join(texts)
     best = recommended(results, loaded.dtype)
     saved = _remembered(lambda: save_quality(loaded.path, results, source))
     if as_json:
@@ -180,8 +197,9 @@ def weights_quality(
     base = load(None)
     all_of_it = (PLAIN, *WEIGHTS, *((FILE,) if base.path.is_file() else ()))
     wanted = list(dict.fromkeys(weights or all_of_it))
-    token_ids, source = reading.of(base, model)
-    with _bar(token_ids) as report:
+    texts = reading.of(base, model)
+    token_ids, source = [token for ids in texts.values() for token in ids], ", ".join(texts)
+    with _bar(token_ids, source) as report:
         results = measure_weights_quality(
             base, load, token_ids, wanted, context=reading.context, progress=report
         )
@@ -199,10 +217,10 @@ def _load(how: LoadOptions) -> LoadedModel:
 
 
 @contextmanager
-def _bar(token_ids: Sequence[int]) -> Iterator[Callable[[float], None]]:
+def _bar(token_ids: Sequence[int], source: str) -> Iterator[Callable[[float], None]]:
     """Show how much of a text is read."""
     with progress_bar("reading") as report:
-        yield lambda fraction: report(fraction, f"reading {len(token_ids)} tokens")
+        yield lambda fraction: report(fraction, f"reading {len(token_ids)} tokens of {source}")
 
 
 def _remembered(save: Callable[[], Path]) -> str | None:
@@ -230,7 +248,7 @@ def read_text(
     Raises:
         ConfigError: the file cannot be read as text.
     """
-    training = model.path / "training.json"
+    training = model.path / TRAINING
     if file is None and training.is_file():
         library = Path(sysconfig.get_paths()["stdlib"])
         named = [library / name for name in read_json(training)["heldout_files"]]
@@ -261,8 +279,9 @@ def _in_pieces(model: LoadedModel, text: str, n_tokens: int, context: int) -> li
 def _title(
     model: str, source: str, reading: ReadingOptions, results: Sequence[KvQuality | WeightsQuality]
 ) -> str:
-    n_tokens = results[0].n_tokens
-    return f"{model}: {n_tokens} tokens of {source} in pieces of {reading.context}"
+    n_tokens = max(r.n_tokens for r in results)
+    each = "up to " if ", " in source else ""
+    return f"{model}: {each}{n_tokens} tokens of {source} in pieces of {reading.context}"
 
 
 def _print_json(
@@ -276,6 +295,12 @@ def _print_json(
     figures = [asdict(one) | {"verdict": one.verdict} for one in results]
     found = {"model": model, "text": source, "context": reading.context, "results": figures}
     write(json.dumps(found | dict(more), ensure_ascii=False) + "\n")
+
+
+def _range(value: float, ends: tuple[float, float] | None, how: str) -> str:
+    """Return a figure, or the least and the most where several texts have it."""
+    least, most = (format(end, how) for end in ends or (value, value))
+    return least if least == most else f"{least} to {most}"
 
 
 def _show_table(
@@ -294,9 +319,9 @@ def _show_table(
             name,
             bytes_text,
             f"{r.perplexity:.3f}",
-            f"{r.ppl_ratio:.4f}",
+            _range(r.ppl_ratio, r.ppl_ratios, ".4f"),
             f"{r.kl:.5f}",
-            f"{r.same_top1:.2%}",
+            _range(r.same_top1, r.same_top1s, ".2%"),
             r.verdict,
             style=STYLES[r.verdict] if r.verdict != "good" else None,
         )

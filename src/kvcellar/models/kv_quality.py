@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,9 @@ SCHEMA_VERSION = 1
 # of SmolLM2 135M where products round its inputs to 8 bits.
 GOOD_PPL_RATIO, GOOD_SAME_TOP1 = 1.005, 0.94
 BAD_PPL_RATIO, BAD_SAME_TOP1 = 1.02, 0.90
+
+VERDICTS = ("good", "fair", "bad")
+"""From the best to the worst."""
 
 _HEADER_BYTES = 1 << 16
 
@@ -53,6 +56,8 @@ def verdict_of(ppl_ratio: float, same_top1: float) -> str:
 class KvQuality:
     """One storage type on one model and text, compared with float32.
 
+    Of several texts it is the worst, by ``worst_of_texts``: what a type costs depends on the text.
+
     Attributes:
         kv_dtype: the storage type.
         perplexity: e to the mean negative log-likelihood of the text's tokens.
@@ -64,6 +69,10 @@ class KvQuality:
         own_ppl_ratio: what the model's own rounding does to the perplexity: of a model in bfloat16
             K and V are such numbers, so storing them so changes no more than the order of sums.
         own_same_top1: the same of the likeliest token.
+        text: which text it is.
+        ppl_ratios: the least and the most over all texts.
+        same_top1s: the same of the likeliest token.
+        n_texts: that were read.
     """
 
     kv_dtype: str
@@ -75,12 +84,36 @@ class KvQuality:
     bytes_per_token: int
     own_ppl_ratio: float = 1.0
     own_same_top1: float = 1.0
+    text: str = ""
+    ppl_ratios: tuple[float, float] | None = None
+    same_top1s: tuple[float, float] | None = None
+    n_texts: int = 1
 
     @property
     def verdict(self) -> str:
         """Verdict of ``verdict_of`` on what comes beyond the model's own rounding."""
         same = min(1.0, self.same_top1 + 1.0 - self.own_same_top1)
         return verdict_of(self.ppl_ratio / self.own_ppl_ratio, same)
+
+
+def worst_of_texts(of_texts: Mapping[str, Sequence[KvQuality]]) -> list[KvQuality]:
+    """Return for each storage type its figures on the text that it does worst on, with ranges.
+
+    Args:
+        of_texts: by text, the figures of the same types in the same order.
+    """
+
+    def badness(named: tuple[str, KvQuality]) -> tuple[int, float]:
+        one = named[1]
+        return VERDICTS.index(one.verdict), one.ppl_ratio / one.own_ppl_ratio
+
+    found = []
+    for of_type in zip(*of_texts.values(), strict=True):
+        text, worst = max(zip(of_texts, of_type, strict=True), key=badness)
+        ratios, same = [r.ppl_ratio for r in of_type], [r.same_top1 for r in of_type]
+        ranges = {"ppl_ratios": (min(ratios), max(ratios)), "same_top1s": (min(same), max(same))}
+        found.append(replace(worst, text=text, n_texts=len(of_type), **ranges))
+    return found
 
 
 def recommended(results: Sequence[KvQuality], own_dtype: str = "float32") -> KvQuality:
@@ -139,6 +172,7 @@ class WeightsQuality:
         same_top1: share of tokens after which the likeliest next token is float32's.
         n_tokens: predictions that were compared.
         size_bytes: of the weights in memory.
+        ppl_ratios, same_top1s: None: all that was read is one text.
     """
 
     weights: str
@@ -148,6 +182,8 @@ class WeightsQuality:
     same_top1: float
     n_tokens: int
     size_bytes: int
+    ppl_ratios: tuple[float, float] | None = None
+    same_top1s: tuple[float, float] | None = None
 
     @property
     def verdict(self) -> str:
@@ -191,7 +227,10 @@ def _read(path: Path, kind: type[T]) -> list[T]:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         value = json.loads(path.read_text(encoding="utf-8"))
         if value["schema_version"] == SCHEMA_VERSION:
-            return [kind(**fields) for fields in value["results"]]
+            return [
+                kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+                for fields in value["results"]
+            ]
     return []
 
 

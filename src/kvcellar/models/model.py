@@ -93,11 +93,12 @@ class LoadedModel(ABC):
         check_feature_layers(feature_layers, self.n_layers)
         known = known_quality(self.path, session.cache.config.kv_dtype)
         if known is not None and known.verdict == "bad":
+            worst = f" of {known.text}, the worst of {known.n_texts} texts" * (known.n_texts > 1)
             warnings.warn(
                 f"kv_dtype {known.kv_dtype} is known to be bad for {self.name!r}: perplexity "
                 f"{known.ppl_ratio:.3f} times that of float32, the same likeliest token after "
-                f"{known.same_top1:.1%} of {known.n_tokens} tokens; kvcellar bench kv-quality "
-                f"{self.name} recommends another",
+                f"{known.same_top1:.1%} of {known.n_tokens} tokens{worst}; "
+                f"kvcellar bench kv-quality {self.name} recommends another",
                 KvQualityWarning,
                 stacklevel=2,
             )
