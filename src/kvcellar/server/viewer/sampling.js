@@ -10,7 +10,7 @@ const FIELDS = [
   ["min_p", "min-p", { min: 0, max: 1, step: "any" }], ["repetition_penalty", "Repetition penalty", { min: 0.1, step: "any" }],
   ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: "any" }], ["seed", "Seed", { min: 0, step: 1 }],
 ];
-const WHOSE = { model: "the model’s own", server: "the server’s" };
+const WHOSE = { model: "by the model", server: "by the server" };
 const NOTHING = { top_k: "all tokens", seed: "another each time" };
 const inputOf = (name) => $(`set-${name}`);
 
@@ -28,7 +28,7 @@ function showWhatGoes() {
   for (const [field] of FIELDS) {
     const found = goes?.[field];
     const value = found?.value || found?.value === 0 && !NOTHING[field] ? found.value : NOTHING[field] ?? "";
-    const whose = found ? `${value}: ${WHOSE[found.by]}` : "known when the model is in memory";
+    const whose = found ? `${value}, ${WHOSE[found.by]}` : "known when the model is in memory";
     inputOf(field).placeholder = found ? value : "";
     $(`goes-${field}`).textContent = inputOf(field).value === "" ? whose : `yours; else ${whose}`;
   }
