@@ -17,7 +17,10 @@ _SAFE = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 """Flags of files that are opened, each where the system has it; without O_NONBLOCK a pipe in a
 file's place would be waited for."""
 
-_MOST_OWNER_BYTES = 500
+_MOST_OWNER_BYTES = 1000
+
+SERVER_LOCK = "server.lock"
+"""A file in a store's folder, which the one server of the store holds and describes itself in."""
 
 
 def default_home() -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -108,10 +107,14 @@ def test_an_agent_lives_through_all_commands(home: Path) -> None:
 def test_a_turn_prints_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(agent_turns, "print_note", said.append)
-    usage = Mock(restored_tokens=0, drafted_tokens=0, miss=None, time_to_first_token_s=None)
-    usage.notes = ("the KV that was restored had been stored in 8 bits",)
-    agent_turns._show_end(Mock(usage=usage), as_json=False)
-    assert said[1:] == list(usage.notes)
+    counts = dict.fromkeys(
+        ("restored_tokens", "drafted_tokens", "accepted_tokens", "cached_tokens", "prompt_tokens"),
+        0,
+    )
+    notes = ["the KV that was restored had been stored in 8 bits"]
+    usage = {**counts, "miss": None, "time_to_first_token_s": None, "notes": notes}
+    agent_turns._show_end({"usage": usage})
+    assert said[1:] == notes
 
 
 def test_an_agent_keeps_its_type_of_k_and_v() -> None:

@@ -20,7 +20,16 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 RUNNER = CliRunner()
-KEYS = {"text", "token_ids", "finish_reason", "finish_detail", "usage", "sampling"}
+KEYS = {
+    "reasoning",
+    "finish_cause",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "finish_detail",
+    "usage",
+    "sampling",
+}
 USAGE_KEYS = {
     "prompt_tokens",
     "cached_tokens",
@@ -240,7 +249,7 @@ def test_a_reader_that_leaves_ends_it_in_silence(
     def closed(text: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("kvcellar.cli.generate.write", closed)
+    monkeypatch.setattr("kvcellar.cli.terminal.write", closed)
     result = run("generate", tiny, "-p", "hello")
     assert (result.exit_code, result.output) == (141, "")
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +45,15 @@ class Terminal:
         while words not in self.text:
             assert time.monotonic() < deadline, f"no {words!r} in {self.text!r}"
             self._read(0.2)
+
+    def wait_until(self, is_so: Callable[[str], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_so(self.text):
+            assert time.monotonic() < deadline, f"it did not come: {self.text!r}"
+            self._read(0.2)
+
+    def wait_for_prompt(self) -> None:
+        self.wait_until(lambda text: text.endswith("> "))
 
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
@@ -100,9 +109,59 @@ def test_a_terminal_sees_progress_reuse_and_commands() -> None:
         screen.wait_for("took back: And more")
         screen.type("/help\n")
         screen.wait_for("/undo   take back the last turn")
-        screen.wait_for("at the prompt it leaves.")
+        screen.wait_for("at an empty prompt it leaves")
         screen.type("/quit\n")
         assert screen.ends_with() == 0
+        assert "Traceback" not in screen.text
+
+
+@pytest.mark.slow
+def test_what_is_pasted_is_one_turn_and_so_is_what_quotes_or_backslashes_hold_together() -> None:
+    typed = (
+        "\x1b[200~one\rtwo\rthree\x1b[201~\n",
+        '"""one\ntwo\nthree"""\n',
+        "one\\\ntwo\\\nthree\n",
+    )
+    with terminal("chat", "--seed", "1", "--max-tokens", "4") as screen:
+        screen.wait_for("/help")
+        for n, keys in enumerate(typed, 1):
+            screen.wait_for_prompt()
+            screen.type(keys)
+            screen.wait_until(lambda text, n=n: text.count("max_tokens 4 reached") == n)
+            screen.wait_for_prompt()
+            screen.type("/undo\n")
+            screen.wait_until(lambda text, n=n: text.count("took back: one\ntwo\nthree") == n)
+        screen.wait_for_prompt()
+        screen.type("\x04")
+        assert screen.ends_with() == 0
+        assert "this chat is not kept; `kvcellar agents chat NAME --model demo`" in screen.text
+
+
+@pytest.mark.slow
+def test_ctrl_c_clears_the_line_then_leaves_and_ends_no_chat_in_an_answer(tmp_path: Path) -> None:
+    args = ("agents", "chat", "friend", "--store", str(tmp_path), "--max-tokens", "4000")
+    with terminal(*args, "--seed", "1") as screen:
+        screen.wait_for("> ")
+        screen.wait_for_prompt()
+        screen.type("Hello\n")
+        screen.wait_until(lambda text: len(text.rpartition("reading")[2]) > 200)
+        screen.process.send_signal(signal.SIGINT)
+        screen.wait_for("stopped here")
+        screen.wait_for_prompt()
+        screen.type("never mind")
+        screen.wait_for("never mind")
+        screen.process.send_signal(signal.SIGINT)
+        screen.wait_for("Ctrl-C again leaves")
+        screen.wait_for_prompt()
+        screen.type("/help\n")
+        screen.wait_for("/undo   take back the last turn")
+        screen.wait_for_prompt()
+        screen.process.send_signal(signal.SIGINT)
+        screen.wait_until(lambda text: text.count("Ctrl-C again leaves") == 2)
+        screen.wait_for_prompt()
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.ends_with() == 0
+        assert "`kvcellar agents chat friend` goes on with it" in screen.text
         assert "Traceback" not in screen.text
 
 

@@ -14,7 +14,8 @@ import pytest
 from kvcellar.errors import ConfigError, StoreError
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.guard import log
-from kvcellar.server.run import held_store, listen
+from kvcellar.server.presence import held_store
+from kvcellar.server.run import listen
 from tests.server.live import PATIENCE_S, load_demo, serving
 
 ASK = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcellar.cli import options
+from kvcellar.cli.attached import Asked, running_server
 from kvcellar.cli.hosting import hosting_of, open_shown
+from kvcellar.cli.options import one_adapter, read_adapters
 from kvcellar.cli.store import StorePlace
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import UnknownAgentError
 from kvcellar.models.options import DEMO, LoadOptions
 
 if TYPE_CHECKING:
-    from kvcellar.agents import AgentInfo, AgentManager, Miss
+    from kvcellar.agents import AgentManager
     from kvcellar.cli.groups import ModelOptions
+    from kvcellar.server.verbs import Tell
 
 AgentId = Annotated[str, typer.Argument(metavar="ID", help="The agent's name.")]
 ModelName = Annotated[
@@ -33,6 +37,89 @@ ModelName = Annotated[
 ]
 
 
+class OwnAgents:
+    """The agents of a store that this process has opened."""
+
+    def __init__(self, manager: AgentManager) -> None:
+        """Ask a manager of agents."""
+        self.manager = manager
+
+    def ask(self, verb: str, tell: Tell | None = None, **given: Any) -> Any:
+        """Do a verb; see :class:`kvcellar.cli.attached.Asked`."""
+        from kvcellar.server.verbs import VERBS
+
+        return asyncio.run(_done(VERBS[verb](self.manager, tell or _to_nobody, **given)))
+
+
+async def _done(verb: Awaitable[Any]) -> Any:
+    return await verb
+
+
+def _to_nobody(event: dict[str, Any]) -> None:
+    """Tell nobody."""
+
+
+@contextmanager
+def asked_agents(
+    place: StorePlace,
+    loading: ModelOptions | None = None,
+    *,
+    is_alone: bool,
+    model: str | None = None,
+    agent_id: str | None = None,
+    is_speaking: bool = False,
+    is_made: bool = False,
+    verify: str = "checksum",
+    speculate: str | None = None,
+) -> Iterator[tuple[Asked, str | None]]:
+    """Give the agents of a store: those of its running server, else those of this process.
+
+    Args:
+        place: where the store is, and what it shares.
+        loading: how models are loaded; None: as by default, and none is.
+        is_alone: ask no server.
+        model: what the command calls the agent's model; None: the agent's own.
+        agent_id: whose type of K and V is taken where ``loading`` names none.
+        is_speaking: the agent's model is needed, and not only its history.
+        is_made: the agent is made where there is none of that name.
+        verify: as ``AgentManager`` takes it.
+        speculate: who guesses tokens.
+
+    Yields:
+        Whom to ask, and what they call the model; None: it is the agent's own.
+    """
+    server = running_server(
+        place,
+        is_alone=is_alone,
+        model=_named(model, loading),
+        agent_id=agent_id if is_speaking else None,
+        is_made=is_made,
+        loading=loading,
+        more={"verify": None if verify == "checksum" else verify, "speculate": speculate},
+    )
+    if server is not None:
+        with _way_out():
+            yield server[0], model and server[1]
+        return
+    with opened_agents(
+        place,
+        replace(LoadOptions() if loading is None else loading.options_for(), speculate=speculate),
+        memory=getattr(loading, "memory", None),
+        agent_id=agent_id,
+        verify=verify,
+    ) as agents:
+        yield agents, _model_for(agents, agent_id, model, loading)
+
+
+@contextmanager
+def _way_out() -> Iterator[None]:
+    """Say with an unknown agent how there comes to be one."""
+    try:
+        yield
+    except UnknownAgentError as error:
+        raise UnknownAgentError(f"{error}; `kvcellar agents create` makes one") from error
+
+
 @contextmanager
 def opened_agents(
     place: StorePlace,
@@ -41,7 +128,7 @@ def opened_agents(
     memory: str | None = None,
     agent_id: str | None = None,
     verify: str = "checksum",
-) -> Iterator[AgentManager]:
+) -> Iterator[OwnAgents]:
     """Open the agents of a store, which is made where there is none; models load when needed.
 
     Args:
@@ -54,13 +141,13 @@ def opened_agents(
     from kvcellar.agents import AgentManager, ModelRegistry
 
     def kv_dtype_of(name: str) -> str | None:
-        mine = [i for i in agents.directory.infos() if i.agent_id == agent_id]
+        mine = [i for i in manager.directory.infos() if i.agent_id == agent_id]
         of_model = [i for i in mine if hosting.split(i.model)[0] == name]
         return of_model[-1].kv_dtype if of_model else None
 
     hosting = hosting_of(loading or LoadOptions(), memory)
     hosting.kv_dtype_of = kv_dtype_of
-    with place.open(hosting.store) as store:
+    with _way_out(), place.open(hosting.store) as store:
         if store.shared is not None:
             store.shared.pull_all()
         models = ModelRegistry(
@@ -68,20 +155,27 @@ def opened_agents(
             **hosting.registry,
         )
         try:
-            agents = AgentManager(store, models, verify=verify)
-            yield agents
+            manager = AgentManager(store, models, verify=verify)
+            yield OwnAgents(manager)
             models.close()
             store.flush()
-        except UnknownAgentError as error:
-            raise UnknownAgentError(f"{error}; `kvcellar agents create` makes one") from error
         finally:
             models.close()
             for event in store.take_events():
                 print_warning(f"{event.subject}: {event.detail}")
 
 
-def model_for(
-    agents: AgentManager, agent_id: str | None, model: str | None, loading: ModelOptions
+def _named(model: str | None, loading: ModelOptions | None) -> str | None:
+    """Return what a registry calls a model with the adapter that is asked for; None: its own."""
+    from kvcellar.models.adapter_names import adapted
+    from kvcellar.models.places import full_path
+
+    adapter = "" if loading is None else one_adapter(read_adapters(loading.adapter))
+    return model and adapted(full_path(model), adapter)
+
+
+def _model_for(
+    agents: OwnAgents, agent_id: str | None, model: str | None, loading: ModelOptions | None
 ) -> str | None:
     """Return what an agent's model is called, with the adapter that is asked for.
 
@@ -90,58 +184,46 @@ def model_for(
     Raises:
         ConfigError: several adapters were asked for.
     """
-    from kvcellar.models.adapter_names import MARK, adapted
-    from kvcellar.models.places import full_path
-
-    adapter = options.one_adapter(options.read_adapters(loading.adapter))
+    adapter = "" if loading is None else one_adapter(read_adapters(loading.adapter))
     if model is None and adapter:
-        own = [info.model for info in agents.directory.infos() if info.agent_id == agent_id]
+        from kvcellar.models.adapter_names import MARK, adapted
+
+        infos = agents.manager.directory.infos()
+        own = [info.model for info in infos if info.agent_id == agent_id]
         return adapted(own[-1].removesuffix(f"{MARK}{adapter}") if own else DEMO, adapter)
-    return model and adapted(full_path(model), adapter)
+    return _named(model, loading)
 
 
-def agent_object(info: AgentInfo) -> dict[str, Any]:
-    """Return an agent as ``--json`` prints it."""
-    value = asdict(info)
-    value["id"] = value.pop("agent_id")
-    value["miss"] = None if info.miss is None else miss_object(info.miss)
-    return value
-
-
-def parent_of(info: AgentInfo) -> str:
+def parent_of(info: Mapping[str, Any]) -> str:
     """Name the agent that one was forked from, and say if it is gone."""
-    return f"{info.parent} (deleted)" if info.is_parent_gone else str(info.parent)
+    return f"{info['parent']} (deleted)" if info["is_parent_gone"] else str(info["parent"])
 
 
-def shared_by(info: AgentInfo) -> str:
+def shared_by(info: Mapping[str, Any]) -> str:
     """Say how many tokens an agent that was forked has in common, and with whom."""
-    if info.parted_at is None:
-        return f" at {info.parent_position}"
-    whose = "" if info.parted_from == info.parent else f" with {info.parted_from}"
-    return f", {info.parted_at} tokens shared{whose}"
+    if info["parted_at"] is None:
+        return f" at {info['parent_position']}"
+    whose = "" if info["parted_from"] == info["parent"] else f" with {info['parted_from']}"
+    return f", {info['parted_at']} tokens shared{whose}"
 
 
-def miss_object(miss: Miss) -> dict[str, Any]:
-    """Return what a turn lost as ``--json`` prints it, with advice."""
-    return miss.as_json() | {"advice": miss.advice}
-
-
-def show_agent(info: AgentInfo, as_json: bool) -> None:
+def show_agent(info: Mapping[str, Any], as_json: bool) -> None:
     """Print one agent: one JSON object, or a line per fact."""
     if as_json:
-        write(json.dumps(agent_object(info)) + "\n")
+        write(json.dumps(info) + "\n")
         return
-    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.used_s))
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(info["used_s"]))
+    n_tokens, n_turns, n_messages = (info[f"n_{what}"] for what in ("tokens", "turns", "messages"))
     lines = [
-        ("agent", info.agent_id),
-        ("title", info.title or "(nothing was said yet)"),
-        ("state", info.state),
-        ("model", f"{info.model}, K and V in {info.kv_dtype}"),
-        ("history", f"{info.n_tokens} tokens, {info.n_turns} turns, {info.n_messages} messages"),
-        ("stored", f"{info.n_stored} tokens"),
+        ("agent", info["id"]),
+        ("title", info["title"] or "(nothing was said yet)"),
+        ("state", info["state"]),
+        ("model", f"{info['model']}, K and V in {info['kv_dtype']}"),
+        ("history", f"{n_tokens} tokens, {n_turns} turns, {n_messages} messages"),
+        ("stored", f"{info['n_stored']} tokens"),
         ("used", used),
     ]
-    if info.parent is not None:
-        lines.append(("forked from", f"{parent_of(info)} at token {info.parent_position}"))
+    if info["parent"] is not None:
+        lines.append(("forked from", f"{parent_of(info)} at token {info['parent_position']}"))
     for name, text in lines:
         write(f"{name:<12}{text}\n")

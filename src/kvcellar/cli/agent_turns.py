@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 from kvcellar.cli import options
-from kvcellar.cli.agent_store import AgentId, ModelName, miss_object, model_for, opened_agents
+from kvcellar.cli.agent_store import AgentId, ModelName, asked_agents
 from kvcellar.cli.groups import CacheOptions, ChatSampling, SamplingOptions
 from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace
-from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
-from kvcellar.engine import SamplingParams, TokenEvent
-from kvcellar.errors import PromptError
-
-if TYPE_CHECKING:
-    from kvcellar.agents import AgentManager, TurnEnd
+from kvcellar.cli.talking import Command, Talk, talk
+from kvcellar.cli.terminal import ShownAnswer, print_note, shown_answer, write
 
 
 def generate_command(
@@ -34,6 +27,7 @@ def generate_command(
     is_new: Annotated[
         bool, typer.Option("--create", help="Make the agent if there is none of that name.")
     ] = False,
+    alone: options.Alone = False,
     sampling: SamplingOptions,
     store: StorePlace = HOME_STORE,
     model: ModelName = None,
@@ -44,20 +38,32 @@ def generate_command(
     """Say something to an agent; its answer streams to stdout and joins its history.
 
     With --json one object is printed instead: the text, its tokens, and in `usage` what was reused,
-    restored and lost.
+    restored and lost. What a model thinks is apart: dim at a terminal, `reasoning` with --json, and
+    not in a pipe.
     """
-    params = sampling.params()
     said = sys.stdin.read().removesuffix("\n") if text == "-" else text
-    settings = replace(loading.options_for(), speculate=speculate)
-    with opened_agents(
-        store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
-    ) as agents:
-        path = model_for(agents, agent_id, model, loading)
-        if is_new and agent_id not in {info.agent_id for info in agents.directory.infos()}:
-            asyncio.run(agents.lifecycle.create(agent_id, model=path))
-        turn = _turn(agents, agent_id, said, params, path, is_quiet=as_json)
-        end = asyncio.run(turn)
-    _show_end(end, as_json)
+    with asked_agents(
+        store,
+        loading,
+        is_alone=alone,
+        model=model,
+        agent_id=agent_id,
+        is_speaking=True,
+        is_made=is_new,
+        verify=verify,
+        speculate=speculate,
+    ) as (agents, path):
+        if is_new:
+            agents.ask("ensure", agent_id=agent_id, model=path, system=None)
+        with shown_answer("reading", is_quiet=as_json) as tell:
+            value = agents.ask(
+                "turn", tell, agent_id=agent_id, text=said, model=path, sampling=sampling.as_json()
+            )
+    if as_json:
+        write(json.dumps(value, ensure_ascii=False) + "\n")
+    else:
+        write("\n")
+        _show_end(value)
 
 
 def chat_command(
@@ -67,6 +73,7 @@ def chat_command(
         bool, typer.Option("--json", help="Print one JSON object per answer, each on a line.")
     ] = False,
     system: options.System = None,
+    alone: options.Alone = False,
     sampling: ChatSampling,
     store: StorePlace = HOME_STORE,
     model: ModelName = None,
@@ -76,107 +83,54 @@ def chat_command(
 ) -> None:
     """Talk with an agent, turn by turn; it is made where there is none of that name.
 
-    Ctrl-D leaves, and the agent stays. /undo takes back the last turn. In a pipe every line is one
-    message.
+    Ctrl-D leaves, and the agent stays. Commands: /undo, /help, /quit. In a pipe every line is one
+    message. Lines between two lines of \"\"\" are one message, as are those that end with a
+    backslash and the next.
     """
-    params = sampling.params()
-    settings = replace(loading.options_for(), speculate=speculate)
-    with opened_agents(
-        store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
-    ) as agents:
-        path = model_for(agents, agent_id, model, loading)
-        if agent_id not in {info.agent_id for info in agents.directory.infos()}:
-            asyncio.run(agents.lifecycle.create(agent_id, model=path, system=system))
-        is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        for line in _lines(is_interactive):
-            if line == "/undo":
-                asyncio.run(agents.lifecycle.rewind(agent_id, turn=-1))
-                print_note("took back the last turn")
-            elif line in ("/quit", "/exit"):
-                break
-            elif line:
-                turn = _turn(agents, agent_id, line, params, path, is_quiet=as_json)
-                with _going_on(is_interactive):
-                    end = asyncio.run(turn)
-                    agent_id = end.agent_id  # a branch, where another process talks with it too
-                    _show_end(end, as_json)
+    sampling.params()
+    with asked_agents(
+        store,
+        loading,
+        is_alone=alone,
+        model=model,
+        agent_id=agent_id,
+        is_speaking=True,
+        is_made=True,
+        verify=verify,
+        speculate=speculate,
+    ) as (agents, path):
+        agents.ask("ensure", agent_id=agent_id, model=path, system=system)
+
+        def say(text: str, tell: ShownAnswer) -> dict[str, Any]:
+            nonlocal agent_id
+            value: dict[str, Any] = agents.ask(
+                "turn", tell, agent_id=agent_id, text=text, model=path, sampling=sampling.as_json()
+            )
+            agent_id = value["id"]  # a branch, where another process talks with it too
+            return value
+
+        def undo() -> str:
+            agents.ask("rewind", agent_id=agent_id, position=None, turn=-1)
+            return "took back the last turn"
+
+        commands = {"/undo": Command("take back the last turn", undo)}
+        way_back = f"`kvcellar agents chat {agent_id}` goes on with it"
+        talk(Talk(say, _show_end, commands, way_back), as_json=as_json)
 
 
-@contextlib.contextmanager
-def _going_on(is_interactive: bool) -> Iterator[None]:
-    """Let neither Ctrl-C nor a full cache end a chat at a terminal."""
-    try:
-        yield
-    except PromptError as error:
-        if not is_interactive:
-            raise
-        print_error(f"{error}, or /undo")
-    except KeyboardInterrupt:
-        if not is_interactive:
-            raise
-        print_note("\nstopped here")
-
-
-def _lines(is_interactive: bool) -> Iterator[str]:
-    if not is_interactive:
-        yield from (line.strip() for line in sys.stdin)
-        return
-    with contextlib.suppress(EOFError):
-        while True:
-            yield input("> ").strip()
-
-
-async def _turn(
-    agents: AgentManager,
-    agent_id: str,
-    text: str,
-    params: SamplingParams,
-    model: str | None,
-    *,
-    is_quiet: bool,
-) -> TurnEnd:
-    from kvcellar.agents import Turn
-
-    end = None
-    with progress_bar("reading") as report:
-        turn = Turn(agent_id, text, params=params, model=model, progress=report)
-        events = agents.turns.generate(turn)
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if not isinstance(event, TokenEvent):
-                    end = event
-                elif not is_quiet:
-                    report(1.0, "reading")
-                    write(event.token.text)
-    assert end is not None
-    if end.finish.error is not None:
-        raise end.finish.error
-    return end
-
-
-def _show_end(end: TurnEnd, as_json: bool) -> None:
-    usage, finish = end.usage, end.finish
-    if as_json:
-        value = {
-            "id": end.agent_id,
-            "text": finish.text,
-            "token_ids": list(finish.token_ids),
-            "finish_reason": finish.reason,
-            "usage": asdict(usage)
-            | {"miss": None if usage.miss is None else miss_object(usage.miss)},
-        }
-        write(json.dumps(value, ensure_ascii=False) + "\n")
-        return
-    write("\n")
-    restored = f", {usage.restored_tokens} restored" if usage.restored_tokens else ""
-    first = usage.time_to_first_token_s
-    guessed = f"; {usage.accepted_tokens} of {usage.drafted_tokens} guesses were right"
+def _show_end(value: Mapping[str, Any]) -> None:
+    """Show what a turn took, to a terminal."""
+    usage = value["usage"]
+    restored = f", {usage['restored_tokens']} restored" if usage["restored_tokens"] else ""
+    first = usage["time_to_first_token_s"]
+    guessed = f"; {usage['accepted_tokens']} of {usage['drafted_tokens']} guesses were right"
     print_note(
-        f"reused {usage.cached_tokens} of {usage.prompt_tokens} tokens{restored}"
+        f"reused {usage['cached_tokens']} of {usage['prompt_tokens']} tokens{restored}"
         + (f"; first new one after {first:.2f} s" if first is not None else "")
-        + (guessed if usage.drafted_tokens else "")
+        + (guessed if usage["drafted_tokens"] else "")
     )
-    for note in usage.notes:
+    for note in usage["notes"]:
         print_note(note)
-    if usage.miss is not None and usage.miss.tokens_lost > 16:
-        print_note(f"{usage.miss.tokens_lost} tokens were computed again: {usage.miss.advice}")
+    miss = usage["miss"]
+    if miss is not None and miss["tokens_lost"] > 16:
+        print_note(f"{miss['tokens_lost']} tokens were computed again: {miss['advice']}")

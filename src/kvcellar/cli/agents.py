@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +15,7 @@ from kvcellar.cli import options
 from kvcellar.cli.agent_store import (
     AgentId,
     ModelName,
-    agent_object,
-    miss_object,
-    model_for,
+    asked_agents,
     opened_agents,
     parent_of,
     shared_by,
@@ -28,7 +25,14 @@ from kvcellar.cli.agent_turns import chat_command, generate_command
 from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.groups import CacheOptions, ModelOptions
 from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace, size_text
-from kvcellar.cli.terminal import print_none, print_note, print_warning, progress_bar, write
+from kvcellar.cli.terminal import (
+    print_line,
+    print_note,
+    print_warning,
+    progress_bar,
+    shown_answer,
+    write,
+)
 from kvcellar.errors import ConfigError
 
 _TRANSCRIPTS = {".md": "markdown", ".json": "json"}
@@ -124,51 +128,55 @@ def create_command(
     model: ModelName = None,
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
+    alone: options.Alone = False,
     loading: ModelOptions,
 ) -> None:
     """Make an agent without a history."""
-    with opened_agents(store, loading.options_for()) as agents:
-        path = model_for(agents, agent_id, model, loading)
-        info = asyncio.run(agents.lifecycle.create(agent_id, model=path, system=system))
+    with asked_agents(
+        store, loading, is_alone=alone, model=model, agent_id="", is_speaking=True, is_made=True
+    ) as (agents, path):
+        info = agents.ask("create", agent_id=agent_id, model=path, system=system)
     show_agent(info, as_json)
 
 
-def list_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
+def list_command(
+    store: StorePlace = HOME_STORE, as_json: AsJson = False, alone: options.Alone = False
+) -> None:
     """List all agents, the one that was used last at the end."""
-    with opened_agents(store) as agents:
-        infos = agents.directory.parted()
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        infos = agents.ask("list")
     if as_json:
-        write(json.dumps([agent_object(info) for info in infos]) + "\n")
+        write(json.dumps(infos) + "\n")
         return
     if not infos:
-        print_none(f"no agents in {store.path}; make one with: kvcellar agents create poet")
-    width = max((len(info.agent_id) for info in infos), default=0)
+        print_line(f"no agents in {store.path}; make one with: kvcellar agents create poet")
+    width = max((len(info["id"]) for info in infos), default=0)
     for info in infos:
-        if info.damage is not None:
-            write(f"{info.agent_id:<{width}}  {info.state:<9} {info.damage}\n")
+        if info["damage"] is not None:
+            write(f"{info['id']:<{width}}  {info['state']:<9} {info['damage']}\n")
             continue
-        of = f", forked from {parent_of(info)}{shared_by(info)}" if info.parent else ""
-        title = f"  “{info.title}”" if info.title else ""
+        of = f", forked from {parent_of(info)}{shared_by(info)}" if info["parent"] else ""
+        title = f"  “{info['title']}”" if info["title"] else ""
         write(
-            f"{info.agent_id:<{width}}  {info.state:<9} {info.n_tokens:>7} tokens  "
-            f"{info.n_turns:>3} turns  {info.model}{of}{title}\n"
+            f"{info['id']:<{width}}  {info['state']:<9} {info['n_tokens']:>7} tokens  "
+            f"{info['n_turns']:>3} turns  {info['model']}{of}{title}\n"
         )
 
 
 def show_command(
-    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+    agent_id: AgentId,
+    store: StorePlace = HOME_STORE,
+    as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Show one agent: its history, its lineage, its conversation."""
-    from kvcellar.agents.reading import conversation_apart
-
-    with opened_agents(store) as agents:
-        info = asyncio.run(agents.directory.describe(agent_id))
-        messages = conversation_apart(agents.directory.agent(agent_id), None)
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        shown = agents.ask("show", agent_id=agent_id)
     if as_json:
-        write(json.dumps(agent_object(info) | {"messages": messages}, ensure_ascii=False) + "\n")
+        write(json.dumps(shown, ensure_ascii=False) + "\n")
         return
-    show_agent(info, as_json=False)
-    for message in messages:
+    show_agent(shown, as_json=False)
+    for message in shown["messages"]:
         thought, calls = message.get("reasoning_content"), message.get("tool_calls") or ()
         lines = [f"({thought.strip()})"] if thought else []
         lines += [str(message["content"])] if message.get("content") else []
@@ -189,28 +197,35 @@ def rename_command(
     ],
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Give an agent another title, for people; its name stays."""
-    with opened_agents(store) as agents:
-        info = asyncio.run(agents.lifecycle.rename(agent_id, title))
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        info = agents.ask("rename", agent_id=agent_id, title=title)
     show_agent(info, as_json)
 
 
-def why_command(agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False) -> None:
+def why_command(
+    agent_id: AgentId,
+    store: StorePlace = HOME_STORE,
+    as_json: AsJson = False,
+    alone: options.Alone = False,
+) -> None:
     """Say what the last turn had to compute again, and why."""
-    with opened_agents(store) as agents:
-        miss, said = agents.directory.why(agent_id), agents.directory.why_not(agent_id)
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        found = agents.ask("why", agent_id=agent_id)
+    miss = found["miss"]
     if as_json:
-        write(json.dumps(None if miss is None else miss_object(miss), ensure_ascii=False) + "\n")
+        write(json.dumps(miss, ensure_ascii=False) + "\n")
     elif miss is None:
-        write(f"{said}\n")
+        write(f"{found['said']}\n")
     else:
-        write(f"cause     {miss.cause}: {miss.advice}\n")
-        at = f"from position {miss.position} on"
-        where = at if miss.was == miss.became else f"where the texts differ {at}"
-        write(f"lost      {miss.tokens_lost} tokens, {where}\n")
-        if miss.was != miss.became:
-            write(f"was       {miss.was!r}\nbecame    {miss.became!r}\n")
+        write(f"cause     {miss['cause']}: {miss['advice']}\n")
+        at, differs = f"from position {miss['position']} on", miss["was"] != miss["became"]
+        where = f"where the texts differ {at}" if differs else at
+        write(f"lost      {miss['tokens_lost']} tokens, {where}\n")
+        if differs:
+            write(f"was       {miss['was']!r}\nbecame    {miss['became']!r}\n")
 
 
 # Branches and sleep -------------------------------------------------------------------------------
@@ -223,10 +238,11 @@ def fork_command(
     turn: TurnNumber = None,
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Make an agent that shares the beginning of another; no KV is copied."""
-    with opened_agents(store) as agents:
-        info = asyncio.run(agents.lifecycle.fork(agent_id, new_id, position=position, turn=turn))
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        info = agents.ask("fork", agent_id=agent_id, new_id=new_id, position=position, turn=turn)
     show_agent(info, as_json)
 
 
@@ -236,23 +252,25 @@ def rewind_command(
     turn: TurnNumber = None,
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Go back to a place in the history; without one, to before the last turn."""
-    with opened_agents(store) as agents:
-        if position is None and turn is None:
-            turn = -1
-        info = asyncio.run(agents.lifecycle.rewind(agent_id, position=position, turn=turn))
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        info = agents.ask("rewind", agent_id=agent_id, position=position, turn=turn)
     show_agent(info, as_json)
     if not as_json:
         print_note(f"`kvcellar agents undo {agent_id}` brings back what was dropped")
 
 
 def keep_command(
-    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+    agent_id: AgentId,
+    store: StorePlace = HOME_STORE,
+    as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Keep this branch and delete its siblings, with all that was forked from them."""
-    with opened_agents(store) as agents:
-        gone = list(asyncio.run(agents.lifecycle.keep(agent_id)))
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        gone = agents.ask("keep", agent_id=agent_id)
     if as_json:
         write(json.dumps({"id": agent_id, "deleted": gone}) + "\n")
     else:
@@ -262,11 +280,17 @@ def keep_command(
 
 
 def pause_command(
-    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+    agent_id: AgentId,
+    store: StorePlace = HOME_STORE,
+    as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Have all of an agent on disk and none of it in memory."""
-    with opened_agents(store) as agents, progress_bar("saving") as report:
-        info = asyncio.run(agents.sleep.pause(agent_id, progress=report))
+    with (
+        asked_agents(store, is_alone=alone) as (agents, _),
+        shown_answer("saving", is_quiet=True) as tell,
+    ):
+        info = agents.ask("pause", tell, agent_id=agent_id)
     show_agent(info, as_json)
 
 
@@ -275,29 +299,27 @@ def resume_command(
     *,
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
+    alone: options.Alone = False,
     loading: CacheOptions,
     verify: options.Verify = "checksum",
 ) -> None:
     """Load an agent's KV into the cache and say how much came, from where, in what time."""
-    with opened_agents(
-        store, loading.options_for(), memory=loading.memory, agent_id=agent_id, verify=verify
-    ) as agents:
-        with progress_bar("loading") as report:
-            back = asyncio.run(agents.sleep.resume(agent_id, progress=report))
-        info = asyncio.run(agents.directory.describe(agent_id))
-    if back.trouble:
-        print_warning(back.trouble)
+    with (
+        asked_agents(
+            store, loading, is_alone=alone, agent_id=agent_id, is_speaking=True, verify=verify
+        ) as (agents, _),
+        shown_answer("loading", is_quiet=True) as tell,
+    ):
+        back = agents.ask("resume", tell, agent_id=agent_id)
+    if back["trouble"]:
+        print_warning(back["trouble"])
+    info = back["agent"]
     if as_json:
-        value = agent_object(info) | {
-            "restored_tokens": back.n_restored,
-            "restored_from": dict(back.tiers),
-            "restore_s": back.load_s,
-        }
-        write(json.dumps(value) + "\n")
+        write(json.dumps(info) + "\n")
     else:
         write(
-            f"{agent_id}: {back.n_restored} of {info.n_tokens} tokens restored in "
-            f"{back.load_s:.3f} s\n"
+            f"{agent_id}: {info['restored_tokens']} of {info['n_tokens']} tokens restored in "
+            f"{info['restore_s']:.3f} s\n"
         )
 
 
@@ -316,16 +338,15 @@ def export_command(
 
     kind = _TRANSCRIPTS.get(file.suffix.lower())
     if kind is not None:
-        with opened_agents(store) as agents:
-            info = asyncio.run(agents.directory.describe(agent_id))
-            text = write_transcript(
-                info, conversation_apart(agents.directory.agent(agent_id), None), kind
-            )
+        with opened_agents(store) as own:
+            directory = own.manager.directory
+            info = asyncio.run(directory.describe(agent_id))
+            text = write_transcript(info, conversation_apart(directory.agent(agent_id), None), kind)
         file.write_text(text, encoding="utf-8")
         show_export(agent_id, file, file.stat().st_size, as_json)
         return
-    with opened_agents(store) as agents, progress_bar("exporting") as report:
-        size = asyncio.run(agents.sleep.export(agent_id, file, progress=report))
+    with opened_agents(store) as own, progress_bar("exporting") as report:
+        size = asyncio.run(own.manager.sleep.export(agent_id, file, progress=report))
     show_export(agent_id, file, size, as_json)
 
 
@@ -344,11 +365,13 @@ def import_command(
     as_json: AsJson = False,
 ) -> None:
     """Take in an agent from a file; all of it is verified first."""
+    from kvcellar.server.verbs import agent_object
+
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; give one that `kvcellar agents export` wrote")
-    with opened_agents(store) as agents, progress_bar("verifying") as report:
-        info = asyncio.run(agents.sleep.import_file(file, new_id, progress=report))
-    show_agent(info, as_json)
+    with opened_agents(store) as own, progress_bar("verifying") as report:
+        info = asyncio.run(own.manager.sleep.import_file(file, new_id, progress=report))
+    show_agent(agent_object(info), as_json)
 
 
 def delete_command(
@@ -358,17 +381,21 @@ def delete_command(
     ] = False,
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Forget an agent; what others share with it stays. Undo brings it back for some time."""
-    with opened_agents(store) as agents:
-        asyncio.run(agents.lifecycle.delete(agent_id, is_final=is_final))
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        agents.ask("delete", agent_id=agent_id, is_final=is_final)
     write(json.dumps({"deleted": [agent_id]}) + "\n" if as_json else f"deleted {agent_id}\n")
     if not (is_final or as_json):
         print_note(f"`kvcellar agents undo {agent_id}` brings it back")
 
 
 def undo_command(
-    agent_id: AgentId, store: StorePlace = HOME_STORE, as_json: AsJson = False
+    agent_id: AgentId,
+    store: StorePlace = HOME_STORE,
+    as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """Bring back what rewind, keep, delete or a replaced history has dropped of an agent last.
 
@@ -376,13 +403,13 @@ def undo_command(
     step further back. What was dropped is kept until the store needs the room: the 100 last, for 30
     days.
     """
-    with opened_agents(store) as agents:
-        back = asyncio.run(agents.dropped.undo(agent_id))
+    with asked_agents(store, is_alone=alone) as (agents, _):
+        back = agents.ask("undo", agent_id=agent_id)
     if as_json:
-        write(json.dumps([agent_object(info) for info in back]) + "\n")
+        write(json.dumps(back) + "\n")
         return
     for info in back:
-        write(f"{info.agent_id}: {info.n_tokens} tokens, {info.n_turns} turns\n")
+        write(f"{info['id']}: {info['n_tokens']} tokens, {info['n_turns']} turns\n")
 
 
 def dropped_command(
@@ -391,21 +418,22 @@ def dropped_command(
     ] = False,
     store: StorePlace = HOME_STORE,
     as_json: AsJson = False,
+    alone: options.Alone = False,
 ) -> None:
     """List what undo can bring back, the latest at the end."""
-    with opened_agents(store) as agents:
+    with asked_agents(store, is_alone=alone) as (agents, _):
         if is_emptied:
-            n = agents.dropped.forget_all()
+            n = agents.ask("forget")
             write(json.dumps({"deleted": n}) + "\n" if as_json else f"deleted {n} states\n")
             return
-        states = agents.dropped.listed()
+        states = agents.ask("dropped")
     if as_json:
-        write(json.dumps([asdict(state) for state in states]) + "\n")
+        write(json.dumps(states) + "\n")
         return
     if not states:
-        print_none("nothing was dropped that undo could bring back")
+        print_line("nothing was dropped that undo could bring back")
     for state in states:
-        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.at_s))
-        of = "" if state.by == state.agent_id else f" of {state.by}"
-        had = f"{state.n_tokens} tokens, {state.n_turns} turns"
-        write(f"{state.agent_id}  {had}, dropped by {state.verb}{of} at {at}\n")
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(state["at_s"]))
+        of = "" if state["by"] == state["agent_id"] else f" of {state['by']}"
+        had = f"{state['n_tokens']} tokens, {state['n_turns']} turns"
+        write(f"{state['agent_id']}  {had}, dropped by {state['verb']}{of} at {at}\n")

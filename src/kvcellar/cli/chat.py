@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from collections.abc import Iterator
-from typing import Annotated
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcellar.cli import options
+from kvcellar.cli.attached import RunningServer, running_server
 from kvcellar.cli.commands import add_command
-from kvcellar.cli.generate import as_object, show_end
-from kvcellar.cli.groups import AnyCacheOptions, ChatSampling
+from kvcellar.cli.generate import followed, show_end, told_prefill
+from kvcellar.cli.groups import AnyCacheOptions, ChatSampling, SamplingOptions
 from kvcellar.cli.session import Bound, bound_model
-from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
-from kvcellar.engine import Conversation, Generation, SamplingParams
-from kvcellar.errors import ModelError, PromptError
+from kvcellar.cli.store import StorePlace
+from kvcellar.cli.talking import Command, Talk, talk
+from kvcellar.cli.terminal import is_interactive, print_note
+from kvcellar.errors import ModelError
 from kvcellar.models.options import DEMO
+from kvcellar.models.places import full_path
 from kvcellar.models.snapshots import what_resumes
 
-HELP = """\
-/undo   take back the last turn
-/reset  start again
-/help   this list
-/quit   leave, as does Ctrl-D
-Ctrl-C ends an answer early; at the prompt it leaves."""
+if TYPE_CHECKING:
+    from kvcellar.engine import SamplingParams
+    from kvcellar.server.verbs import Tell
 
 
 def register(app: typer.Typer) -> None:
@@ -48,136 +46,219 @@ def chat_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per answer, each on a line.")
     ] = False,
+    alone: options.Alone = False,
+    store: options.ServersStore = None,
     sampling: ChatSampling,
     loading: AnyCacheOptions,
 ) -> None:
     """Talk with a model; only what is new is computed in each turn.
 
     The model reads what its template makes of all that was said. Commands: /undo, /reset,
-    /help, /quit. In a pipe every line is one message.
+    /help, /quit. In a pipe every line is one message. Lines between two lines of \"\"\" are one
+    message, as are those that end with a backslash and the next, and at a terminal what is pasted.
+
+    What a model thinks is dim at a terminal, `reasoning` with --json, and not in a pipe.
     """
     params = sampling.params()
+    server = running_server(
+        StorePlace(store=store), is_alone=alone, model=full_path(model), loading=loading
+    )
+    if server is not None:
+        chat = _ServersChat(*server, system, sampling)
+        if is_interactive():
+            chat.greet(params)
+        talk(chat.talk(model), as_json=as_json)
+        return
     with bound_model(loading.options_for(model), memory=loading.memory) as bound:
-        _check_chats(bound)
-        conversation = Conversation(
-            bound.runner,
-            bound.cache,
-            bound.model.tokenizer,
-            system=system,
-            eos_token_ids=bound.model.eos_token_ids,
-        )
-        params = params.for_model(bound.model.sampling)
-        is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        if is_interactive:
-            _greet(bound, loading.cache, loading.backend, params)
-        for line in _typed_lines() if is_interactive else _piped_lines():
-            if line.startswith("/"):
-                if line.split()[0] in ("/quit", "/exit"):
-                    break
-                _command(conversation, line.split()[0])
-            elif line:
-                _turn(conversation, line, params, as_json, is_interactive)
+        _check_chats(bound.model.name, bool(bound.model.tokenizer.chat_template))
+        own = _OwnChat(bound, system, params.for_model(bound.model.sampling))
+        if is_interactive():
+            own.greet(loading.cache, loading.backend)
+        talk(own.talk(model), as_json=as_json)
 
 
-def _check_chats(bound: Bound) -> None:
+def _check_chats(name: str, has_template: bool) -> None:
     """Refuse a model that was not made for conversations, before anything is typed.
 
     Raises:
         ModelError: it has no chat template.
     """
-    if not bound.model.tokenizer.chat_template:
+    if not has_template:
         raise ModelError(
-            f"{bound.model.name} has no chat template, so it is a base model and no chat model; "
-            f"have it go on with a text by 'kvcellar generate {bound.model.name} -p TEXT', or give "
-            f"a template with --chat-template"
+            f"{name} has no chat template, so it is a base model and no chat model; have it go on "
+            f"with a text by 'kvcellar generate {name} -p TEXT', or give a template with "
+            f"--chat-template"
         )
 
 
-def _greet(bound: Bound, kind: str, backend: str, params: SamplingParams) -> None:
-    """Say with what and how one talks."""
-    print_note(
-        f"{bound.model.name}, {bound.model.held_as} on {backend}; {kind} "
-        f"cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
-        f"{bound.cache.config.kv_dtype}; temperature {params.temperature:g}, top_p "
-        f"{params.top_p:g}; /help"
-    )
-    if bound.model.name == DEMO:
+class _Chat(ABC):
+    """A conversation that is kept for as long as the command runs."""
+
+    @abstractmethod
+    def say(self, text: str, tell: Tell) -> dict[str, Any]:
+        """Say something; tell the answer, and return what ``--json`` prints of it."""
+
+    @abstractmethod
+    def undo(self) -> str:
+        """Take back the last turn; say what came of it."""
+
+    @abstractmethod
+    def reset(self) -> str:
+        """Start again; say so."""
+
+    def talk(self, model: str) -> Talk:
+        """Return the conversation as one talks with it."""
+        commands = {
+            "/undo": Command("take back the last turn", self.undo),
+            "/reset": Command("start again", self.reset),
+        }
+        way_back = (
+            f"this chat is not kept; `kvcellar agents chat NAME --model {model}` has one that is"
+        )
+        return Talk(self.say, show_end, commands, way_back)
+
+
+class _OwnChat(_Chat):
+    """A conversation with a model of this process."""
+
+    def __init__(self, bound: Bound, system: str | None, params: SamplingParams) -> None:
+        from kvcellar.engine import Conversation
+        from kvcellar.server.thoughts import reading_for
+
+        self._bound = bound
+        self._reading = reading_for(bound.model.tokenizer)
+        self._params = params
+        self._conversation = Conversation(
+            bound.runner,
+            bound.cache,
+            bound.model.tokenizer,
+            system=system,
+            eos_token_ids=bound.model.eos_token_ids,
+            marks=None if self._reading is None else self._reading.marks,
+        )
+
+    def greet(self, kind: str, backend: str) -> None:
+        """Say with what and how one talks."""
+        bound = self._bound
+        print_note(
+            f"{bound.model.name}, {bound.model.held_as} on {backend}; {kind} "
+            f"cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
+            f"{bound.cache.config.kv_dtype}; {_sampled(self._params)}; /help"
+        )
+        _note_model(bound.model.name, what_resumes(bound.cache.config, 1))
+
+    def say(self, text: str, tell: Tell) -> dict[str, Any]:
+        """Say something; see the class above."""
+        from kvcellar.server.thoughts import ReadAnswer, stops_for
+
+        reading = self._reading
+        events = self._conversation.say(
+            text,
+            replace(self._params, stop=stops_for(reading, self._params.stop)),
+            on_prefill=told_prefill(tell, "reading {} of {} new tokens"),
+            message_of=None if reading is None else reading.kept,
+        )
+        if reading is not None:
+            reading.begin(self._bound.model.tokenizer, self._conversation.tokens)
+        return followed(events, ReadAnswer(reading), self._params, tell)
+
+    def undo(self) -> str:
+        """Take back the last turn; see the class above."""
+        said = self._conversation.undo()
+        if said is None:
+            return "there is no turn to take back"
+        return (
+            f"took back: {said} ({self._conversation.cached_tokens} of "
+            f"{len(self._conversation.tokens)} tokens are still cached)"
+        )
+
+    def reset(self) -> str:
+        """Start again; see the class above."""
+        self._conversation.reset()
+        return "a new conversation"
+
+
+class _ServersChat(_Chat):
+    """A conversation with a model of a running server, which remembers nothing of it but K and V.
+
+    Always: ``_messages`` are what was said, with whatever came of an answer that was cut.
+    """
+
+    def __init__(
+        self,
+        server: RunningServer,
+        model: str | None,
+        system: str | None,
+        sampling: SamplingOptions,
+    ) -> None:
+        self._server = server
+        self._model = model
+        self._sampling = sampling.as_json()
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, str]] = list(self._opening)
+        self._facts = server.ask("model", model=model)
+        _check_chats(self._facts["name"], self._facts["has_template"])
+
+    def greet(self, params: SamplingParams) -> None:
+        """Say with what and how one talks."""
+        sampled = _sampled(params.for_model(self._facts["sampling"]))
+        print_note(
+            f"{self._facts['name']}, {self._facts['weights']}, of the server at "
+            f"{self._server.url}; {sampled}; /help"
+        )
+        _note_model(self._facts["name"], self._facts["resumes"])
+
+    def say(self, text: str, tell: Tell) -> dict[str, Any]:
+        """Say something; see the class above."""
+        said = {"role": "user", "content": text}
+        heard = {"text": "", "thought": ""}
+
+        def take(event: dict[str, Any]) -> None:
+            for kind in heard.keys() & event.keys():
+                heard[kind] += event[kind]
+            tell(event)
+
+        try:
+            value: dict[str, Any] = self._server.ask(
+                "complete",
+                take,
+                model=self._model,
+                messages=[*self._messages, said],
+                sampling=self._sampling,
+            )
+        except KeyboardInterrupt:
+            self._keep(said, heard["text"], heard["thought"])
+            raise
+        self._keep(said, value["text"], value["reasoning"])
+        return value
+
+    def _keep(self, said: dict[str, str], text: str, thought: str) -> None:
+        answer = {"role": "assistant", "content": text}
+        if thought:
+            answer["reasoning_content"] = thought
+        self._messages += [said, answer]
+
+    def undo(self) -> str:
+        """Take back the last turn; see the class above."""
+        if len(self._messages) == len(self._opening):
+            return "there is no turn to take back"
+        said = self._messages[-2]["content"]
+        del self._messages[-2:]
+        return f"took back: {said}"
+
+    def reset(self) -> str:
+        """Start again; see the class above."""
+        self._messages = list(self._opening)
+        return "a new conversation"
+
+
+def _sampled(params: SamplingParams) -> str:
+    return f"temperature {params.temperature:g}, top_p {params.top_p:g}"
+
+
+def _note_model(name: str, resumes: str) -> None:
+    """Say what one should know of a model before one talks with it."""
+    if name == DEMO:
         print_note(options.DEMO_NOTE)
-    resumes = what_resumes(bound.cache.config, 1)
     if resumes:
         print_note(resumes)
-
-
-def _typed_lines() -> Iterator[str]:
-    with contextlib.suppress(ImportError):  # not on every system
-        import readline  # noqa: F401 - arrow keys and history for input()
-    while True:
-        try:
-            yield input("> ").strip()
-        except EOFError:
-            print_note("")
-            return
-
-
-def _piped_lines() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.strip()
-
-
-def _command(conversation: Conversation, command: str) -> None:
-    if command == "/undo":
-        said = conversation.undo()
-        if said is None:
-            print_note("there is no turn to take back")
-        else:
-            print_note(
-                f"took back: {said} ({conversation.cached_tokens} of {len(conversation.tokens)} "
-                f"tokens are still cached)"
-            )
-    elif command == "/reset":
-        conversation.reset()
-        print_note("a new conversation")
-    elif command == "/help":
-        for line in HELP.splitlines():
-            print_note(line)
-    else:
-        print_error(f"there is no command {command}; /help lists them")
-
-
-def _turn(
-    conversation: Conversation,
-    text: str,
-    params: SamplingParams,
-    as_json: bool,
-    is_interactive: bool,
-) -> None:
-    """Say a message and show its answer.
-
-    At a terminal neither Ctrl-C nor a full cache ends the chat.
-    """
-    try:
-        with progress_bar("reading") as report:
-            events = conversation.say(
-                text,
-                params,
-                on_prefill=lambda done, total: report(
-                    done / total, f"reading {done} of {total} new tokens"
-                ),
-            )
-            for event in events:
-                if not isinstance(event, Generation):
-                    write("" if as_json else event.text)
-                elif as_json:
-                    write(json.dumps(as_object(event, params), ensure_ascii=False) + "\n")
-                else:
-                    write("\n")
-                    show_end(event)
-    except PromptError as error:
-        if not is_interactive:
-            raise
-        print_error(f"{error}, or /undo, or /reset")
-    except KeyboardInterrupt:
-        if not is_interactive:
-            raise
-        write("\n")
-        print_note("stopped here")

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcellar.cli import options
+from kvcellar.cli.attached import RunningServer, running_server
 from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.groups import AnyCacheOptions, SamplingOptions
 from kvcellar.cli.session import Bound, bound_model
-from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
-from kvcellar.engine import DEFAULTABLE, Generation, SamplingParams, encode_chat, generate
+from kvcellar.cli.store import StorePlace
+from kvcellar.cli.terminal import print_note, print_warning, shown_answer, write
 from kvcellar.errors import ConfigError
+from kvcellar.history import History
 from kvcellar.models.options import DEMO
+from kvcellar.models.places import full_path
 from kvcellar.valid import valid_text
+
+if TYPE_CHECKING:
+    from kvcellar.engine import GeneratedToken, Generation, SamplingParams
+    from kvcellar.server.thoughts import ReadAnswer
+    from kvcellar.server.verbs import Tell
 
 
 def register(app: typer.Typer) -> None:
@@ -53,88 +63,149 @@ def generate_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when all is done.")
     ] = False,
+    alone: options.Alone = False,
+    store: options.ServersStore = None,
     sampling: SamplingOptions,
     loading: AnyCacheOptions,
 ) -> None:
     """Continue a text.
 
-    The text streams to stdout as it comes. With --json one object is printed instead: text,
-    token_ids, finish_reason (stop or length), finish_detail, usage, and sampling as it was done.
+    The text streams to stdout as it comes; what a chat model thinks comes dim at a terminal, and in
+    a pipe not at all. With --json one object is printed instead: text, reasoning, token_ids,
+    finish_reason (stop or length), finish_cause, finish_detail, usage, and sampling as it was done.
     """
     if system is not None and chat is False:
         raise ConfigError("a system message needs a chat template; leave --raw out")
     if loading.chat_template is not None and chat is False:
         raise ConfigError("--raw uses no chat template; leave --raw or --chat-template out")
-    params = sampling.params()
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with bound_model(loading.options_for(model), memory=loading.memory) as bound:
-        params = params.for_model(bound.model.sampling)
-        if chat is None:
-            has_template = bool(getattr(bound.model.tokenizer, "chat_template", None))
-            is_asked = system is not None or loading.chat_template is not None
-            chat = is_asked or (has_template and model != DEMO)
-        result = _run(bound, _encode(bound, text, chat, system), params, is_quiet=as_json)
+    server = running_server(
+        StorePlace(store=store), is_alone=alone, model=full_path(model), loading=loading
+    )
+    if server is not None:
+        with shown_answer("reading the prompt", is_quiet=as_json) as tell:
+            value = _asked(*server, text, chat, system, sampling, tell)
+    else:
+        params = sampling.params()
+        with bound_model(loading.options_for(model), memory=loading.memory) as bound:
+            if chat is None:
+                is_asked = system is not None or loading.chat_template is not None
+                chat = is_asked or (_has_template(bound) and model != DEMO)
+            with shown_answer("reading the prompt", is_quiet=as_json) as tell:
+                value = _run(bound, text, chat, system, params, tell)
     if as_json:
-        write(json.dumps(as_object(result, params), ensure_ascii=False) + "\n")
+        write(json.dumps(value, ensure_ascii=False) + "\n")
+    else:
+        write("\n")
+        show_end(value)
 
 
-def _encode(bound: Bound, text: str, is_chat: bool, system: str | None) -> list[int]:
-    if not is_chat:
-        return [int(token_id) for token_id in bound.model.tokenizer.encode(valid_text(text))]
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    return encode_chat(bound.model.tokenizer, [*messages, {"role": "user", "content": text}])
+def _has_template(bound: Bound) -> bool:
+    return bool(getattr(bound.model.tokenizer, "chat_template", None))
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return [*opening, {"role": "user", "content": text}]
+
+
+def _asked(
+    server: RunningServer,
+    model: str | None,
+    text: str,
+    is_chat: bool | None,
+    system: str | None,
+    sampling: SamplingOptions,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Have a running server answer."""
+    if is_chat is None:
+        is_chat = system is not None or (
+            model != DEMO and server.ask("model", model=model)["has_template"]
+        )
+    said = {"messages": _messages(text, system)} if is_chat else {"prompt": text}
+    value: dict[str, Any] = server.ask(
+        "complete", tell, model=model, sampling=sampling.as_json(), **said
+    )
+    return value
 
 
 def _run(
-    bound: Bound, prompt_ids: list[int], params: SamplingParams, *, is_quiet: bool
-) -> Generation:
-    with progress_bar("reading the prompt") as report:
-        events = generate(
-            bound.runner,
-            bound.cache,
-            bound.model.tokenizer,
-            prompt_ids,
-            params,
-            eos_token_ids=bound.model.eos_token_ids,
-            on_prefill=lambda done, total: report(
-                done / total, f"reading the prompt: {done} of {total} tokens"
-            ),
-        )
-        result: Generation | None = None
+    bound: Bound, text: str, is_chat: bool, system: str | None, params: SamplingParams, tell: Tell
+) -> dict[str, Any]:
+    """Answer with a model of this process."""
+    from kvcellar.engine import encode_chat, generate
+    from kvcellar.server.thoughts import ReadAnswer, reading_for, stops_for
+
+    tokenizer = bound.model.tokenizer
+    reading = reading_for(tokenizer if is_chat else None)
+    if is_chat:
+        prompt_ids = encode_chat(tokenizer, _messages(text, system))
+    else:
+        prompt_ids = [int(token_id) for token_id in tokenizer.encode(valid_text(text))]
+    if reading is not None:
+        reading.begin(tokenizer, History(prompt_ids))
+    params = params.for_model(bound.model.sampling)
+    events = generate(
+        bound.runner,
+        bound.cache,
+        tokenizer,
+        prompt_ids,
+        replace(params, stop=stops_for(reading, params.stop)),
+        eos_token_ids=bound.model.eos_token_ids,
+        on_prefill=told_prefill(tell, "reading the prompt: {} of {} tokens"),
+        marks=None if reading is None else reading.marks,
+    )
+    return followed(events, ReadAnswer(reading), params, tell)
+
+
+def told_prefill(tell: Tell, what: str) -> Callable[[int, int], None]:
+    """Return what takes how many tokens of how many are read, and tells it in words."""
+    return lambda done, total: tell({"report": [done / total, what.format(done, total)]})
+
+
+def followed(
+    events: Iterator[GeneratedToken | Generation],
+    read: ReadAnswer,
+    params: SamplingParams,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Tell an answer as it comes, and return what ``--json`` prints of it.
+
+    Args:
+        events: of ``generate``; closed in any case.
+        read: reads it.
+        params: how it is sampled.
+        tell: told its pieces.
+    """
+    from kvcellar.engine import Generation
+    from kvcellar.server.verbs import generation_object
+
+    result = None
+    with closing(events):  # type: ignore[type-var]  # a generator, as all iterators of generate
         for event in events:
             if isinstance(event, Generation):
                 result = event
-            elif not is_quiet:
-                write(event.text)
-    assert result is not None
-    if not is_quiet:
-        write("\n")
-        show_end(result)
-    return result
+            else:
+                for piece in read.push(event.text):
+                    tell(piece)
+    assert result is not None, "generate ends with a Generation"
+    for piece in read.end(result.text):
+        tell(piece)
+    return generation_object(result, read, params)
 
 
-def show_end(result: Generation) -> None:
+def show_end(value: Mapping[str, Any]) -> None:
     """Show what a text took, to a terminal; warn where it ends for want of room."""
-    usage = result.usage
-    n_prompt, n_cached = usage.prompt_tokens, usage.cached_tokens
+    usage, cause = value["usage"], value["finish_cause"]
+    n_prompt, n_cached = usage["prompt_tokens"], usage["cached_tokens"]
     read = f"reused {n_cached} of {n_prompt} tokens" if n_cached else f"read {n_prompt} tokens"
-    speed = "" if usage.tokens_per_second is None else f", {usage.tokens_per_second:.1f} tokens/s"
-    end = f"; {result.finish.detail}" if result.finish.cause == "max_tokens" else ""
+    rate = usage["tokens_per_second"]
+    speed = "" if rate is None else f", {rate:.1f} tokens/s"
+    end = f"; {value['finish_detail']}" if cause == "max_tokens" else ""
     print_note(
-        f"{read}, first new one after {usage.time_to_first_token_s:.2f} s; "
-        f"{usage.completion_tokens} new{speed}{end}"
+        f"{read}, first new one after {usage['time_to_first_token_s']:.2f} s; "
+        f"{usage['completion_tokens']} new{speed}{end}"
     )
-    if result.finish.cause == "cache_full":
-        print_warning(f"the text is cut short: {result.finish.detail}")
-
-
-def as_object(result: Generation, params: SamplingParams) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
-    return {
-        "text": result.text,
-        "token_ids": list(result.token_ids),
-        "finish_reason": result.finish.reason,
-        "finish_detail": result.finish.detail,
-        "usage": asdict(result.usage),
-        "sampling": {name: getattr(params, name) for name in sorted(DEFAULTABLE)},
-    }
+    if cause == "cache_full":
+        print_warning(f"the text is cut short: {value['finish_detail']}")

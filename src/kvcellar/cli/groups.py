@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcellar.cli import options
-from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.models.options import DEMO, LoadOptions
+
+if TYPE_CHECKING:
+    from kvcellar.engine import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,18 @@ class ModelOptions:
         given["chat_template"] = options.read_template(self.chat_template)
         given["snapshot_bytes"] = options.snapshot_bytes(given.pop("snapshots", None))
         return LoadOptions(model, **given)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of the options as JSON has them, for comparing those of two commands."""
+        said = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.chat_template is not None:
+            said["chat_template"] = str(self.chat_template.expanduser().resolve())
+        return said
+
+    def given(self) -> dict[str, Any]:
+        """Return those of ``as_json`` that are not as by default."""
+        usual = {one.name: one.default for one in fields(self)}
+        return {name: value for name, value in self.as_json().items() if value != usual[name]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +91,20 @@ class SamplingOptions:
     seed: options.Seed = None
     stop: options.Stop = None
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the options as :func:`kvcellar.server.verbs.params_of` reads them."""
+        named: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
+        return {"usual": dict(self.usual), "named": named}
+
     def params(self) -> SamplingParams:
         """Return the options as settings that leave what was not given to the model.
 
         Raises:
             ConfigError: a value that cannot work.
         """
-        named: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
-        return SamplingParams(**{**self.usual, **named}, unset=DEFAULTABLE - named.keys())
+        from kvcellar.server.verbs import params_of
+
+        return params_of(self.as_json())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,6 +215,24 @@ ChatTemplate = Annotated[
     in_loading("FILE", "A chat template (Jinja) in place of the model's own."),
 ]
 System = Annotated[str | None, option("TEXT", "The system message of the chat.")]
+ServersStore = Annotated[
+    Path | None,
+    option(
+        "FOLDER",
+        "The store whose server is asked, where one runs that has the model in memory. Default: "
+        "the user's own, as for `agents`.",
+        "--store",
+    ),
+]
+Alone = Annotated[
+    bool,
+    option(
+        None,
+        "Do it in this process, also where a server of the store's folder runs, which would "
+        "answer at once with the model that it has in memory.",
+        "--alone",
+    ),
+]
 
 
 def snapshot_bytes(size: str | None) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -101,6 +101,7 @@ def serve_command(
     offered = offered_models(models or ["demo"])
     beside, beside_bytes = _embedding_models(embeddings, offered)
     adapters = adapters_of(loading.adapter, offered, beside)
+    said = loading.as_json() | {"speculate": speculate, "shared": store.shared}
     device, devices = devices_of(loading.device, offered, loading.memory)
     loading = replace(loading, device=device)
     hosting = hosting_for(loading, engine.config(), speculate, adapters, beside_bytes)
@@ -122,7 +123,9 @@ def serve_command(
         store,
         hosting,
         offered.values(),
-        lambda: _served(config, hosting, with_adapters(offered, adapters), beside, idle_unload),
+        lambda: _served(
+            config, hosting, with_adapters(offered, adapters), beside, idle_unload, said
+        ),
     )
 
 
@@ -293,6 +296,7 @@ def _served(
     offered: dict[str, str],
     beside: dict[str, TextEmbedder],
     idle_unload: float | None,
+    said: dict[str, Any],
 ) -> ServedModels:
     """Make the models that clients may name; none is loaded yet."""
     from kvcellar.server.models import ServedModels
@@ -312,6 +316,7 @@ def _served(
         idle_ttl_s=idle_unload,
         context_of=hosting.context_of,
         embedding_models=beside,
+        loading=said,
         **hosting.registry,
     )
 

@@ -15,6 +15,7 @@ from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.exits import ExitCode
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
+from kvcellar.home import default_store
 
 if TYPE_CHECKING:
     from kvcellar.store import Store, StoreConfig, StoreEvent
@@ -57,8 +58,6 @@ class StorePlace:
     @property
     def path(self) -> Path:
         """Folder of the store; the user's where none was given."""
-        from kvcellar.store import default_store
-
         return (self.store or default_store()).expanduser()
 
     def open(

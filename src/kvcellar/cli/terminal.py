@@ -8,11 +8,13 @@ imported when something is shown.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 ProgressFn = Callable[[float, str], None]
 
@@ -46,8 +48,8 @@ def print_note(message: str) -> None:
         _print(message, "dim")
 
 
-def print_none(message: str) -> None:
-    """Print one dim line where a result is empty, so that nobody has to guess what silence is."""
+def print_line(message: str) -> None:
+    """Print one dim line that also a pipe's user should see: how something is done, or none is."""
     _print(message, "dim")
 
 
@@ -59,11 +61,81 @@ def _print(message: str, style: str) -> None:
     console.print(message, style=style)
 
 
+def is_interactive() -> bool:
+    """Return true where a person types and reads at a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def write(text: str) -> None:
     """Text of the result, at once."""
     if text:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+class ShownAnswer:
+    """Shows an answer as it comes: its text, and at a terminal its thoughts before it, dim.
+
+    In a pipe there is the text alone. Call it with the pieces of
+    :mod:`kvcellar.server.thoughts`, or with ``{"report": [share, what]}``.
+    """
+
+    def __init__(self, report: ProgressFn, *, is_quiet: bool) -> None:
+        """Show an answer of which nothing has come.
+
+        Args:
+            report: of the progress that is shown until it begins.
+            is_quiet: show nothing but progress.
+        """
+        self._report = report
+        self._is_quiet = is_quiet
+        self._thinks = False
+        self._is_dim = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Show the next piece."""
+        if "report" in event:
+            self._report(*event["report"])
+        elif event.get("thought"):
+            self._think(event["thought"])
+        elif said := event.get("text") or event.get("call"):
+            self.end_thought()
+            self._write(said)
+
+    def _think(self, text: str) -> None:
+        if self._is_quiet or not sys.stdout.isatty():
+            return
+        if not self._thinks:
+            self._write("\x1b[2m" if self._is_dim else "(thinks)\n")
+        self._thinks = True
+        self._write(text)
+
+    def end_thought(self) -> None:
+        """Leave a thought, where one is shown: at the text behind it, or where it is cut."""
+        if self._thinks:
+            self._thinks = False
+            write("\x1b[0m\n\n" if self._is_dim else "\n(answers)\n")
+
+    def _write(self, text: str) -> None:
+        if not self._is_quiet:
+            self._report(1.0, "")
+            write(text)
+
+
+@contextmanager
+def shown_answer(what: str, *, is_quiet: bool) -> Iterator[ShownAnswer]:
+    """Show progress until an answer comes, then the answer; what is open of it is closed.
+
+    Args:
+        what: what is done first.
+        is_quiet: show nothing but progress.
+    """
+    with progress_bar(what) as report:
+        answer = ShownAnswer(report, is_quiet=is_quiet)
+        try:
+            yield answer
+        finally:
+            answer.end_thought()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from there on; what the model reads is never anything else than what was said.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,8 +115,20 @@ class Conversation:
         seq_id: int = 0,
         prefill_chunk: int = 512,
         control_tokens_in_text: bool = False,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         """Begin a conversation; what the cache held of the sequence is forgotten.
+
+        Args:
+            runner: the model, bound to the session of ``cache``.
+            cache: of any kind.
+            tokenizer: with a chat template.
+            system: the system message.
+            eos_token_ids: tokens with which the model ends an answer.
+            seq_id: which sequence of the cache.
+            prefill_chunk: tokens of a prompt in one forward.
+            control_tokens_in_text: let messages spell control tokens, which are text otherwise.
+            marks: as ``Request`` has them; ``say`` is then told what makes a message of the text.
 
         Raises:
             ModelError: the model has no chat template.
@@ -132,6 +144,7 @@ class Conversation:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prefill_chunk = prefill_chunk
         self._control_tokens_in_text = control_tokens_in_text
+        self._marks = marks
         self._opening: list[Message] = []
         if system is not None:
             self._opening.append({"role": "system", "content": valid_text(system)})
@@ -182,11 +195,22 @@ class Conversation:
         return held
 
     def say(
-        self, text: str, params: SamplingParams, on_prefill: PrefillFn | None = None
+        self,
+        text: str,
+        params: SamplingParams,
+        on_prefill: PrefillFn | None = None,
+        *,
+        message_of: Callable[[str], Message] | None = None,
     ) -> Iterator[GeneratedToken | Generation]:
         """Let the user say something; iterate over the answer as over ``generate``.
 
-        An answer that is given up half-way stays as far as it came.
+        An answer that is given up half-way stays as far as it came: close the iterator then.
+
+        Args:
+            text: what is said.
+            params: how to sample the answer, and when to end it.
+            on_prefill: as ``generate`` takes it.
+            message_of: from the text of the answer to the message that is kept; None: its text.
 
         Raises:
             PromptError: there is no room for it; raised by this call, and nothing was changed.
@@ -212,12 +236,13 @@ class Conversation:
             prefill_chunk=self._prefill_chunk,
             on_prefill=on_prefill,
             keep_at=keep_at,
+            marks=self._marks,
         )
         self._turns.append(_Turn(self.tokens, len(self.messages)))
         self.tokens = tokens
         answer: Message = {"role": "assistant", "content": ""}
         self.messages += [user, answer]
-        return self._follow(events, tokens, answer)
+        return self._follow(events, tokens, answer, message_of)
 
     def _keep_points(self, tokens: History, held: int, user: Message) -> list[int]:
         """Keep the states before a turn, for ``undo``; return at which lengths of it to keep more.
@@ -247,10 +272,17 @@ class Conversation:
 
     @staticmethod
     def _follow(
-        events: Iterator[GeneratedToken | Generation], tokens: History, answer: Message
+        events: Iterator[GeneratedToken | Generation],
+        tokens: History,
+        answer: Message,
+        message_of: Callable[[str], Message] | None,
     ) -> Iterator[GeneratedToken | Generation]:
-        for event in events:
-            if isinstance(event, GeneratedToken):
-                tokens.append(event.token_id)
-                answer["content"] += event.text
-            yield event
+        try:
+            for event in events:
+                if isinstance(event, GeneratedToken):
+                    tokens.append(event.token_id)
+                    answer["content"] += event.text
+                yield event
+        finally:
+            if message_of is not None:
+                answer.update(message_of(answer["content"]))

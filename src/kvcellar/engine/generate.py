@@ -6,7 +6,7 @@ It is what a faster engine is compared with, so it has no batch, no queue and no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -124,6 +124,7 @@ def generate(
     prefill_chunk: int = 512,
     on_prefill: PrefillFn | None = None,
     keep_at: Collection[int] = (),
+    marks: Mapping[int, str] | None = None,
 ) -> Iterator[GeneratedToken | Generation]:
     """Continue a prompt: a :class:`GeneratedToken` for each token, then one :class:`Generation`.
 
@@ -144,6 +145,7 @@ def generate(
         on_prefill: called before the first chunk and after each.
         keep_at: lengths of the prompt to which the sequence is to be cut back later: where it does
             not hold them yet, they are made points of the cache.
+        marks: as ``Request`` has them.
 
     Raises:
         PromptError: the prompt is empty, does not fit, holds an id that the model does not have,
@@ -154,7 +156,7 @@ def generate(
     sequence = SequenceView(cache, seq_id)
     prompt = check_prompt(prompt_ids, runner.vocab_size, sequence)
     state = SamplingState(params, runner.vocab_size, prompt, eos_token_ids)
-    stream = TextStream(tokenizer, params.stop, context=prompt)
+    stream = TextStream(tokenizer, params.stop, context=prompt, marks=marks)
     read = partial(prefill, runner, sequence, prompt, prefill_chunk, on_prefill, keep_at)
     return _generate(runner, sequence, prompt, state, stream, eos_token_ids, read)
 

@@ -21,6 +21,7 @@ from kvcellar.server.routes import (
     anthropic,
     completions,
     embeddings,
+    folder,
     infill,
     lookup,
     observe,
@@ -42,6 +43,7 @@ _ROUTES = (
     infill,
     embeddings,
     agents,
+    folder,
     observe,
     viewer,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcellar.agents import DEFAULT_RULES, RULES
 from kvcellar.dialects import DIALECTS
@@ -44,6 +44,8 @@ class ServerConfig:
         logs_text: let prompts and answers into the log.
         rules: which of ``agents.RULES`` change what clients sent.
         control_tokens_in_text: let text of messages spell the model's control tokens.
+        folder_token: what a command of this machine brings that has read it in the store's folder,
+            and is the owner by; empty: there is none.
         dialect: name of the dialect that all models speak; None: what each one's template shows.
     """
 
@@ -71,6 +73,7 @@ class ServerConfig:
     rules: tuple[str, ...] = DEFAULT_RULES
     control_tokens_in_text: bool = False
     dialect: str | None = None
+    folder_token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.rules) - RULES.keys())

@@ -30,6 +30,9 @@ PAGE = "/viewer/"
 _OWNERS = ("/metrics", "/v1/cache", "/events", "/slots")
 """Paths that show what everybody does."""
 
+FOLDER_OWNER = "kvcellar.folder_owner"
+"""Where the scope of a request has that it came with the token of the store's folder."""
+
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -63,6 +66,9 @@ class Entrance:
             )
         self._check_host(headers)
         self._check_origin(scope["method"], headers)
+        if self._is_folders(scope, headers):
+            scope[FOLDER_OWNER] = True
+            return
         if self._config.api_key is None or path in (*OPEN, "/") or path.startswith(PAGE):
             return
         if self.origins.is_preflight(scope["method"], headers):  # browsers send no key with it
@@ -86,6 +92,17 @@ class Entrance:
                 raise ApiError(
                     403, f"{path} shows what all do, and only the owner's key does", "owner_only"
                 )
+
+    def _is_folders(self, scope: Scope, headers: Headers) -> bool:
+        """Return true for a command of this machine that brings the token of the store's folder."""
+        token, client = self._config.folder_token, scope.get("client")
+        brought = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if not token or not secrets.compare_digest(brought, token.encode()) or client is None:
+            return False
+        own = (scope.get("server") or ("",))[0]
+        return client[0] == own or (
+            _is_ip(client[0]) and ipaddress.ip_address(client[0]).is_loopback
+        )
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "")

@@ -60,6 +60,7 @@ class ServedModels:
         split: Callable[[str], tuple[str, str]] = lambda name: (name, ""),
         context_of: Callable[[str], tuple[int, int]] | None = None,
         embedding_models: Mapping[str, TextEmbedder] | None = None,
+        loading: Mapping[str, Any] | None = None,
     ) -> None:
         """Create models of which none is loaded.
 
@@ -73,7 +74,10 @@ class ServedModels:
             split: as ``ModelRegistry``.
             context_of: what ``context`` says of a model that was never loaded.
             embedding_models: by name, those that make vectors alone; in memory.
+            loading: options that the models are loaded with, by the names that commands have for
+                them.
         """
+        self.loading = dict(loading or {})
         self.embedding_models = dict(embedding_models or {})
         self._context_of = context_of
         self._split = split

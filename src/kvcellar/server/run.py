@@ -8,7 +8,7 @@ import errno
 import json
 import logging
 import math
-import os
+import secrets
 import signal
 import socket
 import sys
@@ -16,23 +16,21 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from types import FrameType
 from typing import TextIO
 
 import uvicorn
-from filelock import lock_descriptor
 
-from kvcellar.errors import ConfigError, StoreError
-from kvcellar.home import open_own, owner_in, write_owner
+from kvcellar.errors import ConfigError
 from kvcellar.server.app import create_app
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.connections import Connections, ConnectionsConfig
 from kvcellar.server.entrance import MOST_HEADER_BYTES
 from kvcellar.server.models import ServedModels
+from kvcellar.server.presence import held_store
 from kvcellar.server.service import Service
 from kvcellar.store import Store
-from kvcellar.store.folder import SERVER_LOCK
 
 log = logging.getLogger("kvcellar.server")
 
@@ -72,34 +70,6 @@ def listen(host: str, port: int) -> socket.socket:
             f"this machine as --host"
         ) from error
     return listener
-
-
-@contextmanager
-def held_store(folder: Path, what: str) -> Iterator[None]:
-    """Be the one server of a store, for as long as the block lasts. Commands may use it besides.
-
-    Raises:
-        StoreError: another server has it; the message says which.
-    """
-    path = folder / SERVER_LOCK
-    try:
-        fd = open_own(path, os.O_CREAT | os.O_RDWR)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror})") from error
-    try:
-        if not lock_descriptor(fd, blocking=False):
-            who = owner_in(path)
-            raise StoreError(
-                f"the store {folder} is served already{f' by {who}' if who else ''}; use that "
-                f"server, stop it, or give another --store"
-            )
-        write_owner(fd, f"{what} (process {os.getpid()})")
-        try:
-            yield
-        finally:
-            os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
 
 
 class Server(uvicorn.Server):
@@ -208,7 +178,8 @@ def serve(
         name = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{name}:{port}"
         runner = asyncio.Runner(loop_factory=_loop_factory())
-        with held_store(store.path, url), runner:
+        config = replace(config, folder_token=secrets.token_urlsafe(32))
+        with held_store(store.path, url, config.folder_token), runner:
             runner.run(_serve(config, store, make_models(), listener, url, on_ready))
 
 

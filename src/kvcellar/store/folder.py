@@ -22,7 +22,7 @@ from pathlib import Path
 from filelock import lock_descriptor
 
 from kvcellar.errors import StoreError
-from kvcellar.home import open_own
+from kvcellar.home import SERVER_LOCK, open_own
 from kvcellar.store.blocks import Kind
 from kvcellar.store.format import VERSION, Bytes, DamagedError, read_header
 from kvcellar.store.references import file_stem
@@ -30,9 +30,6 @@ from kvcellar.store.references import file_stem
 FORMAT = f"kvcellar store {VERSION}\n"
 SUFFIX = ".safetensors"
 PREVIOUS = ".previous"
-SERVER_LOCK = "server.lock"
-"""Held by the one server of a store."""
-
 _FORMAT_LINE = re.compile(r"kvcellar store \d+\n")
 _MOST_LOOKED_AT = 100
 """Files whose version is looked at where the store's own is lost."""

@@ -1,0 +1,198 @@
+"""A chat at a terminal or from a pipe: what is typed, commands, and answers as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.cli.terminal import (
+    ShownAnswer,
+    is_interactive,
+    print_error,
+    print_note,
+    shown_answer,
+    write,
+)
+from kvcellar.errors import KVCellarError, PromptError
+
+QUOTES = '"""'
+"""Stands before and behind a message of several lines."""
+
+_HELP_OF_ALL = (
+    ("/help", "this list"),
+    ("/quit", "leave, as does Ctrl-D"),
+    (QUOTES, "begins a message of several lines, and ends it; so does \\ at the end of a line"),
+    ("Ctrl-C", "ends an answer, or clears the line; at an empty prompt it leaves"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command that is typed in a chat.
+
+    Attributes:
+        says: its line of ``/help``.
+        do: does it, and returns what is said of that.
+    """
+
+    says: str
+    do: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """Whom one talks with.
+
+    Attributes:
+        say: called with a message and whom to tell the answer; returns what ``--json`` prints of
+            it.
+        show_end: shows what an answer took.
+        commands: by name, with the slash, what else may be typed.
+        way_back: said when one leaves.
+    """
+
+    say: Callable[[str, ShownAnswer], dict[str, Any]]
+    show_end: Callable[[Mapping[str, Any]], None]
+    commands: Mapping[str, Command]
+    way_back: str
+
+
+def talk(with_whom: Talk, *, as_json: bool) -> None:
+    """Take messages and show their answers, until nothing more comes or somebody leaves.
+
+    Args:
+        with_whom: who answers.
+        as_json: print one object for each answer, on a line.
+
+    Raises:
+        KVCellarError: as ``say``. A prompt without room ends no chat at a terminal.
+    """
+    for message in _typed() if is_interactive() else _piped():
+        is_command = message.startswith("/") and "\n" not in message
+        word = message.split()[0] if is_command else ""
+        if word in ("/quit", "/exit"):
+            break
+        if word:
+            _obey(with_whom, word)
+        elif message:
+            _answer(with_whom, message, as_json)
+    if is_interactive():
+        print_note(with_whom.way_back)
+
+
+def _obey(with_whom: Talk, word: str) -> None:
+    """Do a command. Its help is printed in a pipe, too, beside the answers."""
+    if word == "/help":
+        listed = [*((name, one.says) for name, one in with_whom.commands.items()), *_HELP_OF_ALL]
+        for name, says in listed:
+            sys.stderr.write(f"{name:<8}{says}\n")
+        sys.stderr.flush()
+    elif word in with_whom.commands:
+        print_note(with_whom.commands[word].do())
+    else:
+        print_error(f"there is no command {word}; /help lists them")
+
+
+def _answer(with_whom: Talk, message: str, as_json: bool) -> None:
+    """Say a message and show its answer.
+
+    At a terminal neither Ctrl-C nor a full cache ends the chat.
+    """
+    try:
+        with shown_answer("reading", is_quiet=as_json) as tell:
+            value = with_whom.say(message, tell)
+        if as_json:
+            write(json.dumps(value, ensure_ascii=False) + "\n")
+        else:
+            write("\n")
+            with_whom.show_end(value)
+    except PromptError as error:
+        if not is_interactive():
+            raise
+        print_error(f"{error}, or {', or '.join(with_whom.commands)}")
+    except KVCellarError as error:  # what was said before is worth more than an end
+        if not is_interactive():
+            raise
+        print_error(str(error))
+    except KeyboardInterrupt:
+        if not is_interactive():
+            raise
+        write("\n")
+        print_note("stopped here; what was said so far stays")
+
+
+# What is typed ------------------------------------------------------------------------------------
+
+
+def _piped() -> Iterator[str]:
+    """Yield the messages of a pipe: its lines, or what is marked to be several of them."""
+    yield from _messages(lambda is_first: next(sys.stdin).rstrip("\r\n"))
+
+
+def _typed() -> Iterator[str]:
+    """Yield what is typed at a terminal.
+
+    Ctrl-C clears what was begun; a second one with nothing in between leaves.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # not on every system
+        import readline
+
+        # What is pasted is one message then, however many lines it has.
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    is_leaving = False
+
+    def line(is_first: bool) -> str:
+        nonlocal is_leaving
+        typed = input("> " if is_first else "... ")
+        is_leaving = False
+        return typed
+
+    while True:
+        try:
+            yield from _messages(line)
+            print_note("")
+            return
+        except KeyboardInterrupt:
+            sys.stderr.write("\n")
+            if is_leaving:
+                return
+            is_leaving = True
+            print_note("Ctrl-C again leaves, as do Ctrl-D and /quit")
+
+
+def _messages(line: Callable[[bool], str]) -> Iterator[str]:
+    """Yield messages of lines until these end. What is open then is a message, too.
+
+    Args:
+        line: returns the next line, whether it is the first of a message or not; ``EOFError`` or
+            ``StopIteration``: there is none.
+    """
+    ends = (EOFError, StopIteration)
+    while True:
+        try:
+            first = line(True)
+        except ends:
+            return
+        lines = [first]
+        is_quoted = first.lstrip().startswith(QUOTES)
+        if is_quoted:
+            lines[0] = first.lstrip().removeprefix(QUOTES)
+        with contextlib.suppress(*ends):
+            while not _is_whole(lines, is_quoted):
+                lines.append(line(False))
+        if is_quoted:
+            text = "\n".join(lines).rstrip()
+            yield text.removesuffix(QUOTES).strip("\n")
+        else:
+            whole = [one.removesuffix("\\") for one in lines[:-1]] + lines[-1:]
+            yield "\n".join(whole).strip()
+
+
+def _is_whole(lines: list[str], is_quoted: bool) -> bool:
+    if is_quoted:
+        return lines[-1].rstrip().endswith(QUOTES)
+    return not lines[-1].endswith("\\")
