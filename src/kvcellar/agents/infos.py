@@ -37,7 +37,9 @@ class TurnRecord:
         n_prompt: tokens up to where sampling began.
         stop: tokens at its end.
         n_messages: messages before it.
-        reason: why it ended.
+        reason: why it ended: ``stop``, ``length``, ``cancelled`` or ``error`` as the engine says
+            it; ``context_full`` or ``cache_full`` where that was the length; ``cut`` where it was
+            cut back since.
         took: what it took; None where nobody noted it.
     """
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvcellar.agents.reading import Reading
 from kvcellar.agents.records import Agent
 from kvcellar.dialects import AnswerParser, Call, CallPart, Part, ReasoningPart, TextPart
+from kvcellar.engine import PromptProgress
 from kvcellar.engine.mailbox import Mailbox
 
 
@@ -49,7 +50,7 @@ class Over:
     reason: str | None
 
 
-LiveEvent = Begun | Said | Over
+LiveEvent = Begun | PromptProgress | Said | Over
 
 
 @dataclass(slots=True)
@@ -60,10 +61,13 @@ class _Turn:
     follows: str
     reading: Reading | None
     parser: AnswerParser | None = None
+    progress: PromptProgress | None = None
+    is_answered: bool = False
     text: list[str] = field(default_factory=list)
 
     def read(self, text: str, *, is_last: bool = False) -> tuple[Part, ...]:
         """Read what came next; without a reading all of it is text."""
+        self.is_answered |= bool(text)
         if self.reading is None:
             self.text.append(text)
             return (TextPart(text),) if text else ()
@@ -137,6 +141,20 @@ class LiveText:
         with self._lock:
             turn = self._turns.get(agent_id)
             return None if turn is None else turn.so_far()
+
+    def awaits(self, agent_id: str) -> bool:
+        """Return whether an agent is in a turn of which no answer has come yet."""
+        with self._lock:
+            turn = self._turns.get(agent_id)
+            return turn is not None and not turn.is_answered
+
+    def progress(self, agent_id: str, now: PromptProgress) -> None:
+        """Say how far the prompt of an agent's turn is read, unless it is answered by now."""
+        with self._lock:
+            turn = self._turns.get(agent_id)
+            if turn is not None and not turn.is_answered and turn.progress != now:
+                turn.progress = now
+                self._tell(agent_id, now)
 
     def say(self, agent_id: str, text: str) -> None:
         """Say what came next in the turn of an agent."""

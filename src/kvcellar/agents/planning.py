@@ -254,7 +254,10 @@ def record_turn(
         agent.messages = (*turn.spoken.messages, answer)
         agent.tools, agent.template_kwargs = turn.spoken.tools, turn.spoken.template_kwargs
     n_prompt = len(turn.prompt)
-    now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason, took)
+    reason, finish = event.reason, event.finish
+    is_full = finish is not None and finish.cause in ("context_full", "cache_full")
+    ended = finish.cause if finish is not None and is_full else reason
+    now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, ended, took)
     agent.turns = (*turn.kept, now)
     is_stable = host.template is not None and host.template.is_prefix_stable
     is_ended_alike = is_stable and turn.changed not in ("retokenised", "template", "arguments")

@@ -6,6 +6,7 @@ request, and when it has ended save what is new, in the background.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -23,7 +24,7 @@ from kvcellar.agents.joining import continues, join
 from kvcellar.agents.leasing import Hold, changing
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.agents.lifecycle import Lifecycle
-from kvcellar.agents.live import LiveText
+from kvcellar.agents.live import LiveEvent, LiveText, Over
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.names import derived_id, salt_of
@@ -47,6 +48,8 @@ from kvcellar.history import History
 from kvcellar.models.prompts import encode, render
 from kvcellar.store import SaveTicket, Store
 from kvcellar.valid import valid_json
+
+_POLL_S = 0.05
 
 MOST_COUNTED = 4
 """A conversation of so many contexts is counted to its end where somebody asks how long it is."""
@@ -299,6 +302,47 @@ class Turns:
             agent.request_id = None
             agent.expected = History()
 
+    async def stop(self, agent_id: str) -> bool:
+        """End the turn that an agent is in, and wait until what it said is in the history.
+
+        Whoever asked for it is told that it was cancelled. Returns whether there was a turn.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = await self.directory.find(agent_id)
+        async with contextlib.aclosing(self.live.listen(agent.agent_id)) as events:
+            if self.live.under_way(agent.agent_id) is None:
+                return False
+            over = asyncio.ensure_future(_end_of(events))
+            try:
+                while not over.done():  # before its request there is a restore
+                    request_id, host = agent.request_id, self.directory.host_of(agent)
+                    if request_id is not None and host is not None:
+                        with contextlib.suppress(EngineClosedError):
+                            await host.service.cancel(request_id)
+                    await asyncio.wait({over}, timeout=_POLL_S)
+            finally:
+                over.cancel()
+                await asyncio.wait({over})
+        return True
+
+    async def look(self, agent_id: str) -> None:
+        """Have those who look on told how far the prompt of an agent's turn is read, if it is not.
+
+        Waits for the end of the engine's step.
+        """
+        agent = self.directory.known(agent_id)
+        if agent is None or not self.live.awaits(agent_id):
+            return
+        request_id, host = agent.request_id, self.directory.host_of(agent)
+        if request_id is None or host is None:
+            return
+        with contextlib.suppress(EngineClosedError):
+            now = await host.between_steps(lambda engine: engine.prompt_progress(request_id))
+            if now is not None:
+                self.live.progress(agent_id, now)
+
     def prompt_of(
         self,
         host: ModelHost,
@@ -349,6 +393,13 @@ class Turns:
         )
         refuse_text(host.tokenizer, rendered.text, host.context, times=MOST_COUNTED)
         return History(encode(host.tokenizer, rendered))
+
+
+async def _end_of(events: AsyncIterator[LiveEvent]) -> None:
+    """Listen until the turn that is heard is over."""
+    async for event in events:
+        if isinstance(event, Over):
+            return
 
 
 class RunningTurn:

@@ -9,7 +9,14 @@ from kvcellar.engine.conversation import Conversation, encode_chat
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
 from kvcellar.engine.guide import Guide
-from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
+from kvcellar.engine.request import (
+    Event,
+    FinishEvent,
+    PromptEvent,
+    PromptProgress,
+    Request,
+    TokenEvent,
+)
 from kvcellar.engine.restore import HeldPrefix, Restore, RowCache
 from kvcellar.engine.sampling import (
     DEFAULTABLE,
@@ -46,6 +53,7 @@ __all__ = [
     "Guide",
     "HeldPrefix",
     "PromptEvent",
+    "PromptProgress",
     "Request",
     "Restore",
     "RowCache",

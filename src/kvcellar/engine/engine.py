@@ -26,7 +26,7 @@ from kvcellar.engine.choosing_kept import choose_kept
 from kvcellar.engine.moved import moved_out
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Policy, make_policy
-from kvcellar.engine.request import Event, FinishEvent, Request
+from kvcellar.engine.request import Event, FinishEvent, PromptProgress, Request
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.restore import HeldPrefix, Restore, hold
 from kvcellar.engine.scheduler import Limits, Scheduler
@@ -235,6 +235,10 @@ class Engine:
         """
         with self._stopped_by_errors():
             return self.scheduler.publish(request_id)
+
+    def prompt_progress(self, request_id: int) -> PromptProgress | None:
+        """Return how far the prompt of a request is read; None: it is unknown."""
+        return self.scheduler.prompt_progress(request_id)
 
     @property
     def is_idle(self) -> bool:

@@ -102,6 +102,21 @@ class TokenEvent:
     token: GeneratedToken
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """Progress of a request's prompt, in tokens.
+
+    Attributes:
+        n_read: those whose K and V the cache holds for it.
+        n_prompt: all of them.
+        n_cached: of those that are read, the ones that did not have to be computed.
+    """
+
+    n_read: int
+    n_prompt: int
+    n_cached: int
+
+
 EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 

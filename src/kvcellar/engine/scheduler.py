@@ -11,7 +11,7 @@ from kvcellar.engine.draft import NO_DRAFT
 from kvcellar.engine.generate import check_tokens
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Allotment, Policy
-from kvcellar.engine.request import Event, Request, Sequence
+from kvcellar.engine.request import Event, PromptProgress, Request, Sequence
 from kvcellar.engine.residency import Residency, most_expected
 from kvcellar.engine.sampling import SamplingState
 from kvcellar.engine.text import TextStream
@@ -138,6 +138,14 @@ class Scheduler:
                 if sequence.seq_id >= 0:
                     self.residency.publish(sequence)
                 return History(sequence.tokens)
+        return None
+
+    def prompt_progress(self, request_id: int) -> PromptProgress | None:
+        """Return how far the prompt of a request is read; None: it is unknown."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.request_id == request_id:
+                n_read = min(sequence.n_computed, sequence.n_prompt)
+                return PromptProgress(n_read, sequence.n_prompt, min(sequence.n_cached, n_read))
         return None
 
     @property

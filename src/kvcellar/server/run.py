@@ -135,6 +135,7 @@ class Server(uvicorn.Server):
         with self._stopped_by_signals():
             try:
                 await self.serve(sockets=[listener])
+                await self._service.kept_is_done()
             finally:
                 await asyncio.to_thread(self._service.close)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator, Sized
+from collections.abc import Coroutine, Iterator, Sized
 from typing import Any
 
 from starlette.requests import Request
@@ -70,6 +70,7 @@ class Service:
         self.closing = asyncio.Event()
         self._n_active = 0
         self._answering: list[asyncio.Task[Any]] = []
+        self._kept: set[asyncio.Task[None]] = set()
         models.registry.before_unload(self.pins.leave)
 
     @property
@@ -122,6 +123,16 @@ class Service:
             self._n_active -= n
             self.metrics.active.set(self._n_active)
 
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something to its end, whoever has asked for it and left."""
+        task = asyncio.create_task(work)
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+
+    async def kept_is_done(self) -> None:
+        """Wait for what ``keep`` was given; ``end_answers`` ends it."""
+        await asyncio.gather(*self._kept, return_exceptions=True)
+
     def check_fits(self, host: ModelHost, tokens: Sized) -> None:
         """Refuse a prompt that can never be answered, before anything is computed.
 
@@ -151,6 +162,12 @@ class Service:
             raise await self.no_room(host, finish.error)
         if finish.error is not None:
             raise finish.error
+        if finish.reason == "cancelled" and not self.is_closing:
+            raise ApiError(
+                409,
+                "this answer was stopped by another client; what it said is in the agent's history",
+                "answer_stopped",
+            )
         if finish.reason not in ("stop", "length"):
             raise EngineClosedError("the server is being stopped; ask the next one")
 

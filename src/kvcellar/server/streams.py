@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -140,6 +140,46 @@ class Stream(Generic[T]):
                     async with self._room:  # a mailbox makes one wait at a time
                         await self._items.shrunk(_AHEAD)
                 self._items.put((number, item, None))
+
+
+def kept_on(
+    source: AsyncGenerator[T, None], keep: Callable[[Coroutine[Any, Any, None]], None]
+) -> AsyncGenerator[T, None]:
+    """Have a generator read to its end, and pass on its items for as long as somebody wants them.
+
+    Args:
+        source: what is read.
+        keep: runs what reads it.
+    """
+    items: Mailbox[tuple[T | None, Exception | None]] = Mailbox()
+    is_heard = True
+
+    async def read() -> None:
+        error: Exception | None = None
+        try:
+            async with contextlib.aclosing(source):
+                async for item in source:
+                    if is_heard:
+                        items.put((item, None))
+        except Exception as raised:
+            error = raised
+        items.put((None, error))
+
+    async def hear() -> AsyncGenerator[T, None]:
+        nonlocal is_heard
+        try:
+            while True:
+                item, error = await items.get()
+                if error is not None:
+                    raise error
+                if item is None:
+                    return
+                yield item
+        finally:
+            is_heard = False
+
+    keep(read())
+    return hear()
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -32,11 +32,12 @@ from kvcellar.agents.live import Begun, LiveEvent, Said
 from kvcellar.agents.reading import reading_of
 from kvcellar.agents.transcripts import write_transcript
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
-from kvcellar.engine import GeneratedToken, TokenEvent
+from kvcellar.engine import GeneratedToken, PromptProgress, TokenEvent
 from kvcellar.errors import StoreError
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import check_calls, reason_of
 from kvcellar.server.errors import ApiError
+from kvcellar.server.events import PERIOD_S
 from kvcellar.server.parsing import sampling_of
 from kvcellar.server.replies import Frames, frame, sse
 from kvcellar.server.salts import OwnAgent, own_id, salt_for
@@ -50,7 +51,7 @@ from kvcellar.server.schemas.agents import (
 from kvcellar.server.searching import find_text, messages_of
 from kvcellar.server.service import Service, service_of
 from kvcellar.server.snapshot import agent_as_json
-from kvcellar.server.streams import Stream, ended, until_gone
+from kvcellar.server.streams import Stream, ended, kept_on, until_gone
 from kvcellar.server.telling import call_delta, calls_of, note, usage_extra
 
 router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
@@ -131,9 +132,11 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
 async def live(request: Request, agent_id: OwnAgent) -> Response:
     """Server-sent events: what an agent says, whoever asked it, from the turn under way on.
 
-    ``turn`` has what is answered and the answer so far, ``token`` the next pieces of it, ``end``
-    says that the turn is in the history. The stream goes on with the next turn. Thoughts and calls
-    come apart from the text, as ``reasoning_content`` and ``tool_calls`` of chat completions do.
+    ``turn`` has what is answered and the answer so far, ``reading`` how far its prompt is read,
+    ``token`` the next pieces of the answer; ``end`` says why the turn, which is in the history now,
+    has ended (``reason`` null: it said nothing, and is not). The stream goes on with the next turn.
+    Thoughts and calls come apart from the text, as ``reasoning_content`` and ``tool_calls`` of chat
+    completions do.
     """
     service = service_of(request)
     await service.agents.directory.find(agent_id)
@@ -243,6 +246,19 @@ async def finish_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
     return _shown(service, await service.agents.lifecycle.finish(agent_id))
 
 
+@router.post("/{agent_id}/stop")
+async def stop_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]:
+    """End the turn that an agent is in; what it has said stays in the history.
+
+    ``stopped`` is false where it was in none. Whoever asked for the turn is told: ``generate`` ends
+    with ``cancelled``, other routes with an error.
+    """
+    service = service_of(request)
+    is_stopped = await service.agents.turns.stop(agent_id)
+    info = await service.agents.directory.describe(agent_id)
+    return {**_shown(service, info), "stopped": is_stopped}
+
+
 @router.get("/{agent_id}/export", response_class=FileResponse)
 async def export_agent(
     request: Request,
@@ -300,8 +316,10 @@ async def describe_agent(request: Request, agent_id: OwnAgent) -> dict[str, Any]
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
     messages = await asyncio.to_thread(messages_of, service, agent_id)
+    now = service.agents.live.under_way(agent_id)
     return {
         **_shown(service, info),
+        "under_way": None if now is None else _begun(now),
         "messages": messages,
         "turns": [_turn_as_json(turn) for turn in service.agents.directory.turns(agent_id)],
     }
@@ -322,6 +340,8 @@ async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) 
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
     events = _events(service, agent_id, info.model, body)
+    if body.background:
+        events = kept_on(events, service.keep)
     if body.stream:
         return await sse(request, Stream.of(events), TurnFrames(request))
 
@@ -435,9 +455,12 @@ async def _events(
                         yield _Piece(parts, event.token)
                         check_calls(parser)
             end, parser = running.end, parser or reading.parser()
-            await service.check_finish(host, end.finish)
+            is_stopped = end.finish.reason == "cancelled" and not service.is_closing
+            if not is_stopped:
+                await service.check_finish(host, end.finish)
             parts = [*parser.push(end.finish.text[n_read:]), *parser.flush()]
-            check_calls(parser, end.finish.finish)
+            if not is_stopped:
+                check_calls(parser, end.finish.finish)
             if parts:
                 yield _Piece(parts)
             reason: str = end.finish.reason
@@ -492,6 +515,11 @@ def _pieces(parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
+def _begun(turn: Begun) -> dict[str, Any]:
+    """Return a turn under way, and what it has said by now."""
+    return {"asked": turn.asked, "follows": turn.follows, **_pieces(turn.parts)}
+
+
 def _note(request: Request, end: dict[str, Any]) -> None:
     usage = end["usage"]
     names = ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -506,9 +534,15 @@ async def _heard(service: Service, agent_id: str) -> AsyncGenerator[LiveEvent, N
             while True:
                 coming = asyncio.ensure_future(anext(events))
                 try:
-                    await asyncio.wait({coming, closing}, return_when=asyncio.FIRST_COMPLETED)
-                    if not coming.done():
-                        return
+                    while not coming.done():
+                        await service.agents.turns.look(agent_id)
+                        await asyncio.wait(
+                            {coming, closing},
+                            timeout=PERIOD_S,
+                            return_when=asyncio.FIRST_COMPLETED,
+                        )
+                        if closing.done() and not coming.done():
+                            return
                 finally:
                     if not coming.done():  # whoever listens has left, or the server stops
                         await ended(coming)
@@ -525,12 +559,11 @@ class LiveFrames(Frames[LiveEvent]):
     async def of(self, number: int, item: LiveEvent) -> bytes:
         """Write the beginning of a turn, the next pieces of its answer, or its end."""
         if isinstance(item, Begun):
-            return frame(
-                {"asked": item.asked, "follows": item.follows, **_pieces(item.parts)}, "turn"
-            )
+            return frame(_begun(item), "turn")
         if isinstance(item, Said):
             return frame(_pieces(item.parts), "token")
-        return frame(dataclasses.asdict(item), "end")
+        kind = "reading" if isinstance(item, PromptProgress) else "end"
+        return frame(dataclasses.asdict(item), kind)
 
 
 class TurnFrames(Frames[_Piece | _Ended]):

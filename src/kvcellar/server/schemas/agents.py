@@ -83,6 +83,10 @@ class GenerateRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     priority: int = Field(0, ge=-1000, le=1000, description="Higher goes first.")
     stream: bool | None = Field(None, description=STREAM)
+    background: bool = Field(
+        False,
+        description="Go on to the end though the client leaves; `live` joins it, `stop` ends it.",
+    )
 
     @model_validator(mode="after")
     def one_of_them(self) -> GenerateRequest:
