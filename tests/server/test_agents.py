@@ -434,6 +434,108 @@ def test_going_on_with_an_answer_drops_no_turn_that_has_come_behind_it(live, mon
     assert asked_of(live, "gone-on") == ["One.", "Two."]
 
 
+# A turn goes on without its client ----------------------------------------------------------------
+
+
+def slowed(live, monkeypatch):
+    """Have answers come slowly, and not end by themselves."""
+    engine = live.service.models.hosts()[0].engine
+    step, pause = engine.step, threading.Event()
+    monkeypatch.setattr(engine, "step", lambda: pause.wait(0.02) or step())
+    monkeypatch.setattr(engine.outcomes, "eos_token_ids", frozenset())
+
+
+def left(live, name, **body):
+    """Ask for a turn and leave when its first token has come."""
+    body = {"text": "Tell me.", "stream": True, "temperature": 0, **body}
+    with live.http.stream("POST", f"/v1/agents/{name}/generate", json=body) as response:
+        for line in response.iter_lines():
+            if line == "event: token":
+                return
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_turn_in_the_background_goes_on_without_its_client_and_others_end(
+    live, monkeypatch, is_kept
+):
+    name = f"left-{is_kept}"
+    make(live, name)
+    slowed(live, monkeypatch)
+    left(live, name, max_tokens=60, background=is_kept)
+    live.until(lambda: live.get(f"/v1/agents/{name}")["n_turns"] == 1, "the turn")
+    (turn,) = live.get(f"/v1/agents/{name}")["turns"]
+    assert turn["reason"] == ("length" if is_kept else "cancelled")
+    assert (turn["stop"] - turn["n_prompt"] == 60) == is_kept
+
+
+def test_who_comes_back_joins_the_answer_and_stop_ends_it_for_all(live, monkeypatch):
+    make(live, "rejoined")
+    slowed(live, monkeypatch)
+    left(live, "rejoined", max_tokens=2000, background=True)
+    now = live.get("/v1/agents/rejoined")["under_way"]
+    assert now["asked"] == "Tell me." and now["text"] and now["follows"] == History().digest()
+    events = []
+    listener = threading.Thread(target=heard, args=(live, "rejoined", events))
+    listener.start()
+    live.until(lambda: len(events) > 3, "more of it")
+    assert live.post("/v1/agents/rejoined/stop")["stopped"] is True
+    listener.join()
+    assert events[0][0] == "turn" and events[0][1]["text"].startswith(now["text"])
+    assert events[-1][1]["reason"] == "cancelled"
+    shown = live.get("/v1/agents/rejoined")
+    assert shown["under_way"] is None and shown["turns"][0]["reason"] == "cancelled"
+    text = "".join(event["text"] for kind, event in events if kind in ("turn", "token"))
+    assert shown["messages"][-1]["content"] == text
+    assert live.post("/v1/agents/rejoined/stop")["stopped"] is False
+    more = live.post("/v1/agents/rejoined/generate", {"go_on": True, **SHORT})
+    assert live.get("/v1/agents/rejoined")["messages"][-1]["content"] == text + more["text"]
+
+
+def test_who_is_stopped_by_another_client_is_told(live, monkeypatch):
+    make(live, "interrupted")
+    slowed(live, monkeypatch)
+    said, end = [], []
+
+    def chat():
+        messages = [{"role": "user", "content": "Say it."}]
+        body = {"messages": messages, "agent_id": "interrupted", "max_tokens": 2000}
+        said.append(live.http.post("/v1/chat/completions", json=body))
+
+    def turn():
+        end.append(live.post("/v1/agents/interrupted/generate", {"text": "x", "max_tokens": 2000}))
+
+    under_way = live.service.agents.live.under_way
+    for ask in (chat, turn):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        live.until(lambda: (now := under_way("interrupted")) and now.text, "its first word")
+        live.post("/v1/agents/interrupted/stop")
+        asking.join()
+    assert said[0].status_code == 409 and said[0].json()["error"]["code"] == "answer_stopped"
+    assert end[0]["finish_reason"] == "cancelled"
+    assert live.get("/v1/agents/interrupted")["n_turns"] == 2
+
+
+def test_who_looks_on_is_told_how_much_of_a_prompt_is_read(live, monkeypatch):
+    make(live, "read-so-far", "Known. " * 100)
+    slowed(live, monkeypatch)
+    monkeypatch.setattr("kvcellar.server.routes.agents.PERIOD_S", 0.001)
+    events = []
+    listener = threading.Thread(target=heard, args=(live, "read-so-far", events))
+    listener.start()
+    live.until(lambda: "read-so-far" in live.service.agents.live._listeners, "a listener")
+    text = "New. " * 600
+    end = live.post("/v1/agents/read-so-far/generate", {"text": text, **SHORT})
+    listener.join()
+    usage = end["usage"]
+    read = [value for kind, value in events if kind == "reading"]
+    last = next(value for value in reversed(read) if value["n_read"] < value["n_prompt"])
+    assert last["n_prompt"] == usage["prompt_tokens"]
+    assert 0 < last["n_cached"] == usage["cached_tokens"] < last["n_read"]
+    kinds = [kind for kind, _ in events]
+    assert "reading" not in kinds[kinds.index("token") :]
+
+
 # Looking on ---------------------------------------------------------------------------------------
 
 

@@ -354,11 +354,127 @@ def test_an_answer_that_was_cut_goes_on_at_a_click(open_page, shown):
     page = open_page()
     chosen(page, "cut")
     sampled(page, max_tokens=4, temperature=0)
-    page.get_by_role("button", name="Go on with this answer").click()
+    expect(page.locator("#talk .cut")).to_have_text("cut at the limit of tokens")
+    page.get_by_role("button", name="Continue this answer").click()
     shown.until(lambda: shown.get("/v1/agents/cut")["n_tokens"] > 18, "more")
     expect(page.locator("#talk .assistant")).to_have_count(1)
     expect(page.locator("#talk .user")).to_have_count(1)
     assert len(shown.get("/v1/agents/cut")["messages"]) == 2
+
+
+# An answer goes on ------------------------------------------------------------------------------
+
+
+def test_an_answer_goes_on_while_the_page_is_loaded_again_and_so_does_what_waits(
+    open_page, shown, monkeypatch
+):
+    slowed(monkeypatch, shown)
+    shown.post("/v1/agents", {"id": "joined"})
+    page = open_page()
+    chosen(page, "joined")
+    sampled(page, max_tokens=120, temperature=0)
+    page.locator("#prompt").fill("Tell me.")
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk .now .body")).not_to_have_text(re.compile("^(waiting.*|read.*)?$"))
+    page.reload()
+    expect(page.locator("#agent-title")).to_have_text("joined")
+    expect(page.locator("#talk .now .body")).not_to_have_text(re.compile("^(waiting.*|read.*)?$"))
+    expect(page.locator("#talk .user")).to_have_count(1)
+    expect(page.locator("#stop")).to_be_visible()
+    page.locator("#prompt").fill("And then?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#queue li")).to_have_count(1)
+    shown.until(lambda: shown.get("/v1/agents/joined")["n_turns"] == 2, "both answers")
+    expect(page.locator("#talk .place")).to_have_count(2)
+    found = shown.get("/v1/agents/joined")
+    assert [m["content"] for m in found["messages"]][::2] == ["Tell me.", "And then?"]
+    assert found["turns"][0]["stop"] - found["turns"][0]["n_prompt"] == 120, "nothing was cut"
+
+
+def test_an_answer_that_is_stopped_says_so_and_is_continued(open_page, shown, monkeypatch):
+    slowed(monkeypatch, shown)
+    shown.post("/v1/agents", {"id": "halted"})
+    page = open_page()
+    chosen(page, "halted")
+    sampled(page, max_tokens=400, temperature=0)
+    page.locator("#prompt").fill("Tell me all.")
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk .now .body")).not_to_have_text(re.compile("^(waiting.*|read.*)?$"))
+    page.reload()
+    page.locator("#stop").click()  # also by a page that has joined
+    expect(page.locator("#talk .cut")).to_have_text("stopped")
+    part = shown.get("/v1/agents/halted")
+    assert part["turns"][-1]["reason"] == "cancelled"
+    assert part["messages"][-1]["content"]
+    sampled(page, max_tokens=4)
+    page.get_by_role("button", name="Continue this answer").click()
+    expect(page.locator("#talk .cut")).to_have_text("cut at the limit of tokens")
+    whole = shown.get("/v1/agents/halted")["messages"]
+    assert len(whole) == 2 and whole[-1]["content"].startswith(part["messages"][-1]["content"])
+    assert len(whole[-1]["content"]) > len(part["messages"][-1]["content"])
+
+
+def test_what_is_sent_stands_in_the_conversation_at_once_and_comes_back_if_it_was_refused(
+    open_page, shown
+):
+    page = open_page(expected="400")
+    page.locator("#new").click()
+    made, asked = held(page, "**/v1/agents"), held(page, "**/generate")
+    page.locator("#prompt").fill("Hello.")
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk .user")).to_contain_text("Hello.")
+    expect(page.locator("#prompt")).to_have_value("")
+    page.keyboard.type("More")
+    arrived(page, made, 1).continue_()
+    arrived(page, asked, 1).fulfill(
+        status=400, json={"error": {"message": "too much", "code": "invalid_value"}}
+    )
+    expect(page.locator("#toast-text")).to_have_text("too much")
+    expect(page.locator("#prompt")).to_have_value("Hello.\nMore")
+    expect(page.locator("#talk .user")).to_have_count(0)
+
+
+def test_a_message_that_was_on_its_way_when_the_page_went_comes_back(open_page, shown):
+    shown.post("/v1/agents", {"id": "on-its-way"})
+    page = open_page(expected="Failed to load")
+    chosen(page, "on-its-way")
+    asked = held(page, "**/generate")
+    page.locator("#prompt").fill("Did you hear that?")
+    page.keyboard.press("Enter")
+    arrived(page, asked, 1)
+    page.reload()
+    expect(page.locator("#prompt")).to_have_value("Did you hear that?")
+    expect(page.locator("#toast-text")).to_contain_text("had not arrived")
+    assert shown.get("/v1/agents/on-its-way")["messages"] == []
+
+
+def test_the_page_says_how_much_of_a_prompt_is_read(open_page, shown, monkeypatch):
+    shown.post("/v1/agents", {"id": "reader"})
+    shown.post("/v1/agents/reader/generate", {"text": "Known. " * 100, **SHORT})
+    page = open_page()
+    chosen(page, "reader")
+    sampled(page, max_tokens=4)
+    goes_on = threading.Event()
+    engine = shown.service.models.hosts()[0].engine
+    step = engine.step
+
+    def stepwise():
+        n = sum(one.n_computed >= 512 for one in engine.scheduler.running)
+        if n:
+            goes_on.wait(0.05)
+            if not goes_on.is_set():
+                return []
+        return step()
+
+    monkeypatch.setattr(engine, "step", stepwise)
+    page.locator("#prompt").fill("New. " * 400)
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk .reading")).to_have_text(
+        re.compile(r"read [\d,]+ of [\d,]+ tokens, [\d,]+ of them from the cache")
+    )
+    expect(page.locator("#talk .reading progress")).to_be_visible()
+    goes_on.set()
+    expect(page.locator("#talk .place")).to_have_count(2)
 
 
 # The tree -----------------------------------------------------------------------------------------
@@ -624,8 +740,9 @@ def test_a_second_enter_sends_nothing_twice_and_what_is_typed_on_stays(open_page
     arrived(page, made, 1).continue_()
     first = arrived(page, asked, 1)
     page.keyboard.press("Enter")
-    page.keyboard.type(" And more.")
-    expect(page.locator("#prompt")).to_have_value("One. And more.")
+    expect(page.locator("#talk .user")).to_have_text(re.compile("One."))
+    expect(page.locator("#prompt")).to_have_value("")
+    page.keyboard.type("And more.")
     first.continue_()
     expect(page.locator("#talk .place")).to_be_visible()
     expect(page.locator("#prompt")).to_have_value("And more.")
@@ -634,7 +751,7 @@ def test_a_second_enter_sends_nothing_twice_and_what_is_typed_on_stays(open_page
     assert page.locator("#tree li").count() == before + 1
 
 
-def test_what_waits_is_sent_though_one_before_it_is_taken_back_too_late(open_page, shown):
+def test_what_waits_is_sent_in_order_also_what_was_taken_out_and_put_back(open_page, shown):
     shown.post("/v1/agents", {"id": "queued"})
     page = open_page()
     chosen(page, "queued")
@@ -645,7 +762,9 @@ def test_what_waits_is_sent_though_one_before_it_is_taken_back_too_late(open_pag
         page.keyboard.press("Enter")
     arrived(page, asked, 1).continue_()
     second = arrived(page, asked, 2)
+    expect(page.locator("#queue li")).to_have_count(1)  # what is on its way waits no more
     page.locator("#queue li").first.get_by_role("button", name="Do not send this").click()
+    page.locator("#toast-do").click()
     second.continue_()
     arrived(page, asked, 3).continue_()
     shown.until(lambda: shown.get("/v1/agents/queued")["n_turns"] == 3, "three answers")
@@ -653,11 +772,21 @@ def test_what_waits_is_sent_though_one_before_it_is_taken_back_too_late(open_pag
     assert said[::2] == ["A.", "B.", "C."]
 
 
+STALE = """
+    window.isStale = true; // what another tab has written is not seen here yet
+    const real = Storage.prototype.getItem;
+    Storage.prototype.getItem = function (key) {
+        return isStale && key === "kvcellar-queue:shared" ? '["A."]' : real.call(this, key);
+    };
+"""
+
+
 def test_what_waits_is_sent_by_one_of_two_tabs(open_page, shown):
     shown.post("/v1/agents", {"id": "shared"})
     page = open_page(expected="409")
     page.evaluate("""localStorage.setItem("kvcellar-queue:shared", '["A."]')""")
     other = page.context.new_page()
+    other.add_init_script(STALE)
     asked = []
     for tab in (page, other):
         tab.add_init_script("delete Navigator.prototype.locks")  # as over plain http on a LAN
@@ -667,7 +796,8 @@ def test_what_waits_is_sent_by_one_of_two_tabs(open_page, shown):
     sampled(page, max_tokens=4)
     for n, tab in enumerate((page, other), 1):
         tab.get_by_role("button", name="Send now").click()
-        arrived(tab, asked, n)  # no tab knows that the other has sent it too
+        arrived(tab, asked, n)
+    other.evaluate("window.isStale = false")
     for route in asked:
         assert route.request.post_data_json["follows"]
         route.continue_()

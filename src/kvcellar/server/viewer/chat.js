@@ -1,7 +1,7 @@
 // The conversation of the agent that is looked at: what was said, what is being said, what each turn took.
 
 import { $, button, copy, count, el, inSight, seconds, toast, untilHidden } from "./dom.js";
-import { drafts } from "./kept.js";
+import { drafts, sent } from "./kept.js";
 import { NAMES, callOf, markdownOf, parted, resultsOf, thoughtOf } from "./markdown.js";
 import { call, events, hear, pathOf, said, trouble } from "./net.js";
 import { agentOf, besideName, colour, nameOf, on, sees, state, tell } from "./state.js";
@@ -90,6 +90,10 @@ function showTalk() {
   if (talk) {
     if (talk.asked) wanted.push({ key: `asked:${talk.asked}`, make: () => message({ role: "user", content: talk.asked }) });
     wanted.push({ key: "now", make: nowRow });
+  } else if (sent.get(state.chosen)) { // nobody knows yet whether the server has it
+    const { text, n } = sent.get(state.chosen);
+    const isThere = detail?.messages.slice(n).some((one) => one.role === "user" && one.content === text);
+    if (!isThere) wanted.push({ key: `asked:${text}`, make: () => message({ role: "user", content: text }) });
   }
   const list = $("talk");
   const isOther = list.dataset.id !== (state.chosen ?? "");
@@ -167,6 +171,11 @@ function whenSeen(node, make) {
   sight.observe(node);
 }
 
+const CUT = { // why an answer is not whole
+  length: "cut at the limit of tokens", context_full: "cut: the context is full", cache_full: "cut: the cache is full",
+  cancelled: "stopped", error: "ended by an error", cut: "cut by going back",
+};
+
 // What a turn took, and what can be done from its end.
 function turnRow(turn, i, isLast) {
   const n = i + 1;
@@ -182,9 +191,9 @@ function turnRow(turn, i, isLast) {
   }
   return el("li", { class: "place" }, el("span", {}, said.join(" · ")),
     took?.cause ? el("span", { class: "lost", title: turn.advice }, `computed ${count(took.n_lost)} again: ${took.cause}`) : null,
-    turn.reason === "length" ? el("span", {}, "cut at the limit of tokens") : null,
+    turn.reason in CUT ? el("span", { class: "cut" }, CUT[turn.reason]) : null,
     button("Another answer", () => again(i), { "aria-label": `Another answer in turn ${n}, in a fork` }),
-    isLast && turn.reason === "length" ? button("Go on", () => tell("go-on", state.chosen), { "aria-label": "Go on with this answer" }) : null,
+    isLast && turn.reason in CUT && turn.reason !== "context_full" ? button("Continue", () => tell("go-on", state.chosen), { "aria-label": "Continue this answer" }) : null,
     button("Fork here", () => verb("fork", { turn: n }), { "data-fork": n, "aria-label": `Fork behind turn ${n}` }),
     isLast ? null : button("Back to here", () => verb("rewind", { turn: n }), { "aria-label": `Rewind to behind turn ${n}` }));
 }
@@ -236,6 +245,14 @@ function nowRow() {
   return el("li", { class: "said-by assistant now" }, el("div", { class: "by" }, NAMES.assistant), el("div", { class: "body" }));
 }
 
+// Until the first word: how much of the prompt is read, and how much of that lay in the cache.
+function readingOf(reading) {
+  if (!reading?.n_read) return el("p", { class: "reading dim" }, "waiting …");
+  const { n_read, n_prompt, n_cached } = reading;
+  const said = `read ${count(n_read)} of ${count(n_prompt)} tokens${n_cached ? `, ${count(n_cached)} of them from the cache` : ""}`;
+  return el("p", { class: "reading dim" }, el("progress", { max: n_prompt, value: n_read, "aria-label": "Tokens of the prompt that are read" }), " ", said);
+}
+
 let drawn = 0;
 let pause = 120;
 let later;
@@ -249,7 +266,9 @@ function showNow(talk) {
   const { thought, text } = parted({ content: talk.text, reasoning_content: talk.thought });
   const parts = [];
   if (thought) parts.push(thoughtOf(thought, !text, "Thinking"));
-  parts.push(markdownOf(text), ...talk.calls.map((one) => callOf(one)));
+  const isAnswered = talk.text || talk.thought || talk.calls.length;
+  if (!isAnswered) parts.push(readingOf(state.heard?.id === state.chosen ? state.heard.reading : null));
+  else parts.push(markdownOf(text), ...talk.calls.map((one) => callOf(one)));
   body.replaceChildren(...parts);
   pause = Math.max(120, 5 * (performance.now() - drawn)); // a text that takes long to draw is drawn less often
   toEnd();
@@ -277,9 +296,13 @@ async function listen(id) {
       for await (const event of events(pathOf(id, "live"), { signal: seen.signal })) {
         const value = JSON.parse(event.data);
         if (event.name === "turn") state.heard = hear({ id, ...said(value.asked) }, value);
+        else if (event.name === "reading" && state.heard) state.heard.reading = value;
         else if (event.name === "token" && state.heard) hear(state.heard, value);
         else if (event.name === "end") { state.heard = null; mark = ""; }
-        if (state.talks.has(id) || id !== state.chosen) continue;
+        if (id !== state.chosen) continue;
+        const own = state.talks.get(id);
+        if (event.name === "reading" && state.heard) { showNow(own ?? state.heard); continue; }
+        if (own) continue;
         if (event.name === "token" && $("talk").querySelector(".now")) { showNow(state.heard); continue; }
         if (event.name === "end") await showAgent();
         tell("talk", id);

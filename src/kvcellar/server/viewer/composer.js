@@ -1,7 +1,7 @@
 // What one writes: sent when the agent is free, kept until the server has it.
 
 import { $, button, count, el, seconds, toast } from "./dom.js";
-import { drafts, files, inBrowser, move, queues, samplings } from "./kept.js";
+import { drafts, files, inBrowser, move, queues, samplings, sent } from "./kept.js";
 import { call, events, hasMovedOn, hear, pathOf, said, trouble } from "./net.js";
 import { samplingOf } from "./sampling.js";
 import { agentOf, isBusy, on, seenOf, sees, state, tell } from "./state.js";
@@ -24,14 +24,23 @@ function fill(text) {
 prompt.addEventListener("input", () => { drafts.set(state.chosen, prompt.value); grow(); });
 prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
-  if (event.key === "Escape") { if (state.talks.has(state.chosen)) stop(); else prompt.blur(); }
+  if (event.key === "Escape") { if (isBusy(state.chosen)) stop(); else prompt.blur(); }
 });
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
-export const stop = () => state.talks.get(state.chosen)?.controller.abort();
+export async function stop() {
+  const id = state.chosen;
+  if (id === null || !isBusy(id)) return;
+  try {
+    const { stopped } = await call("POST", pathOf(id, "stop"));
+    if (!stopped && state.talks.has(id)) setTimeout(() => { if (state.chosen === id) stop(); }, 200); // it is on its way still
+  } catch (error) {
+    toast(trouble(error));
+  }
+}
 $("stop").addEventListener("click", stop);
 
 function show() {
-  const isTalking = state.talks.has(state.chosen);
+  const isTalking = isBusy(state.chosen);
   $("stop").hidden = !isTalking;
   $("send").textContent = isTalking ? "Queue" : "Send";
   $("took").textContent = took.get(state.chosen) ?? "";
@@ -43,108 +52,151 @@ on("talk", show);
 
 // What is asked ----------------------------------------------------------------------------------
 
-function whole() {
-  const parts = files.get(state.chosen).map(({ name, text }) => `File ${name}:\n\n${fenced(text)}`);
-  return [prompt.value.trim(), ...parts].filter(Boolean).join("\n\n");
+function whole(typed, added) {
+  return [typed.trim(), ...added.map(({ name, text }) => `File ${name}:\n\n${fenced(text)}`)].filter(Boolean).join("\n\n");
 }
 function fenced(text) { // in more marks than the text itself has in a row
   const most = Math.max(2, ...[...text.matchAll(/`+/g)].map((found) => found[0].length));
   const fence = "`".repeat(most + 1);
   return `${fence}\n${text}${text.endsWith("\n") ? "" : "\n"}${fence}`;
 }
-// What was typed on while it was sent stays; what it began with is with the server.
-function clear(id, sent) {
-  const typed = drafts.get(id);
-  if (typed.startsWith(sent.typed)) drafts.set(id, typed.slice(sent.typed.length).trimStart());
-  files.set(id, files.get(id).filter(({ name, text }) => !sent.files.some((one) => one.name === name && one.text === text)));
-  if (state.chosen === id) { fill(drafts.get(id)); showFiles(); }
-}
 
-const ask = () => once("ask", askNow);
-async function askNow() {
-  const text = whole();
-  if (!text || state.talks.get(state.chosen)?.untaken === text) return; // the same is on its way
-  const sent = { typed: prompt.value, files: files.get(state.chosen) };
-  let id = state.chosen;
-  drafts.set(id, prompt.value);
-  if (id === null || (!agentOf(id) && state.made !== id)) {
-    try {
-      const from = id;
-      id = (await create(id === null ? {} : { id }, (made) => { if (from !== made) move(from, made); })).id;
-    } catch (error) {
-      toast(trouble(error));
-      return;
-    }
-  }
+// What is written is a message from now on: behind what waits, or on its way. The box is free.
+function ask() {
+  const id = state.chosen;
+  const typed = prompt.value, added = files.get(id);
+  const text = whole(typed, added);
+  if (!text) return;
+  drafts.set(id, "");
+  files.set(id, []);
+  fill("");
   if (isBusy(id) || queues.get(id).length) {
     queues.set(id, [...queues.get(id), text]);
-    clear(id, sent);
     show();
     next(id);
-    return;
+  } else {
+    send(id, { text, typed, files: added });
   }
-  send(id, text, () => clear(id, sent));
 }
 
-// `taken` is called when the server has the text; until then whoever has it keeps it.
-async function send(id, text, taken) {
-  const body = { text, ...samplingOf(id) };
-  const isOk = await talk(id, text, body, taken);
-  if (isOk) next(id);
+// Until the server has it in a history this tab keeps it, also over a reload, and gives it back where it was refused.
+function send(id, message) {
+  sent.set(id, { ...message, n: seenOf(id)?.n ?? 0 });
+  return talk(id, message.text, { text: message.text });
+}
+function giveBack(id) {
+  const message = sent.get(id);
+  sent.set(id, null);
+  if (!message) return;
+  if (message.typed === undefined) { // it has waited before
+    queues.set(id, [message.text, ...queues.get(id)]);
+  } else {
+    drafts.set(id, [message.typed, drafts.get(id)].filter(Boolean).join("\n"));
+    files.set(id, [...message.files, ...files.get(id)]);
+    if (state.chosen === id) fill(drafts.get(id));
+  }
+  if (state.chosen === id) show();
 }
 
-async function talk(id, asked, body, taken = () => {}) {
-  const now = { controller: new AbortController(), ...said(asked), untaken: asked };
+// The turn goes on in the server whatever becomes of this page; only Stop ends it.
+async function talk(id, asked, what) {
+  const now = said(asked);
   state.talks.set(id, now);
   took.delete(id);
   tell("talk", id);
-  let isTaken = false;
-  const take = () => { if (!isTaken) { isTaken = true; now.untaken = null; taken(); } };
-  let hasEnded = false;
+  let reason = null;
   try {
+    if (id === null || (!agentOf(id) && state.made !== id)) id = await begin(id, now);
     if (!seenOf(id)) sees(await call("GET", pathOf(id)));
     const { digest, n } = seenOf(id);
-    for await (const event of events(pathOf(id, "generate"), { body: { ...body, follows: digest, stream: true }, signal: now.controller.signal })) {
+    if (asked && sent.get(id)) sent.set(id, { ...sent.get(id), n });
+    const body = { ...what, ...samplingOf(id), follows: digest, background: true, stream: true };
+    for await (const event of events(pathOf(id, "generate"), { body })) {
       const value = JSON.parse(event.data);
-      if (event.name === "token") { take(); hear(now, value); tell("piece", id); }
+      if (event.name === "token") { hear(now, value); tell("piece", id); }
       if (event.name === "error") throw new Error(value.error.message);
       if (event.name === "end") {
-        hasEnded = true;
-        take();
-        sees({ id, history_digest: value.history_digest, n_messages: n + (asked ? 2 : 0) });
-        took.set(id, inWords(value.usage)); tell("talked", id, value.text);
+        reason = value.finish_reason;
+        if (asked && value.history_digest === digest) giveBack(id); // stopped before its first word
+        else sees({ id, history_digest: value.history_digest, n_messages: n + (asked ? 2 : 0) });
+        sent.set(id, null);
+        took.set(id, inWords(value.usage));
+        tell("talked", id, value.text);
       }
     }
-    if (!hasEnded) throw new Error("the answer was cut off");
+    if (reason === null) throw new TypeError("the connection was cut");
   } catch (error) {
-    if (hasMovedOn(error)) await movedOn(id, asked, error, take);
-    else if (error.name !== "AbortError") {
-      toast(trouble(error));
-      if (isTaken && asked) { // how much of it the server has is not known
-        if (drafts.get(id)) queues.set(id, [asked, ...queues.get(id)]); // and something else is typed by now
-        else drafts.set(id, asked);
-        if (state.chosen === id) fill(drafts.get(id));
-      }
-    }
+    await failed(id, asked, error);
   }
+  await tell("answered", id); // it stands in the history before it goes from where it came
   state.talks.delete(id);
-  if (hasEnded && state.heard?.id === id) state.heard = null; // it was this one
+  if (reason !== null && state.heard?.id === id) state.heard = null; // it was this one
   tell("talk", id);
-  await tell("answered", id);
   refresh();
-  return hasEnded;
+  goOn(id, reason);
 }
 
-// Another tab, or another client, was first: what it did is shown, and what was to be sent stays where it is,
-// unless it is the very text that the other has sent, which then has left the queue of both.
-async function movedOn(id, asked, error, take) {
-  const before = seenOf(id)?.n ?? 0;
-  const now = await call("GET", pathOf(id)).catch(() => null);
-  const isSent = error.said.asked === asked || now?.messages.slice(before).some((one) => one.role === "user" && one.content === asked);
-  if (now) sees(now);
-  if (asked && isSent && queues.get(id).includes(asked)) take();
-  else toast(trouble(error));
+// A chat without a name becomes an agent with its first message; an agent that others delete meanwhile, one anew.
+async function begin(from, now) {
+  const { id } = await create(from === null ? {} : { id: from }, (made) => {
+    if (from === made) return;
+    move(from, made);
+    state.talks.delete(from);
+    state.talks.set(made, now);
+  });
+  return id;
 }
+
+// What has waited is sent where an answer has ended by itself.
+function goOn(id, reason) { if (reason === "stop" || reason === "length") next(id); }
+
+async function failed(id, asked, error) {
+  const is = asked ? await whereIs(id, asked, error.said) : "nowhere";
+  if (hasMovedOn(error) && is !== "nowhere" && sent.get(id)?.typed === undefined) {
+    sent.set(id, null); // another tab has sent it, out of the queue of both
+    return;
+  }
+  const isKnown = error.status === undefined && is !== "nowhere"; // the server has it, or cannot be asked yet
+  if (!isKnown) giveBack(id);
+  if (!isKnown || !(error instanceof TypeError)) toast(trouble(error));
+}
+
+// Where a message is by now: "history", "now" (it is being answered), "nowhere"; null where the server cannot be asked.
+async function whereIs(id, asked, refusal = {}) {
+  if (refusal.asked === asked) return "now";
+  if (id === null) return "nowhere";
+  try {
+    const agent = await call("GET", pathOf(id));
+    const n = sent.get(id)?.n ?? agent.messages.length;
+    sees(agent);
+    if (agent.under_way?.asked === asked) return "now";
+    return agent.messages.slice(n).some((one) => one.role === "user" && one.content === asked) ? "history" : "nowhere";
+  } catch (error) {
+    return error.status === 404 ? "nowhere" : null;
+  }
+}
+
+// What was on its way when the page went, or the server did, is found out about when both are back.
+const finding = new Set();
+async function findSent(id) {
+  const text = sent.get(id)?.text;
+  if (text === undefined || isBusy(id) || finding.has(id)) return;
+  finding.add(id);
+  let is = await whereIs(id, text);
+  if (is === "nowhere") { // a page that was loaded again at once is quicker than what it has sent
+    await new Promise((done) => setTimeout(done, 1000));
+    is = await whereIs(id, text);
+  }
+  finding.delete(id);
+  if (isBusy(id) || sent.get(id)?.text !== text) return;
+  if (is === "history") sent.set(id, null);
+  if (is === "nowhere") {
+    giveBack(id);
+    toast("your last message had not arrived; here it is again");
+  }
+  tell("talk", id);
+}
+on("shown", () => { findSent(state.chosen); });
 
 function inWords(usage) {
   const first = usage.time_to_first_token_s;
@@ -158,19 +210,17 @@ on("send", (id, text) => {
   show();
   next(id);
 });
-on("free", (id, reason) => { if (reason === "stop" || reason === "length") next(id); });
-on("go-on", (id) => { if (!isBusy(id)) talk(id, "", { go_on: true, ...samplingOf(id) }); });
+on("free", goOn);
+on("go-on", (id) => { if (!isBusy(id)) talk(id, "", { go_on: true }); });
 
 // What waits -------------------------------------------------------------------------------------
 
-// The first of the queue leaves it when the server has it. Other tabs may send it too: the server takes one of them.
+// Other tabs may send the first of the queue too: the server takes one of them.
 function next(id) {
-  const [first] = queues.get(id);
-  if (first === undefined || isBusy(id)) return;
-  send(id, first, () => { // which may have been moved meanwhile, or taken back
-    const at = queues.get(id).indexOf(first);
-    if (at >= 0) take(id, at);
-  });
+  const [text] = queues.get(id);
+  if (text === undefined || isBusy(id)) return;
+  queues.set(id, queues.get(id).slice(1));
+  send(id, { text });
 }
 addEventListener("storage", ({ key }) => { if (key === `kvcellar-queue:${state.chosen}`) show(); });
 

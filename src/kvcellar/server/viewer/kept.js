@@ -22,14 +22,15 @@ function write(storage, key, value) {
   }
 }
 
-const of = (name, otherwise) => ({
-  get: (id) => read("localStorage", `${name}:${id ?? ""}`, otherwise),
-  set: (id, value) => write("localStorage", `${name}:${id ?? ""}`, value),
+const of = (name, otherwise, storage = "localStorage") => ({
+  get: (id) => read(storage, `${name}:${id ?? ""}`, otherwise),
+  set: (id, value) => write(storage, `${name}:${id ?? ""}`, value),
 });
 
 export const drafts = of("draft", ""); // agent -> what is typed
 export const queues = of("queue", []); // agent -> what is to be sent when the answer has ended
 export const files = of("files", []); // agent -> [{name, text}] that go with what is typed
+export const sent = of("sent", null, "sessionStorage"); // agent -> {text, typed, files, n}: on its way from this tab, behind n messages
 export const samplings = of("sampling", null); // agent -> settings; "" is for whoever has none
 
 export const inTab = { get: (key, otherwise = null) => read("sessionStorage", key, otherwise), set: (key, value) => write("sessionStorage", key, value) };
@@ -40,5 +41,6 @@ export const inBrowser = { get: (key, otherwise = null) => read("localStorage", 
 export function move(from, to) {
   drafts.set(to, [drafts.get(to), drafts.get(from)].filter(Boolean).join("\n"));
   for (const kept of [queues, files]) kept.set(to, [...kept.get(to), ...kept.get(from)]);
-  for (const kept of [drafts, queues, files]) kept.set(from, null);
+  if (sent.get(from)) sent.set(to, sent.get(from));
+  for (const kept of [drafts, queues, files, sent]) kept.set(from, null);
 }

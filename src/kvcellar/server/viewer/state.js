@@ -5,8 +5,8 @@ export const state = {
   model: null, // the name of the model that is looked at
   chosen: null, // the id of the agent that is looked at; null: a new chat
   made: null, // the id of an agent made here that the stream has not listed yet
-  talks: new Map(), // agent's id -> the answer that comes to this page: {controller, asked, text}
-  heard: null, // the turn of another client that comes to the agent that is looked at: {id}, and what is said in it
+  talks: new Map(), // agent's id, null for a new chat -> the answer that comes to this page, as `said` makes it
+  heard: null, // the turn of another client that comes to the agent that is looked at: {id, reading}, and what is said in it
 };
 
 // What this page has seen of each agent's history, for the next turn to say what it follows: {digest, n}, n messages.
@@ -28,7 +28,7 @@ export const besideName = (agent) => (nameOf(agent) === agent.id ? agent.title :
 
 const listeners = new Map();
 export const on = (name, listener) => listeners.set(name, [...(listeners.get(name) ?? []), listener]);
-export const tell = (name, ...facts) => (listeners.get(name) ?? []).forEach((listener) => listener(...facts));
+export const tell = (name, ...facts) => Promise.all((listeners.get(name) ?? []).map((listener) => listener(...facts)));
 
 // A colour per agent, by the digest of its id: the same in every browser, and none near that of what is shared.
 const hues = [130, 385]; // of OKLCH; between them the other way round lies gold
