@@ -508,7 +508,7 @@ def test_who_is_stopped_by_another_client_is_told(live, monkeypatch):
     for ask in (chat, turn):
         asking = threading.Thread(target=ask)
         asking.start()
-        live.until(lambda: (now := under_way("interrupted")) and now.text, "its first word")
+        live.until(lambda: (now := under_way("interrupted")) and now.parts, "its first word")
         live.post("/v1/agents/interrupted/stop")
         asking.join()
     assert said[0].status_code == 409 and said[0].json()["error"]["code"] == "answer_stopped"
