@@ -124,6 +124,7 @@ EXAMPLES = (
         frames=3,
         beside=("/v1/agents/poet/generate", {"text": "Now the sun.", "max_tokens": 48}),
     ),
+    of_agent("POST /stop"),
     of_agent("GET /export", keep="file"),
     example(
         "POST /v1/agents/import",
