@@ -457,6 +457,7 @@ def test_a_message_is_as_wide_as_a_phone_allows(open_page, shown):
     page.evaluate("text => page.toast(text)", text)
     box = page.locator("#toast").bounding_box()
     assert box["width"] > 0.85 * 390 and box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert box["y"] + box["height"] <= page.locator("#ask").bounding_box()["y"], "over the box"
 
 
 def test_a_dead_server_is_shown_as_dead_until_it_is_back(open_page, shown):

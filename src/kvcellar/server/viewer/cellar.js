@@ -163,7 +163,7 @@ function showFacts() {
   $("about").hidden = $("facts").hidden = !agent;
   if (!agent) return;
   const mine = state.snapshot.models.find((one) => one.name === agent.model);
-  const facts = [["id", agent.id], ["state", agent.state], ["tokens", count(agent.n_tokens)], ["in memory", count(mine?.cached[agent.id] ?? 0)], ["on disk", count(agent.n_stored)], ["turns", agent.n_turns], ["K and V in", agent.kv_dtype]];
+  const facts = [["id", agent.id], ["state", agent.state], ["tokens", count(agent.n_tokens)], ["in memory", count(mine?.cached[agent.id] ?? 0)], ["on disk", count(agent.n_stored)], ["turns", agent.n_turns], ["cells in", agent.kv_dtype]];
   const kept = mine?.snapshots_of[agent.id] ?? [];
   if (kept.length) facts.push(["goes on from", `${count(kept.at(-1))}${kept.length > 1 ? ` and ${count(kept.length - 1)} before` : ""}`]);
   $("facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));

@@ -27,7 +27,7 @@ function showHead() {
   $("agent-title").replaceChildren(swatch, nameOf(agent));
   $("agent-title").title = `Known to clients as ${agent.id}`;
   const siblings = agent.parent === null ? 0 : state.snapshot.agents.filter((one) => one.parent === agent.parent).length - 1;
-  const parts = [[besideName(agent), agent.model, `${count(agent.n_tokens)} tokens`].filter(Boolean).join(" · ")];
+  const parts = [[agent.is_named && besideName(agent), agent.model, `${count(agent.n_tokens)} tokens`].filter(Boolean).join(" · ")];
   if (agent.parent) {
     const there = agentOf(agent.parent);
     parts.push("forked from ", there ? button(nameOf(there), () => choose(agent.parent)) : agent.parent,

@@ -108,7 +108,7 @@ function showStatus(names) {
   const now = model();
   if (moving) say("", `${moving.name} is ${moving.state} ${moving.fraction ? percent(moving.fraction) : ""}`);
   else if (failed) say("bad", `${failed.name} failed: ${failed.detail}`);
-  else if (now) say("ok", `${now.name}, K and V in ${now.kv_dtype}${now.block_size > 1 ? `, blocks of ${now.block_size} cells` : ""}`);
+  else if (now) say("ok", `${now.name}, cells in ${now.kv_dtype}${now.block_size > 1 ? `, blocks of ${now.block_size} cells` : ""}`);
   else say("", "no model in memory; the next request loads one");
   $("model").hidden = names.length < 2;
   if ($("model").dataset.names !== names.join()) {

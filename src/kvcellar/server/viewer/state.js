@@ -43,8 +43,8 @@ export const isDark = () => document.documentElement.dataset.theme === "dark"
 export function colour(id) {
   const found = digest(id);
   const hue = (hues[0] + (found % 1021) * ((hues[1] - hues[0]) / 1021)) % 360;
-  const [dark, light] = isDark() ? [0.66, 0.76] : [0.48, 0.57];
-  return `oklch(${found & 0x10000000 ? light : dark} 0.12 ${hue.toFixed(1)})`;
+  const light = (isDark() ? [0.64, 0.72, 0.8] : [0.41, 0.49, 0.57])[(found >>> 12) % 3];
+  return `oklch(${light} ${(found >>> 20) % 2 ? 0.13 : 0.075} ${hue.toFixed(1)})`;
 }
 
 // Agents with their forks below them, the latest first: [{agent, depth}].
