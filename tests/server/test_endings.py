@@ -107,17 +107,17 @@ def test_a_call_that_is_cut_off_ends_by_max_tokens_in_messages_with_what_came_of
     assert block["input"]["city"] and block["input"]["city"] in json.loads(pieces + '"}')["city"]
 
 
-def test_a_stop_text_inside_a_call_makes_no_finished_call_of_it(live):
+def test_a_stop_text_inside_a_call_does_not_end_it(live):
     path, stop = "/v1/chat/completions", '"city"'
     (choice,) = live.post(path, asked(path, CALLED[path], 60, stop=stop))["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert not is_json(choice["message"]["tool_calls"][0]["function"]["arguments"])
+    assert choice["finish_reason"] in ("length", "tool_calls")
+    assert stop in choice["message"]["tool_calls"][0]["function"]["arguments"]
     path = "/v1/messages"
     answer = live.post(path, asked(path, CALLED[path], 60, stop_sequences=[stop]))
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+    assert answer["stop_reason"] in ("max_tokens", "tool_use") and answer["stop_sequence"] is None
     path = "/v1/responses"
     (item,) = live.post(path, asked(path, CALLED[path], 60, stop=stop))["output"]
-    assert item["status"] == "incomplete"
+    assert stop in item["arguments"]
 
 
 # By room -----------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.agents.conversation import AgentTokenizer, Message
+from kvcellar.agents.stops import TextStops
 from kvcellar.dialects import AnswerParser, Dialect, choose_dialect, dialect_for, is_whole
 from kvcellar.dialects.messages import apart, as_message, say_calls, say_reasoning, tools_said
+from kvcellar.engine.text import StopFinder
 from kvcellar.history import History
 from kvcellar.models.prompts import begun_of
 
@@ -77,6 +79,10 @@ class Reading:
                 return whole
         return self._parser(has_begun=bool(begun), is_in_reasoning=self.is_in_reasoning)
 
+    def finder(self, stops: Sequence[str]) -> StopFinder:
+        """Make what finds stop texts in the text of the answer, and in nothing else of it."""
+        return TextStops(self.parser(), stops)
+
     def kept(self, text: str) -> Message:
         """Make the message that joins the history, from all of an answer's text.
 
@@ -136,6 +142,7 @@ def reading_of(
     *,
     dialect: str | None = None,
     begun: Mapping[str, Any] | None = None,
+    has_marks: bool = True,
 ) -> Reading:
     """Return how an agent's next answer is read, whose history nobody sends back.
 
@@ -145,10 +152,12 @@ def reading_of(
         tools: definitions of its tools; those that a system message tells are known without.
         dialect: name of a dialect, where somebody has chosen one.
         begun: the message that is gone on with.
+        has_marks: whether ``marks`` are in the text that is read; else they are as they are spelt.
     """
     tools = tools or tools_said(messages)
+    own = dialect_for(host.tokenizer, dialect)
     return Reading(
-        dialect_for(host.tokenizer, dialect),
+        own if has_marks else replace(own, tokens=()),
         knows_calls(host),
         host.template is not None and host.template.reads_reasoning,
         tools,

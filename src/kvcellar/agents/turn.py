@@ -30,11 +30,13 @@ from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.names import derived_id, salt_of
 from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.reading import reading_of
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import BroughtBack, bring_back
 from kvcellar.agents.volatile import apply_rules
 from kvcellar.agents.work import OTHER_BYTES, Work
 from kvcellar.engine import Event, EventStream, FinishEvent, Request, TokenEvent
+from kvcellar.engine.text import StopMatcher, StopsFn
 from kvcellar.errors import (
     AgentError,
     AgentHeldError,
@@ -279,6 +281,7 @@ class Turns:
             snapshots_at=turn.snapshots_at,
             space=own.space,
             marks=None if reading is None else reading.marks,
+            finder=_finder_of(turn, agent, host),
         )
         host.costs.recall(agent.rates)
         back = await bring_back(
@@ -400,6 +403,15 @@ async def _end_of(events: AsyncIterator[LiveEvent]) -> None:
     async for event in events:
         if isinstance(event, Over):
             return
+
+
+def _finder_of(turn: Turn, agent: Agent, host: ModelHost) -> StopsFn:
+    """Return what finds the stop texts of a turn: in the text of its answer alone."""
+    reading = turn.reading
+    if reading is None and turn.is_chat and host.tokenizer is not None and turn.params.stop:
+        reading = reading_of(host, agent.messages, agent.tools, has_marks=False)
+        reading.begin(host.tokenizer, turn.prompt)
+    return StopMatcher if reading is None else reading.finder
 
 
 class RunningTurn:

@@ -38,6 +38,7 @@ class BlockReader:
         self._parameters = parameters
         self._patterns = patterns_of(dialect)
         self._held = ""
+        self.n_pushed = 0
         self._state = self._in_text
         self._mark = self._raw = ""
         """The mark of a call that is not certain yet, and what was read behind it."""
@@ -51,8 +52,19 @@ class BlockReader:
     def push(self, piece: str) -> None:
         """Take the next piece of the answer."""
         self._held += piece
+        self.n_pushed += len(piece)
         while self._held and not self._said.trouble and self._state():
             pass
+
+    @property
+    def n_read(self) -> int:
+        """Characters of which it is certain what they are."""
+        return self.n_pushed - len(self._mark) - len(self._raw) - len(self._held)
+
+    def _say(self, n: int) -> None:
+        """Take so many characters as text."""
+        self._said.say(self._held[:n], self.n_pushed - len(self._held))
+        self._held = self._held[n:]
 
     def flush(self) -> None:
         """Take the rest, at the end of the answer."""
@@ -63,11 +75,13 @@ class BlockReader:
             said.think(self._held)
         elif self._state == self._behind_call:
             if end is None or end.match(self._held, partial=True) is None:
-                said.say(self._held)
+                self._say(len(self._held))
         elif self._state == self._in_arguments and not self._tells_at_end:
             return  # the answer ended inside of a call
         elif not (said.is_forced and self._is_begun()):
-            said.say(self._mark + self._raw + self._held)
+            self._held = self._mark + self._raw + self._held
+            self._mark = self._raw = ""
+            self._say(len(self._held))
 
     def _is_begun(self) -> bool:
         """Return true where what is held is a call's beginning."""
@@ -97,12 +111,10 @@ class BlockReader:
             if one is not None and (found := one.search(self._held, partial=True)) is not None
         ]
         if not found_all:
-            self._said.say(self._held)
-            self._held = ""
+            self._say(len(self._held))
             return False
         found, is_call = min(found_all, key=lambda one: (one[0].start(), one[0].partial))
-        self._said.say(self._held[: found.start()])
-        self._held = self._held[found.start() :]
+        self._say(found.start())
         if found.partial:
             return False
         self._enter(found.end() - found.start(), is_call)
@@ -246,9 +258,10 @@ class BlockReader:
 
     def _is_no_call(self) -> bool:
         """Take the mark as text, and go on behind it."""
-        self._said.say(self._mark)
-        self._held = self._raw + self._held
+        n = len(self._mark)
+        self._held = self._mark + self._raw + self._held
         self._mark = self._raw = ""
+        self._say(n)
         self._state, self._is_first = self._in_text, False
         return True
 

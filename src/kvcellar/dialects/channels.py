@@ -45,14 +45,27 @@ class ChannelReader:
         )
         self._ends = regex.compile("|".join(marks[:2] + marks[4:]))
         self._held = ""
+        self.n_pushed = 0
         self._state = self._in_header
         self._json: JsonArgumentsReader | None = None
 
     def push(self, piece: str) -> None:
         """Take the next piece of the answer."""
         self._held += piece
+        self.n_pushed += len(piece)
         while self._held and not self._said.trouble and self._state():
             pass
+
+    @property
+    def n_read(self) -> int:
+        """Characters of which it is certain what they are."""
+        return self.n_pushed - len(self._held)
+
+    def _say(self, n: int) -> None:
+        """Take so many characters as text."""
+        if n:
+            self._said.say(self._held[:n], self.n_pushed - len(self._held))
+        self._held = self._held[n:]
 
     def flush(self) -> None:
         """Take the rest, at the end of the answer."""
@@ -61,9 +74,9 @@ class ChannelReader:
         if self._state == self._in_header:
             is_begun = self._header.match(self._held, partial=True) is not None
             if self._held.strip() and not is_begun:
-                self._said.say(self._held)
+                self._say(len(self._held))
         elif self._state != self._in_call:
-            self._tell(self._held)
+            self._tell(len(self._held))
 
     def _in_header(self) -> bool:
         found = self._header.match(self._held, partial=True)
@@ -72,8 +85,8 @@ class ChannelReader:
         if found is None:
             mark = self._mark.match(self._held)  # in a place where it means nothing
             end = mark.end() if mark is not None else 0
-            self._said.say(self._held[:end])
-            self._held, self._state = self._held[end:], self._in_plain
+            self._say(end)
+            self._state = self._in_plain
             return True
         self._held = self._held[found.end() :]
         self._begin(found["channel"] or "final", found["to"] or "")
@@ -84,8 +97,7 @@ class ChannelReader:
         found = self._mark.search(self._held, partial=True)
         end = len(self._held) if found is None else found.start()
         is_mark = found is not None and not found.partial
-        self._said.say(self._held[:end])
-        self._held = self._held[end:]
+        self._say(end)
         self._state = self._in_header if is_mark else self._in_plain
         return is_mark
 
@@ -105,17 +117,17 @@ class ChannelReader:
     def _in_body(self) -> bool:
         found = self._ends.search(self._held, partial=True)
         end = len(self._held) if found is None else found.start()
-        self._tell(self._held[:end])
+        self._tell(end)
         if found is None or found.partial:
-            self._held = self._held[end:]
             return False
-        return self._end(found)
+        return self._end(found, end)
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, n: int) -> None:
         if self._said.is_in_reasoning:
-            self._said.think(text)
-        elif text:
-            self._said.say(text)
+            self._said.think(self._held[:n])
+            self._held = self._held[n:]
+        else:
+            self._say(n)
 
     def _in_call(self) -> bool:
         reader = self._json
@@ -137,11 +149,14 @@ class ChannelReader:
             return False
         return self._end(found)
 
-    def _end(self, found: regex.Match[str]) -> bool:
-        """Go on behind a message: with a header, to which its end may belong."""
+    def _end(self, found: regex.Match[str], n_gone: int = 0) -> bool:
+        """Go on behind a message, of which ``n_gone`` characters were taken since it was found.
+
+        A header follows, to which its end may belong.
+        """
         if self._said.is_in_reasoning:
             self._said.end_reasoning()
         start, channel = (self._dialect.spelt(mark) for mark in CHANNEL_MARKS[:2])
         end = found.start() if found[0] in (start, channel) else found.end()
-        self._held, self._state = self._held[end:], self._in_header
+        self._held, self._state = self._held[end - n_gone :], self._in_header
         return bool(self._held)

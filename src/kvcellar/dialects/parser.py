@@ -13,7 +13,7 @@ from kvcellar.dialects.blocks import BlockReader
 from kvcellar.dialects.channels import ChannelReader
 from kvcellar.dialects.dialect import Dialect
 from kvcellar.dialects.parts import Call, Part
-from kvcellar.dialects.saying import Said
+from kvcellar.dialects.saying import Said, WatchFn
 
 
 class AnswerParser:
@@ -86,6 +86,20 @@ class AnswerParser:
         Nothing is read behind it.
         """
         return self._said.trouble
+
+    def watch(self, watch: WatchFn) -> None:
+        """Have all text told as it was written, once it is certain that it is text."""
+        self._said.watch = watch
+
+    @property
+    def n_pushed(self) -> int:
+        """Characters that were given."""
+        return self._reader.n_pushed
+
+    @property
+    def n_read(self) -> int:
+        """Characters of which it is certain what they are."""
+        return self._reader.n_read - self._said.n_unseen
 
     def push(self, piece: str) -> list[Part]:
         """Take the next piece of the answer, and return what is certain with it."""

@@ -361,11 +361,14 @@ def told(
     text = ""
     if finish is None or finish.cause not in ("stop_token", "eos"):
         text = stream.push(token_id)
-        if stream.matched_stop is not None:
-            stop = stream.matched_stop
+        stop = stream.matched_stop
+        if stop is not None:
             finish = Finish("stop", "stop_text", f"stop text {stop!r}", stop)
     if finish is not None:
         text += stream.flush()
+        stop = stream.matched_stop
+        if stop is not None:  # what was held back may have one, now that it is text
+            finish = Finish("stop", "stop_text", f"stop text {stop!r}", stop)
     return text, finish
 
 

@@ -12,7 +12,7 @@ from kvcellar.checks import number, seen, whole, wholes
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
-from kvcellar.engine.text import TextStream
+from kvcellar.engine.text import StopMatcher, StopsFn, TextStream
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.space import SHARED, Space
@@ -42,6 +42,7 @@ class Request:
         space: with which adapter it is computed, and with whom its K and V are shared.
         marks: what stands in the text for a token of which the text would not say that it came:
             such as one character that no text has. None: of no token.
+        finder: makes what finds stop texts, where not all of the answer is text.
     """
 
     prompt_ids: History
@@ -52,6 +53,7 @@ class Request:
     snapshots_at: tuple[int, ...] = ()
     space: Space = SHARED
     marks: Mapping[int, str] | None = None
+    finder: StopsFn = StopMatcher
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None and self.prompt_logprobs < 0:

@@ -95,7 +95,7 @@ class Scheduler:
             tokens=History(tokens),
             n_prompt=len(tokens),
             state=SamplingState(params, self.vocab_size, tokens, self.outcomes.eos_token_ids),
-            stream=TextStream(self.tokenizer, params.stop, context=tokens, marks=request.marks)
+            stream=TextStream(self.tokenizer, params.stop, tokens, request.marks, request.finder)
             if self.tokenizer is not None
             else None,
             arrived_s=now,

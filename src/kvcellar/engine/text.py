@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -126,20 +126,24 @@ class StopMatcher:
         self._nodes = _automaton(tuple(stops)) if stops else ()
         self._at = 0  # the node whose text is the end of what was seen
         self._held = ""
-        self.matched: str | None = None
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
         """The stop text that was found; nothing is let through from then on."""
+        return self._matched
 
     def push(self, text: str) -> str:
         """Add text; return what can no longer be a part of a stop text."""
         if not self._nodes:
             return text
-        if self.matched is not None:
+        if self._matched is not None:
             return ""
         for i, char in enumerate(text):
             self._at = _follow(self._nodes, self._at, char)
             stop = self._nodes[self._at].stop
             if stop is not None:
-                seen, self._held, self.matched = self._held + text[: i + 1], "", stop
+                seen, self._held, self._matched = self._held + text[: i + 1], "", stop
                 return seen[: len(seen) - len(stop)]
         text = self._held + text
         n_sure = len(text) - self._nodes[self._at].depth
@@ -198,6 +202,27 @@ def _automaton(stops: tuple[str, ...]) -> tuple[_Node, ...]:
     return tuple(nodes)
 
 
+class StopFinder(Protocol):
+    """Protocol of what finds the first stop text, as :class:`StopMatcher` does."""
+
+    @property
+    def matched(self) -> str | None:
+        """The stop text that was found; nothing is let through from then on."""
+        ...
+
+    def push(self, text: str) -> str:
+        """Add text; return what can no longer be a part of a stop text."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was held back, now that nothing follows it."""
+        ...
+
+
+StopsFn = Callable[[Sequence[str]], StopFinder]
+"""Makes what finds the first of some stop texts."""
+
+
 class TextStream:
     """Tokens in, text for the reader out: a :class:`Detokenizer` and a :class:`StopMatcher`."""
 
@@ -207,14 +232,16 @@ class TextStream:
         stops: Sequence[str] = (),
         context: History | None = None,
         marks: Mapping[int, str] | None = None,
+        finder: StopsFn = StopMatcher,
     ) -> None:
         """Begin behind the tokens of ``context``; end before the first of ``stops``.
 
-        A token of ``marks`` comes as the text that stands for it.
+        A token of ``marks`` comes as the text that stands for it. ``finder`` makes what finds stop
+        texts where only some of the text counts.
         """
         self._marks = marks or {}
         self._detokenizer = Detokenizer(tokenizer, context)
-        self._matcher = StopMatcher(stops)
+        self._matcher = finder(stops) if stops else StopMatcher(())
         self._pieces: list[str] = []
 
     @property

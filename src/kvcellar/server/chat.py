@@ -224,13 +224,7 @@ class _Answer:
         self._pinned = await self._pinned_prefix()
         is_held = self._held is not None and self._held.begin is not None
         is_guided = is_held or self._bound is not None
-        stop = self._question.params.stop
-        spelt = tuple(text for text in map(self._reading.dialect.spelt, stop) if text not in stop)
-        self._turn.params = replace(
-            self._question.params,
-            guide=self._guide if is_guided else None,
-            stop=(*stop, *spelt),
-        )
+        self._turn.params = replace(self._question.params, guide=self._guide if is_guided else None)
         self._turn.on_start = self._on_start
 
     async def _pinned_prefix(self) -> History | None:
@@ -347,7 +341,7 @@ class _Answer:
         return Ended(
             reason=reason_of(self.parser, finish),
             cause=finish.cause,
-            stop_text=finish.stop_text and self._reading.dialect.written(finish.stop_text),
+            stop_text=finish.stop_text,
             text=self.parser.text,
             reasoning=self.parser.reasoning,
             reasoning_tokens=self._n_thought,
