@@ -8,8 +8,10 @@ from functools import partial
 
 import pytest
 from playwright.sync_api import Error, sync_playwright
+from starlette.datastructures import Headers, MutableHeaders
 
-from kvcellar.server.origins import checked_origin
+from kvcellar.errors import ConfigError
+from kvcellar.server.origins import Origins, checked_origin
 from tests.server.live import serving
 from tests.server.test_viewer import CHROMIUM, FLAGS
 
@@ -37,6 +39,57 @@ def preflight(live, origin, *, method="POST", path="/v1/chat/completions", **mor
         **more,
     }
     return live.http.options(path, headers=headers)
+
+
+ALLOWED = {
+    "vscode-webview://*": (
+        ["vscode-webview://1gnq8d7m2h"],
+        ["vscode-webview-resource://1gnq", "https://vscode-webview"],
+    ),
+    "http://localhost:*": (
+        ["http://localhost", "http://localhost:3000"],
+        ["https://localhost:3000", "http://localhost.evil.example:80", "http://127.0.0.1:3000"],
+    ),
+    "https://*.app.example": (
+        ["https://one.app.example", "https://a.b.app.example"],
+        ["https://app.example", "https://evilapp.example", "https://x.app.example.evil.example"],
+    ),
+    "tauri://localhost": (["tauri://localhost"], ["tauri://elsewhere"]),
+    "app://*": (["app://obsidian.md", "app://-"], ["apps://x"]),
+    "localhost": (
+        [
+            "http://localhost",
+            "https://localhost:8443",
+            "http://127.0.0.1:5173",
+            "http://[::1]:3000",
+            "http://tauri.localhost",
+            "tauri://localhost",
+        ],
+        ["http://localhost.evil.example", "http://evil.example:80", "http://192.168.0.2", "null"],
+    ),
+}
+
+
+@pytest.mark.parametrize("wish", ALLOWED)
+def test_a_wildcard_lets_in_the_pages_that_it_stands_for_and_no_others(wish):
+    origins = Origins([wish])
+    let_in, kept_out = ALLOWED[wish]
+    for origin in (*let_in, *kept_out):
+        headers = Headers({"origin": origin, "host": "server.example"})
+        assert origins.allow(headers) == (origin in let_in), origin
+        answer = MutableHeaders()
+        origins.mark(answer, headers)
+        assert answer.get("access-control-allow-origin") == (origin if origin in let_in else None)
+        assert answer["vary"] == "Origin"
+
+
+@pytest.mark.parametrize(
+    "wish",
+    ["*", "null", "http://*", "https://*:443", "https://*.example", "https://app.*", "http://l*:1"],
+)
+def test_a_wildcard_that_would_let_in_strangers_is_refused(wish):
+    with pytest.raises(ConfigError, match="no origin"):
+        Origins([wish])
 
 
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])

@@ -68,7 +68,8 @@ def test_chat_tells_reasoning_apart_streamed_and_not(thinker):
         chunk["choices"][0]["delta"]
         for chunk in events(thinker, "/v1/chat/completions", {"messages": [USER]})
     ]
-    for name in ("reasoning_content", "content"):
+    assert said["reasoning"] == said["reasoning_content"]
+    for name in ("reasoning_content", "reasoning", "content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == said[name]
 
 
@@ -546,7 +547,7 @@ class OfChat(Session):
         answer = chat(self.live, *self.messages, tools=[TOOL], **self.settings)
         said = message_of(answer)
         if not self.keeps:
-            del said["reasoning_content"]
+            del said["reasoning_content"], said["reasoning"]
         self.messages.append(said)
         for call in said.get("tool_calls", ()):
             result = f"contents of {call['function']['arguments']}"

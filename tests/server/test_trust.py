@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import socket
 import threading
 
 import httpx
@@ -15,7 +16,7 @@ from kvcellar.errors import ConfigError, StoreError
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.guard import log
 from kvcellar.server.presence import held_store
-from kvcellar.server.run import listen
+from kvcellar.server.run import listen, listeners
 from tests.server.live import PATIENCE_S, load_demo, serving
 
 ASK = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
@@ -264,6 +265,40 @@ def test_a_second_server_on_a_port_is_told_so(strict):
         listen("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"cannot listen on '203\.0\.113\.1'"):
         listen("203.0.113.1", 0)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_localhost_is_heard_at_both_of_its_addresses_on_one_port(is_given):
+    with listeners("localhost", 0) as free:
+        port = free[0].getsockname()[1] if is_given else 0
+    with listeners("localhost", port) as found:
+        where = [one.getsockname()[:2] for one in found]
+        (port,) = {port for _, port in where}
+        assert [address for address, _ in where] == ["127.0.0.1", "::1"]
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, port), PATIENCE_S).close()
+        with pytest.raises(ConfigError, match=f"port {port}"), listeners("localhost", port):
+            pass
+    with listeners("127.0.0.1", 0) as found:
+        assert len(found) == 1
+
+
+def test_a_port_that_is_taken_at_one_address_of_localhost_is_said_to_be():
+    with listeners("::1", 0) as taken:
+        port = taken[0].getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on ::1"), listeners("localhost", port):
+            pass
+
+
+@pytest.mark.parametrize("bearer", ["Bearer old", "Basic b2xkOm9sZA==", "old"])
+def test_a_right_key_beside_a_wrong_one_is_right(strict, bearer):
+    right = key()["Authorization"].removeprefix("Bearer ")
+    told = strict.http.get("/v1/models", headers={"Authorization": bearer, "x-api-key": right})
+    assert told.status_code == 200
+    told = strict.http.get("/v1/models", headers={**key(), "x-api-key": "old"})
+    assert told.status_code == 200
+    told = strict.http.get("/v1/models", headers={"Authorization": bearer, "x-api-key": "old"})
+    assert told.status_code == 401
 
 
 def test_a_second_server_of_a_store_is_told_which_has_it(tmp_path):

@@ -119,7 +119,12 @@ class TrustOptions:
     ] = None
     allow_origin: Annotated[
         list[str] | None,
-        _in_trust("URL", "A web page's origin that may call it; may be given several times."),
+        _in_trust(
+            "URL",
+            "A web page's origin that may call it, such as https://app.example, "
+            "http://localhost:* or vscode-webview://*; localhost: every page of this machine; "
+            "may be given several times.",
+        ),
     ] = None
     log_text: Annotated[
         bool,

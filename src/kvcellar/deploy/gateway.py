@@ -19,6 +19,7 @@ from kvcellar.deploy.replica import HEADER
 from kvcellar.deploy.routing import Holdings, Wanted
 from kvcellar.server.bodies import BODY_S
 from kvcellar.server.config import ServerConfig
+from kvcellar.server.encodings import unpacking_of
 from kvcellar.server.entrance import Entrance
 from kvcellar.server.errors import ApiError, error_response
 from kvcellar.server.salts import GUEST, salt_for
@@ -131,8 +132,12 @@ class Gateway:
             taken += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        plain = _unpacked(bytes(taken), Headers(scope=scope).get("content-encoding"), limit)
+        dropped = [b"content-length", b"transfer-encoding"]
+        if plain is not None:
+            taken = plain
+            dropped.append(b"content-encoding")
         length = (b"content-length", str(len(taken)).encode())
-        dropped = (b"content-length", b"transfer-encoding")
         rest = [(name, value) for name, value in scope["headers"] if name not in dropped]
         scope["headers"] = [*rest, length]
         return bytes(taken)
@@ -208,3 +213,22 @@ class Gateway:
 
 async def _nothing() -> Message:
     return {"type": "http.disconnect"}
+
+
+def _unpacked(packed: bytes, encoding: str | None, limit: int) -> bytearray | None:
+    """Return a body as it was before it was packed; None where it was not, or a replica refuses it.
+
+    Args:
+        packed: all of it.
+        encoding: as its headers say.
+        limit: bytes that a body may have.
+    """
+    plain = bytearray()
+    with contextlib.suppress(ApiError):
+        unpacking = unpacking_of(encoding)
+        for piece in unpacking.pieces(packed, is_last=True) if unpacking is not None else ():
+            plain += piece
+            if len(plain) > limit:
+                return None
+        return None if unpacking is None else plain
+    return None

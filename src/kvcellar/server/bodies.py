@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +24,7 @@ from starlette.types import Message, Receive, Scope
 
 from kvcellar.agents.work import SHORT_BYTES
 from kvcellar.errors import KVCellarError
+from kvcellar.server.encodings import Unpacking, unpacking_of
 from kvcellar.server.errors import ApiError, ContextExceeded, as_api_error
 from kvcellar.server.service import Service, service_of
 
@@ -53,6 +54,9 @@ _DRAIN_BYTES = 64 << 20
 _DRAIN_S = 10.0
 _DRAIN_SILENT_S = 0.5
 """How much of a body that nobody wants is taken, for how long, and how long it may stop coming."""
+
+_MOST_PACKED = 100
+"""Times its size to which the text of a conversation that is too long may unpack."""
 
 _IMPORT = "/v1/agents/import"
 _BATCHES = ("/v1/completions", "/v1/embeddings", "/api/embed")
@@ -124,17 +128,21 @@ class IncomingBody:
         self._n_held = 0
         self._waited_s = 0.0
         self._is_whole = False
+        self._is_told = False
         self._shape = None if scope["path"] == _IMPORT else _ValueCount()
         self._headers = headers
+        self._unpacking: Unpacking | None = None
+        self._unpacked: Iterator[bytes] = iter(())
         self.kept: bytes | None = None
         """The beginning of what came, where the log is to have it."""
 
     def check(self) -> None:
-        """Refuse a body that says that it is too large.
+        """Refuse a body that says that it is too large, or packed as nobody here unpacks it.
 
         Raises:
-            ApiError: 413 or 400, it is; 429, all bodies together are.
+            ApiError: 413 or 400, it is; 415, it is packed so; 429, all bodies together are.
         """
+        self._unpacking = unpacking_of(self._headers.get("content-encoding"))
         length = self._headers.get("content-length", "0")
         if not (length.isascii() and length.isdecimal() and len(length) < 20):
             raise ApiError(400, "Content-Length is no number", "invalid_request")
@@ -142,14 +150,46 @@ class IncomingBody:
         self._count(int(length))
 
     async def receive(self) -> Message:
-        """Take the next piece.
+        """Take the next piece, unpacked.
 
         Raises:
-            ApiError: 413 or 400, the body is too large or has too many values; 408, it does not
-                come; 429, there are too many others.
+            ApiError: 413 or 400, the body is too large or has too many values; 400, it is not
+                packed as it says; 408, it does not come; 429, there are too many others.
         """
+        if self._unpacking is not None:
+            try:
+                piece = next(self._unpacked, None)
+                if piece is None and not self._is_whole:
+                    message = await self._incoming()
+                    if message["type"] != "http.request":
+                        return message
+                    packed = message.get("body", b"")
+                    self._unpacked = self._unpacking.pieces(packed, is_last=self._is_whole)
+                    piece = next(self._unpacked, b"")
+                if piece is not None:
+                    self._take(piece)
+                    return {"type": "http.request", "body": piece, "more_body": True}
+            except ApiError as refused:
+                raise self._refusal(refused) from None
+            if not self._is_told:
+                self._is_told = True
+                return {"type": "http.request", "body": b"", "more_body": False}
         if self._is_whole:
             return await self._receive()
+        message = await self._incoming()
+        if message["type"] == "http.request":
+            try:
+                self._take(message.get("body", b""))
+            except ApiError as refused:
+                raise self._refusal(refused) from None
+        return message
+
+    async def _incoming(self) -> Message:
+        """Take the next piece as it comes.
+
+        Raises:
+            ApiError: 408, it does not come.
+        """
         left_s = BODY_S + self._n / BODY_RATE - self._waited_s
         began = time.monotonic()
         try:
@@ -161,12 +201,7 @@ class IncomingBody:
             raise self._refusal(ApiError(408, said, "body_too_slow")) from None
         self._waited_s += time.monotonic() - began
         if message["type"] == "http.request":
-            piece = message.get("body", b"")
             self._is_whole = not message.get("more_body", False)
-            try:
-                self._take(piece)
-            except ApiError as refused:
-                raise self._refusal(refused) from None
         return message
 
     async def drain(self) -> None:
@@ -196,7 +231,18 @@ class IncomingBody:
             self.kept += piece[: MOST_LOGGED_BYTES - len(self.kept)]
             text = self.kept.decode("utf-8", "replace")
             self._scope["kvcellar.notes"]["body"] = text
-        self._bodies.refuse_long(self._scope, self._n)
+        try:
+            self._bodies.refuse_long(self._scope, self._n)
+        except ApiError:
+            n_packed = self._n if self._unpacking is None else self._unpacking.n_packed
+            if self._n > _MOST_PACKED * n_packed:
+                raise ApiError(
+                    413,
+                    f"{n_packed} bytes of the body unpack to more than {self._n}, which is no "
+                    f"request; send it as it is",
+                    "request_body_too_large_after_decoding",
+                ) from None
+            raise
         self._count(self._n)
         if self._shape is not None:
             self._shape.take(piece)
@@ -264,7 +310,9 @@ class BodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             scope = request.scope
-            if scope["path"].startswith("/api/"):  # Ollama reads JSON whatever it is called
+            names = {name for name, _ in scope["headers"]}
+            is_ollamas = scope["path"].startswith("/api/")  # who reads JSON whatever it is called
+            if is_ollamas or b"content-type" not in names:
                 kept = [one for one in scope["headers"] if one[0] != b"content-type"]
                 scope["headers"] = [*kept, (b"content-type", b"application/json")]
             return await handler(_JsonRequest(scope, request.receive, model))

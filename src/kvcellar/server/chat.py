@@ -12,6 +12,7 @@ from kvcellar.agents.lengths import size_of
 from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.dialects import (
     AnswerParser,
+    Call,
     Part,
     ReasoningPart,
     TextPart,
@@ -216,6 +217,7 @@ class _Answer:
         self._started_s = time.perf_counter()
         self._last_s: float | None = None
         self._n_seen = 0
+        self._renamed: dict[str, Call] = {}
 
     # The turn ----------------------------------------------------------------------------------
 
@@ -301,7 +303,7 @@ class _Answer:
         self._n_seen += len(token.text)
         said: list[ChatEvent] = [self._start] if is_first and self._start is not None else []
         is_thought = self.parser.is_in_reasoning
-        events = [_event_of(part) for part in self.parser.push(token.text)]
+        events = [self._event_of(part) for part in self.parser.push(token.text)]
         is_thought |= self.parser.is_in_reasoning
         self._n_thought += is_thought or any(isinstance(one, ReasoningEvent) for one in events)
         if len(events) == 1 and isinstance(events[0], TextEvent | ReasoningEvent):
@@ -322,7 +324,8 @@ class _Answer:
             message = f"no cell was left for an answer: {event.finish.finish.detail}"
             raise ApiError(503, message, "cache_full", retry_after_s=5)
         rest = event.finish.text[self._n_seen :]  # held back for a stop text that never came
-        said = [_event_of(part) for part in (*self.parser.push(rest), *self.parser.flush())]
+        parts = (*self.parser.push(rest), *self.parser.flush())
+        said = [self._event_of(part) for part in parts]
         check_calls(self.parser, event.finish.finish)
         n_pinned = self._start.pinned_tokens if self._start else 0
         if n_pinned:
@@ -345,7 +348,7 @@ class _Answer:
             text=self.parser.text,
             reasoning=self.parser.reasoning,
             reasoning_tokens=self._n_thought,
-            calls=tuple(calls),
+            calls=tuple(map(self._as_called, calls)),
             usage=replace(event.usage, notes=(*map(without_salt, event.usage.notes), *notes)),
             agent_id=without_salt(event.agent_id),
             model=self._service.models.public(self._host.name),
@@ -355,10 +358,18 @@ class _Answer:
             added=[*self._wording.lent, *self._seat.added],
         )
 
+    def _event_of(self, part: Part) -> ChatEvent:
+        if isinstance(part, TextPart):
+            return TextEvent(part.text)
+        if isinstance(part, ReasoningPart):
+            return ReasoningEvent(part.text)
+        return CallEvent(part.index, self._as_called(part.call), part.text)
 
-def _event_of(part: Part) -> ChatEvent:
-    if isinstance(part, TextPart):
-        return TextEvent(part.text)
-    if isinstance(part, ReasoningPart):
-        return ReasoningEvent(part.text)
-    return CallEvent(part.index, part.call, part.text)
+    def _as_called(self, call: Call) -> Call:
+        """Return a call by the name that its client has for the tool."""
+        name = self._question.tools.names.get(call.name)
+        if name is None:
+            return call
+        own = self._renamed.setdefault(call.call_id, Call(call.call_id, name))
+        own.arguments = call.arguments
+        return own

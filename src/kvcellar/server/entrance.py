@@ -73,11 +73,13 @@ class Entrance:
             return
         if self.origins.is_preflight(scope["method"], headers):  # browsers send no key with it
             return
-        given = headers.get("authorization", "")
-        given = given[7:] if given.lower().startswith("bearer ") else headers.get("x-api-key", "")
+        bearer = headers.get("authorization", "")
+        bearer = bearer[7:] if bearer.lower().startswith("bearer ") else ""
+        given = [one.strip().encode() for one in (bearer, headers.get("x-api-key", "")) if one]
         keys = [self._config.api_key, *self._config.guest_keys]
-        brought = given.strip().encode()
-        matching = [key for key in keys if secrets.compare_digest(brought, key.encode())]
+        matching = [
+            key for key in keys if any(secrets.compare_digest(one, key.encode()) for one in given)
+        ]
         if not matching:
             raise ApiError(
                 401,
@@ -86,7 +88,7 @@ class Entrance:
                 + "; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 "invalid_api_key",
             )
-        if matching != keys[:1]:
+        if matching[0] != keys[0]:
             scope[GUEST] = guest_of(matching[0])
             if path in _OWNERS:
                 raise ApiError(

@@ -43,6 +43,9 @@ _ANTHROPIC_DETAILS = {
     "thread_not_found",
     "thread_fingerprint_mismatch",
     "thread_unsupported_request",
+    "request_body_encoding_invalid",
+    "request_body_encoding_unsupported",
+    "request_body_too_large_after_decoding",
 }
 """Codes that Anthropic's clients look for, as ``error.details.error_code``."""
 _OPENAI_TYPES = {
@@ -220,6 +223,8 @@ def error_response(error: ApiError, request: Request) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.code == "request_body_encoding_unsupported":
+        headers["Accept-Encoding"] = "gzip, deflate, zstd, identity"
     return JSONResponse(error_body(error, request), error.status, headers)
 
 

@@ -10,7 +10,9 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from kvcellar.errors import ConfigError
 
-_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(\d{1,5}))?/?")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9.*_-]+)(?::(\d{1,5}|\*))?/?")
+LOCALHOST = "localhost"
+"""Stands for every page that this machine serves, at any port."""
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
@@ -20,18 +22,46 @@ _REMEMBERED_S = 600
 def checked_origin(text: str) -> str:
     """Return an origin as browsers send it: lower case, without a port that its scheme implies.
 
+    ``*`` in place of a port is any; in a host it is any letters, digits, dots and dashes, or in
+    that of a program's own scheme all of it. ``localhost`` is every page of this machine.
+
     Raises:
         ConfigError: it is no origin, such as a URL with a path, ``*`` or ``null``.
     """
     found = _ORIGIN.fullmatch(text.lower())
-    if found is None:
+    if text.lower() == LOCALHOST:
+        return LOCALHOST
+    if found is None or _is_too_wide(*found.groups()):
         raise ConfigError(
             f"{text[:80]!r} is no origin of a web page; give scheme, host and port alone, such as "
-            f"https://app.example or http://localhost:3000, each page's by itself"
+            f"https://app.example, http://localhost:* or vscode-webview://*, each page's by "
+            f"itself, or {LOCALHOST} for all pages of this machine"
         )
     scheme, host, port = found.groups()
     is_implied = port is None or port == _DEFAULT_PORTS.get(scheme)
     return f"{scheme}://{host}" if is_implied else f"{scheme}://{host}:{port}"
+
+
+def _is_too_wide(scheme: str, host: str, port: str | None) -> bool:
+    """Return true for an origin that would let in pages of strangers, or that is none."""
+    if scheme in _DEFAULT_PORTS:  # a name of the web: of two parts at least that it is below
+        is_below = re.fullmatch(r"\*\.[a-z0-9-]+(\.[a-z0-9-]+)+", host)
+        return "*" in host and is_below is None
+    return "*" in host and host != "*"
+
+
+def _pattern(origin: str) -> re.Pattern[str]:
+    """Return what the origins look like that an allowed one stands for."""
+    if origin == LOCALHOST:
+        return re.compile(
+            r"(https?|tauri|app)://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?"
+        )
+    scheme, _, rest = origin.partition("://")
+    port = r"(:\d{1,5})?" if rest.endswith(":*") else ""
+    host = rest.removesuffix(":*")
+    return re.compile(
+        re.escape(f"{scheme}://") + re.escape(host).replace(r"\*", "[a-z0-9._-]+") + port
+    )
 
 
 class Origins:
@@ -43,7 +73,9 @@ class Origins:
         Raises:
             ConfigError: one of them is no origin.
         """
-        self._allowed = frozenset(checked_origin(origin) for origin in allowed)
+        origins = [checked_origin(origin) for origin in allowed]
+        self._allowed = frozenset(one for one in origins if "*" not in one and one != LOCALHOST)
+        self._patterns = [_pattern(one) for one in origins if one not in self._allowed]
 
     def allow(self, headers: Headers) -> bool:
         """Return whether a request may come from where its browser says that it comes from.
@@ -84,7 +116,7 @@ class Origins:
 
     def mark(self, answer: MutableHeaders, headers: Headers) -> None:
         """Add to an answer what lets the page that asked read it, with all of its headers."""
-        if not self._allowed:
+        if not self._allowed and not self._patterns:
             return
         answer.add_vary_header("Origin")
         origin = self._of(headers)
@@ -95,4 +127,8 @@ class Origins:
     def _of(self, headers: Headers) -> str | None:
         """Return the origin as it was sent, where it is one that is allowed."""
         origin = headers.get("origin")
-        return origin if origin is not None and origin.lower() in self._allowed else None
+        if origin is None:
+            return None
+        known = origin.lower()
+        is_allowed = known in self._allowed or any(one.fullmatch(known) for one in self._patterns)
+        return origin if is_allowed else None

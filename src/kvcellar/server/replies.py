@@ -19,6 +19,9 @@ from kvcellar.server.streams import Stream, disconnected, ended, until_gone
 
 T = TypeVar("T")
 
+_UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Headers that have proxies, nginx among them, pass on each piece as it comes."""
+
 
 def frame(data: Any, event: str | None = None) -> bytes:
     """Write one server-sent event; data that is no text becomes JSON."""
@@ -105,9 +108,7 @@ class SseResponse(Response, Generic[T]):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Create a response of which nothing is sent yet."""
-        super().__init__(
-            headers={"Cache-Control": "no-store", **(headers or {})}, media_type=frames.media_type
-        )
+        super().__init__(headers={**_UNBUFFERED, **(headers or {})}, media_type=frames.media_type)
         del self.headers["content-length"]
         self._items = items
         self._frames = frames

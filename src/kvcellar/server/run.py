@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +35,8 @@ from kvcellar.store import Store
 log = logging.getLogger("kvcellar.server")
 
 _BACKLOG = 512
+_TRIES = 16
+"""Free ports that are tried until one is free at both addresses."""
 
 MAX_WAITING = 32
 """Threads that wait for a disk on behalf of requests; one that is slow must not keep the others."""
@@ -70,6 +72,46 @@ def listen(host: str, port: int) -> socket.socket:
             f"this machine as --host"
         ) from error
     return listener
+
+
+@contextmanager
+def listeners(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Hold sockets that listen, all on one port: for ``localhost`` one for each of its addresses.
+
+    Clients that look ``localhost`` up get 127.0.0.1 or ::1, as their system likes.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    if host.lower() != "localhost":
+        with contextlib.closing(listen(host, port)) as listener:
+            yield [listener]
+        return
+    for n_left in reversed(range(_TRIES)):
+        first = listen("127.0.0.1", port)
+        try:
+            second = [listen("::1", first.getsockname()[1])] if _has_ipv6() else []
+        except ConfigError:
+            first.close()
+            if port or not n_left:
+                raise
+            continue  # a port that was free there is taken here: another
+        try:
+            yield [first, *second]
+        finally:
+            for one in (first, *second):
+                one.close()
+        return
+
+
+def _has_ipv6() -> bool:
+    """Return true if this machine has ::1."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as tried:
+            tried.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 class Server(uvicorn.Server):
@@ -126,7 +168,7 @@ class Server(uvicorn.Server):
         """Uvicorn's own would end the process by the signal before the agents are on disk."""
         yield
 
-    async def run_in_loop(self, listener: socket.socket) -> None:
+    async def run_in_loop(self, *listening: socket.socket) -> None:
         """Serve until it is stopped, then publish every agent and let go of the models."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(
@@ -134,7 +176,7 @@ class Server(uvicorn.Server):
         )
         with self._stopped_by_signals():
             try:
-                await self.serve(sockets=[listener])
+                await self.serve(sockets=list(listening))
                 await self._service.kept_is_done()
             finally:
                 await asyncio.to_thread(self._service.close)
@@ -173,15 +215,14 @@ def serve(
         ConfigError: the port is taken.
         StoreError: another server has the store.
     """
-    listener = listen(config.host, config.port)
-    with contextlib.closing(listener):
-        port = listener.getsockname()[1]
+    with listeners(config.host, config.port) as found:
+        port = found[0].getsockname()[1]
         name = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{name}:{port}"
         runner = asyncio.Runner(loop_factory=_loop_factory())
         config = replace(config, folder_token=secrets.token_urlsafe(32))
         with held_store(store.path, url, config.folder_token), runner:
-            runner.run(_serve(config, store, make_models(), listener, url, on_ready))
+            runner.run(_serve(config, store, make_models(), found, url, on_ready))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -197,7 +238,7 @@ async def _serve(
     config: ServerConfig,
     store: Store,
     models: ServedModels,
-    listener: socket.socket,
+    listening: Sequence[socket.socket],
     url: str,
     on_ready: Callable[[str, Service], None] | None,
 ) -> None:
@@ -207,7 +248,7 @@ async def _serve(
     if on_ready is not None:
         on_ready(url, service)
     try:
-        await server.run_in_loop(listener)
+        await server.run_in_loop(*listening)
     finally:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)

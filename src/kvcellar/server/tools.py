@@ -7,7 +7,9 @@ earlier turns is told as text.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,34 @@ from kvcellar.server.errors import ApiError
 _SAYS_NOTHING = ("id", "type", "status", "role", "encrypted_content", "signature", "cache_control")
 _MOST_TOLD = 20_000
 """Characters of one item that is told as text."""
+
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+def plain_name(name: str) -> str:
+    """Return a function's name as every dialect can write it: itself, unless it is an odd one.
+
+    Letters of other scripts, spaces and the like, and names of more than 128 characters have one
+    made of what is left and of a digest, always the same.
+    """
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{re.sub('[^A-Za-z0-9_.:-]+', '_', name)[:100].strip('_')}_{digest}"
+
+
+def with_plain_names(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls, or whose result, have the names that the model knows."""
+    said = dict(message)
+    if said.get("role") == "tool" and said.get("name"):
+        said["name"] = plain_name(said["name"])
+    if said.get("tool_calls"):
+        said["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": plain_name(call["function"]["name"])}}
+            for call in said["tool_calls"]
+        ]
+    return said
 
 
 @dataclass(slots=True)
@@ -29,6 +59,7 @@ class Toolbox:
         deferred: those that it is told of where a message refers to them, by name.
         referred: names of deferred ones that a message refers to.
         left_out: names of the others (kinds, of those without a name), and their kinds.
+        names: what clients call a function, by its name for the model, where that is another.
     """
 
     given: list[dict[str, Any]] = field(default_factory=list)
@@ -36,6 +67,7 @@ class Toolbox:
     deferred: dict[str, dict[str, Any]] = field(default_factory=dict)
     referred: set[str] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     def add(
         self,
@@ -47,6 +79,9 @@ class Toolbox:
         is_deferred: bool = False,
     ) -> None:
         """Give the model a function, or keep it until a message refers to it."""
+        sent, name = name, plain_name(name)
+        if name != sent:
+            self.names[name] = sent
         function: dict[str, Any] = {"name": name}
         if description is not None:
             function["description"] = description
@@ -66,6 +101,7 @@ class Toolbox:
 
     def refer(self, name: str) -> str:
         """Let the model know of a deferred function; return what it is told in that place."""
+        name = plain_name(name)
         if name not in self.deferred:
             return f"[tool_reference: {name[:128]}]"
         self.referred.add(name)
@@ -116,8 +152,9 @@ def chosen(tools: Toolbox, choice: ToolChoice) -> list[dict[str, Any]]:
             param="tool_choice",
         )
     known = {tool["function"]["name"]: tool for tool in tools.functions}
+    names = None if choice.names is None else tuple(map(plain_name, choice.names))
     for name in choice.names or ():
-        if name in known or (name in tools.left_out and len(choice.names or ()) > 1):
+        if plain_name(name) in known or (name in tools.left_out and len(choice.names or ()) > 1):
             continue
         if name in tools.left_out:
             raise ApiError(
@@ -133,7 +170,7 @@ def chosen(tools: Toolbox, choice: ToolChoice) -> list[dict[str, Any]]:
             "unknown_tool",
             param="tool_choice",
         )
-    found = [tool for name, tool in known.items() if choice.names is None or name in choice.names]
+    found = [tool for name, tool in known.items() if names is None or name in names]
     if choice.mode == "required" and not found:
         what = f"; {', '.join(tools.left_out)} cannot be run here" if tools.left_out else ""
         raise ApiError(

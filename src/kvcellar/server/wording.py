@@ -15,7 +15,7 @@ from kvcellar.models.prompts import begun_of
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service
 from kvcellar.server.thinking import Wish, wish_of
-from kvcellar.server.tools import chosen
+from kvcellar.server.tools import chosen, with_plain_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _worded(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], wording: Wording
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return messages and tools as a template takes them."""
-    plain = [wording.reading.of_message(message) for message in messages]
+    plain = [wording.reading.of_message(with_plain_names(message)) for message in messages]
     listed = [dict(tool) for tool in tools] or None
     if listed and not wording.knows_tools:
         return say_tools(plain, listed, wording.reading.dialect), None

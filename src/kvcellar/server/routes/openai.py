@@ -272,11 +272,16 @@ async def _scored(
 def _message(end: Ended, shows_reasoning: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": end.text, "refusal": None}
     if end.reasoning and shows_reasoning:
-        message["reasoning_content"] = end.reasoning
+        message |= _thought(end.reasoning)
     if end.calls:
         message["content"] = end.text or None
         message["tool_calls"] = calls_of(end.calls)
     return message
+
+
+def _thought(text: str) -> dict[str, str]:
+    """Return reasoning by both of the names that clients look for: DeepSeek's, and OpenRouter's."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _usage(ends: Sequence[Ended]) -> dict[str, Any]:
@@ -360,8 +365,9 @@ class ChatFrames(AnswerFrames):
             logprobs = self._logprobs[number].of([event.token])
         if not event.text and logprobs is None:
             return b""
-        key = "content" if isinstance(event, TextEvent) else "reasoning_content"
-        return self._chunk(number, {key: event.text}, logprobs=logprobs)
+        is_said = isinstance(event, TextEvent)
+        delta = {"content": event.text} if is_said else _thought(event.text)
+        return self._chunk(number, delta, logprobs=logprobs)
 
     def _chunk(
         self, number: int, delta: dict[str, Any], said: Mapping[str, Any] | None = None, **of: Any

@@ -76,7 +76,7 @@ class Message(Open):
 class Tool(Open):
     """A tool with the schema of its input; those that Anthropic runs have a type instead."""
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    name: str | None = Field(None, min_length=1, max_length=1024)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = Field(None, max_length=128)

@@ -67,7 +67,7 @@ class OllamaBody(WithOptions):
 class OllamaFunction(Open):
     """The inside of a call."""
 
-    name: str = Field(max_length=256)
+    name: str = Field(max_length=1024)
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -93,7 +93,7 @@ class OllamaMessage(Open):
 class ToolFunction(Open):
     """A function that may be called."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    name: str = Field(min_length=1, max_length=1024)
     description: str | None = None
     parameters: dict[str, Any] | None = None
 

@@ -81,14 +81,14 @@ class StreamOptions(Setting):
 class FunctionCall(Open):
     """The inside of a call."""
 
-    name: str = Field(max_length=256)
+    name: str = Field(max_length=1024)
     arguments: str | dict[str, Any] | None = None
 
 
 class CustomCall(Open):
     """The inside of a call of a tool that takes text."""
 
-    name: str = Field(max_length=256)
+    name: str = Field(max_length=1024)
     input: str | None = None
 
 
@@ -189,7 +189,7 @@ class ChatMessage(Open):
 class Function(Open):
     """A function that may be called."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    name: str = Field(min_length=1, max_length=1024)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

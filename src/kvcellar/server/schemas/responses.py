@@ -88,7 +88,7 @@ class FlatTool(Open):
     """A function, flat; tools of other types are left out."""
 
     type: str = Field(max_length=128)
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    name: str | None = Field(None, min_length=1, max_length=1024)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
