@@ -85,6 +85,8 @@ EXAMPLES = (
         {"model": "demo", "input": "def add(a, b):", "max_output_tokens": 8, "temperature": 0},
         keep="response_id",
     ),
+    example("POST /v1/responses/input_tokens", {"model": "demo", "input": "def add(a, b):"}),
+    example("POST /v1/responses/compact", {"model": "demo", "input": "def add(a, b):"}),
     example(f"GET {RESPONSE}"),
     example(f"GET {RESPONSE}/input_items"),
     example(f"POST {RESPONSE}/cancel", status=400),

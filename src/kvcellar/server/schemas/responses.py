@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
+from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.base import (
     MODEL,
     STREAM,
@@ -161,3 +170,24 @@ class ResponseRequest(SamplingFields):
         """Id of the conversation that it goes on from and adds to."""
         named = self.conversation
         return named.id if isinstance(named, ConversationId) else named
+
+
+class InputRequest(ResponseRequest):
+    """``POST /v1/responses/input_tokens`` and ``compact``: a conversation without an answer."""
+
+    route: ClassVar[str] = ""
+
+    input: str | list[AnyItem] = Field(default_factory=list)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _none_is_none(cls, value: Any) -> Any:
+        return [] if value is None else value
+
+    @model_validator(mode="after")
+    def _is_no_stream(self) -> InputRequest:
+        """Refuse to stream what comes in one piece."""
+        if self.stream:
+            message = "stream is not honoured: this comes in one piece; leave it out"
+            raise ApiError(400, message, "unsupported_field", param="stream")
+        return self

@@ -17,7 +17,7 @@ from kvcellar.server.chat import answer, whole
 from kvcellar.server.errors import ApiError
 from kvcellar.server.parsing import READS_AGENT
 from kvcellar.server.replies import sse
-from kvcellar.server.routes.responses import conversations
+from kvcellar.server.routes.responses import compacting, conversations
 from kvcellar.server.routes.responses.pages import Limit, Order, page_of
 from kvcellar.server.routes.responses.parsing import question_of, stored_response, unknown_response
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue, keep, sent_item
@@ -30,6 +30,7 @@ from kvcellar.server.telling import answer_headers, ignored_of
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 router.include_router(conversations.router)
+router.include_router(compacting.router)
 
 
 @router.post("/v1/responses", response_model=None, dependencies=[READS_AGENT])

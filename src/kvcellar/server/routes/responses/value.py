@@ -131,17 +131,7 @@ class ResponseValue:
         for call in end.calls:
             status = status_of(end.is_inside_call and call is end.calls[-1])
             self.output.append(self.call_item(call, status))
-        usage = end.usage
-        self.usage = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {
-                "reasoning_tokens": end.reasoning_tokens,
-                **predictions([usage]),
-            },
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
+        self.usage = usage_of(end)
         self.status = status_of(is_cut)
         self.extra = extra_of(end, self.body)
         if end.reasoning and self._wants_summary:
@@ -241,6 +231,21 @@ async def _add_to_conversation(
     if why:
         notes = [*said["kvcellar"]["notes"], f"its items are not in the conversation: {why}"]
         said["kvcellar"] = {**said["kvcellar"], "notes": notes}
+
+
+def usage_of(end: Ended) -> dict[str, Any]:
+    """Return the tokens that an answer took."""
+    usage = end.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {
+            "reasoning_tokens": end.reasoning_tokens,
+            **predictions([usage]),
+        },
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def text_part(text: str) -> dict[str, Any]:
