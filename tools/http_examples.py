@@ -151,6 +151,8 @@ EXAMPLES = (
     example("GET /api/version"),
     example("GET /api/tags"),
     example("GET /api/ps"),
+    example("GET /api/v0/models"),
+    example("GET /api/v0/models/{name}", at="/api/v0/models/demo"),
     example("POST /api/show", {"model": "demo"}),
     example("POST /api/pull", {"model": "demo", "stream": False}),
     example(
