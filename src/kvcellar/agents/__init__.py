@@ -27,7 +27,7 @@ from kvcellar.agents.places import Place
 from kvcellar.agents.planning import Turn
 from kvcellar.agents.residence import BroughtBack
 from kvcellar.agents.templates import TemplateReport, check_template
-from kvcellar.agents.volatile import DEFAULT_RULES, RULES, RuleChange
+from kvcellar.agents.volatile import DEFAULT_RULES, RULES, RuleChange, in_order
 
 __all__ = [
     "CAUSES",
@@ -57,6 +57,7 @@ __all__ = [
     "check_template",
     "checked_id",
     "choose_capacity",
+    "in_order",
     "is_unnamed",
     "n_system_of",
     "open_host",

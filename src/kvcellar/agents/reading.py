@@ -15,6 +15,7 @@ from kvcellar.dialects.messages import apart, as_message, say_calls, say_reasoni
 from kvcellar.engine.text import StopFinder
 from kvcellar.history import History
 from kvcellar.models.prompts import begun_of
+from kvcellar.models.templates import text_of_templates
 
 if TYPE_CHECKING:
     from kvcellar.agents.host import ModelHost
@@ -197,7 +198,7 @@ def knows_tools(host: ModelHost) -> bool:
 
 
 def _template(host: ModelHost) -> str:
-    return str(getattr(host.tokenizer, "chat_template", None) or "")
+    return text_of_templates(host.tokenizer)
 
 
 def opens_reasoning(

@@ -118,15 +118,21 @@ def apply_rules(
             changes.append(_change("date", 0, content, before))
     if "reasoning" in rules:
         changes += _give_back_reasoning(read, known, rules)
-    listed = [dict(tool) for tool in tools or ()]
-    if "tool-order" in rules and listed:
-        ordered = [json.loads(json.dumps(tool, sort_keys=True)) for tool in listed]
-        ordered.sort(key=lambda tool: (_tool_name(tool), json.dumps(tool, sort_keys=True)))
-        sent, now = (json.dumps(list(t), ensure_ascii=False) for t in (listed, ordered))
-        if sent != now:
-            changes.append(_change("tool-order", None, sent, now))
-        listed = ordered
-    return Ruled(read, listed or None, tuple(changes))
+    listed, moved = in_order(tools or (), rules)
+    return Ruled(read, listed or None, (*changes, *moved))
+
+
+def in_order(
+    tools: Sequence[Mapping[str, Any]], rules: Collection[str]
+) -> tuple[list[dict[str, Any]], list[RuleChange]]:
+    """Return definitions of tools in the order in which the model reads them, and what changed."""
+    listed = [dict(tool) for tool in tools]
+    if "tool-order" not in rules or not listed:
+        return listed, []
+    ordered = [json.loads(json.dumps(tool, sort_keys=True)) for tool in listed]
+    ordered.sort(key=lambda tool: (_tool_name(tool), json.dumps(tool, sort_keys=True)))
+    sent, now = (json.dumps(list(t), ensure_ascii=False) for t in (listed, ordered))
+    return ordered, [_change("tool-order", None, sent, now)] if sent != now else []
 
 
 def _give_back_reasoning(

@@ -74,7 +74,9 @@ def dialect_for(tokenizer: Any, name: str | None = None) -> Dialect:
         tokenizer: of the model; None: it has none.
         name: of a dialect, where somebody has chosen one.
     """
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    given = getattr(tokenizer, "chat_template", None) or ""
+    named = given.values() if isinstance(given, dict) else [given]
+    template = "\n".join(map(str, named))
     if tokenizer is None:
         return choose_dialect(template, name=name)
     state = (template, name)

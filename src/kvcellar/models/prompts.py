@@ -24,7 +24,7 @@ from kvcellar.models.fitting import (
     thinking_in_parts,
 )
 from kvcellar.models.rendering import ask_renderer
-from kvcellar.models.templates import check_template_kwargs
+from kvcellar.models.templates import check_template_kwargs, template_for
 
 _THOUGHT = "<think>"
 
@@ -141,6 +141,18 @@ def begun_of(messages: Sequence[Mapping[str, Any]]) -> str | None:
     return content if isinstance(content, str) else None if content else ""
 
 
+def encode_plain(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text that goes through no template.
+
+    A text that spells the model's BOS at its beginning has it, and no second one before it.
+    """
+    ids = [int(i) for i in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
+        return ids[1:]
+    return ids
+
+
 def encode(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
     """Return the tokens of a rendered conversation, which has its special tokens already.
 
@@ -201,7 +213,7 @@ def _apply(
     known: Any = tokenizer
     if not messages:
         raise ValueError("there is no message")
-    template = known.get_chat_template(None, tools)
+    template = template_for(known, messages, tools)
     special = {k: v for k, v in known.special_tokens_map.items() if isinstance(v, str)}
     words = tuple(special.items())
     said = [{k: v for k, v in m.items() if v is not None} for m in messages]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +11,10 @@ from kvcellar.errors import ModelError, PromptError, TemplateLimitError
 from kvcellar.models.controls import is_rendered_by_transformers
 from kvcellar.models.fitting import reads_thoughts
 from kvcellar.models.rendering import ask_renderer
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""Names of chat templates, where a model has several."""
 
 _GIVEN = {"messages", "tools", "documents", "conversations", "chat_template"} | {
     "add_generation_prompt",
@@ -61,12 +65,45 @@ def reads_reasoning(tokenizer: Any) -> bool:
     return False
 
 
+def templates_of(tokenizer: Any) -> dict[str, str]:
+    """Return a tokenizer's chat templates by name: ``default`` first, and others such as tool_use.
+
+    What has only one template has it as ``default``; what has none, none.
+    """
+    given = getattr(tokenizer, "chat_template", None) or {}
+    named = given if isinstance(given, dict) else {DEFAULT: given}
+    found = {name: text for name, text in named.items() if isinstance(text, str)}
+    return {name: found[name] for name in sorted(found, key=lambda name: name != DEFAULT)}
+
+
+def text_of_templates(tokenizer: Any) -> str:
+    """Return the text of all of a tokenizer's chat templates; empty: it has none."""
+    return "\n".join(templates_of(tokenizer).values())
+
+
+def template_for(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+) -> str:
+    """Return the template that a conversation is written by.
+
+    That is ``tool_use`` where there are tools, as with transformers, or calls that ``default``
+    would leave out.
+
+    Raises:
+        ValueError: none of several templates is for it.
+    """
+    named = templates_of(tokenizer)
+    has_calls = any(message.get("tool_calls") for message in messages)
+    is_left_out = has_calls and "tool_calls" not in named.get(DEFAULT, "")
+    if TOOL_USE in named and is_left_out:
+        return named[TOOL_USE]
+    return str(tokenizer.get_chat_template(None, tools))
+
+
 def _templates_of(tokenizer: Any) -> list[str]:
     if not is_rendered_by_transformers(tokenizer):
         return []
-    template = tokenizer.chat_template
-    every = template.values() if isinstance(template, dict) else [template]
-    return [one for one in every if isinstance(one, str)]
+    return list(templates_of(tokenizer).values())
 
 
 @lru_cache(maxsize=64)

@@ -349,7 +349,11 @@ class _Answer:
             reasoning=self.parser.reasoning,
             reasoning_tokens=self._n_thought,
             calls=tuple(map(self._as_called, calls)),
-            usage=replace(event.usage, notes=(*map(without_salt, event.usage.notes), *notes)),
+            usage=replace(
+                event.usage,
+                notes=(*map(without_salt, event.usage.notes), *notes),
+                rules=(*self._wording.rules, *event.usage.rules),
+            ),
             agent_id=without_salt(event.agent_id),
             model=self._service.models.public(self._host.name),
             params=self._question.params.for_model(self._host.sampling),

@@ -16,6 +16,7 @@ from kvcellar.engine import Choice, FinishEvent, PromptEvent, SamplingParams, To
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.history import History
+from kvcellar.models.prompts import encode_plain
 from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import form_of
@@ -339,7 +340,7 @@ async def _prompts(
         if isinstance(prompt, str):
             assert tokenizer is not None
             refuse_text(tokenizer, prompt, host.context)
-            ids = tokenizer.encode(prompt, add_special_tokens=has_specials)
+            ids = encode_plain(tokenizer, prompt, add_special_tokens=has_specials)
             return tuple(ids), prompt if has_echo else ""
         _check_ids(host, prompt)
         echo = tokenizer.decode(prompt) if has_echo and tokenizer is not None else ""

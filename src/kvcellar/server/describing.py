@@ -17,6 +17,7 @@ from kvcellar.models.infill import fill_tokens
 from kvcellar.models.options import no_progress
 from kvcellar.models.runner import HiddenRunner
 from kvcellar.models.sizing import size_model
+from kvcellar.models.templates import templates_of
 from kvcellar.models.tokenizer import load_tokenizer
 from kvcellar.server.models import ServedModels
 
@@ -85,13 +86,13 @@ class Abilities:
     """Abilities of a model, as its files or its host tell them.
 
     Attributes:
-        template: its chat template; empty: it has none.
+        templates: its chat templates by name, the one for all conversations first.
         context: the longest conversation that it takes, in tokens; None: not known.
         parameters: its own settings of sampling.
         capabilities: in Ollama's words.
     """
 
-    template: str
+    templates: Mapping[str, str]
     context: int | None
     parameters: Mapping[str, float]
     capabilities: tuple[str, ...]
@@ -108,7 +109,7 @@ def abilities_of(models: ServedModels, path: str) -> Abilities:
         return replace(_abilities_of_files(models.files_of(path)), context=context)
     can_embed = host.embedder is not None and isinstance(host.engine.runner, HiddenRunner)
     words = _capabilities(host.tokenizer, can_embed=can_embed)
-    return Abilities(_template_of(host.tokenizer), host.context, host.sampling, words)
+    return Abilities(templates_of(host.tokenizer), host.context, host.sampling, words)
 
 
 @functools.cache
@@ -116,12 +117,7 @@ def _abilities_of_files(path: str) -> Abilities:
     tokenizer = None
     with contextlib.suppress(KVCellarError):
         tokenizer = load_tokenizer(find_checkpoint(path, no_progress))
-    return Abilities(_template_of(tokenizer), None, {}, _capabilities(tokenizer, can_embed=True))
-
-
-def _template_of(tokenizer: Any) -> str:
-    template = getattr(tokenizer, "chat_template", None)
-    return template if isinstance(template, str) else ""
+    return Abilities(templates_of(tokenizer), None, {}, _capabilities(tokenizer, can_embed=True))
 
 
 def _capabilities(tokenizer: Any, *, can_embed: bool) -> tuple[str, ...]:
@@ -131,7 +127,7 @@ def _capabilities(tokenizer: Any, *, can_embed: bool) -> tuple[str, ...]:
     """
     found = {
         "insert": tokenizer is not None and fill_tokens(tokenizer) is not None,
-        "tools": bool(_template_of(tokenizer)),
+        "tools": bool(templates_of(tokenizer)),
         "embedding": can_embed,
         "thinking": dialect_for(tokenizer).thinks,
     }

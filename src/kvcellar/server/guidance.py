@@ -9,6 +9,8 @@ from typing import Any
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from kvcellar.models.templates import text_of_templates
+
 
 def guidance_tokenizer(
     tokenizer: Any, n_vocab: int, eos_ids: list[int] | None, marks: Collection[str] = ()
@@ -41,7 +43,7 @@ def guidance_tokenizer(
 
 def tags_of_text(tokenizer: Any, marks: Collection[str] = ()) -> set[str]:
     """Return tags that a vocabulary adds and that are text: in no template, and nothing special."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    template = text_of_templates(tokenizer)
     return {
         token.content
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values()

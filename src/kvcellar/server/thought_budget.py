@@ -13,6 +13,7 @@ from kvcellar.agents import ModelHost
 from kvcellar.dialects import ReasoningMarks
 from kvcellar.engine import Guide
 from kvcellar.engine.token_bytes import TokenBytes, token_bytes
+from kvcellar.models.templates import text_of_templates
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ThoughtBound:
         """
         tokenizer: Any = host.tokenizer
         begin, end = marks.begin.strip(), marks.end.strip()
-        is_on_a_line = any(f"{line}{end}" in str(tokenizer.chat_template) for line in ("\n", "\\n"))
+        is_on_a_line = any(f"{line}{end}" in text_of_templates(tokenizer) for line in ("\n", "\\n"))
         said = f"\n{end}" if is_on_a_line else end
         return cls(
             1 << 31 if n_tokens is None else n_tokens,

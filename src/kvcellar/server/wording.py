@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.agents import ModelHost, Turn, n_system_of
+from kvcellar.agents import ModelHost, RuleChange, Turn, in_order, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.reading import Reading, knows_calls, knows_tools
 from kvcellar.dialects import dialect_for
@@ -27,12 +27,14 @@ class Wording:
         wish: how much it thinks.
         knows_tools: the template tells tools by itself.
         lent: leading messages that are the named agent's, and not the client's.
+        rules: changes that a rule made before the messages were written.
     """
 
     reading: Reading
     wish: Wish
     knows_tools: bool
     lent: list[dict[str, Any]] = field(default_factory=list)
+    rules: list[RuleChange] = field(default_factory=list)
 
 
 async def word(service: Service, host: ModelHost, question: Question) -> tuple[Turn, Wording]:
@@ -69,6 +71,9 @@ async def word(service: Service, host: ModelHost, question: Question) -> tuple[T
     size = size_of(messages, tools)
     if host.tokenizer is not None:
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
+    if tools and not wording.knows_tools:  # in a message, where no rule finds them
+        tools, moved = in_order(tools, service.config.rules)
+        wording.rules.extend(moved)
     said, told = await service.agents.work.run(size.cost, _worded, messages, tools, wording)
     turn = Turn(
         messages=said,

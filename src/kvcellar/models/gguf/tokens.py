@@ -9,6 +9,8 @@ from kvcellar.models.gguf.reader import GgufFile, wrong
 from kvcellar.models.gguf.splits import OPENED, SPLITS, WHOLE
 
 _LISTS = ("tokens", "merges", "scores", "token_type")
+_TEMPLATE = "tokenizer.chat_template"
+
 _NAMES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -72,9 +74,20 @@ def tokenizer_of(file: GgufFile) -> Any:
         n_all, n_known = len(said["tokens"]), len(tokenizer)
         raise wrong(file.path, f"has {n_all} tokens, of which {n_known} can be told apart")
     tokenizer.clean_up_tokenization_spaces = False
-    tokenizer.chat_template = file.text("tokenizer.chat_template")
+    tokenizer.chat_template = _templates(file)
     _open_and_close(file, tokenizer)
     return tokenizer
+
+
+def _templates(file: GgufFile) -> str | dict[str, str] | None:
+    """Return a file's chat template; by their names, where it has others such as ``tool_use``."""
+    default = file.text(_TEMPLATE)
+    names = [key for key in file.metadata if key.startswith(f"{_TEMPLATE}.")]
+    named = {key.removeprefix(f"{_TEMPLATE}."): file.text(key) for key in names}
+    found = {name: text for name, text in named.items() if text}
+    if not found:
+        return default
+    return {"default": default or found.get("tool_use") or next(iter(found.values())), **found}
 
 
 def _said(file: GgufFile) -> dict[str, Any]:

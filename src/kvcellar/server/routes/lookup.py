@@ -13,6 +13,8 @@ from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import Engine, SamplingParams
 from kvcellar.engine.token_bytes import TokenBytes, token_bytes
 from kvcellar.models.controls import encode_text
+from kvcellar.models.prompts import encode_plain
+from kvcellar.models.templates import templates_of
 from kvcellar.models.tokenizer import opening_tokens
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import read_prompt
@@ -64,7 +66,7 @@ async def _tokens_of(service: Service, host: ModelHost, body: TokenizeRequest) -
     def encode() -> list[int]:
         refuse_text(tokenizer, text, host.context, times=4)
         if body.parse_special is not False:
-            return list(tokenizer.encode(text, add_special_tokens=has_specials))
+            return encode_plain(tokenizer, text, add_special_tokens=has_specials)
         return [*(opening_tokens(tokenizer) if has_specials else ()), *encode_text(tokenizer, text)]
 
     return await service.agents.work.run(size.cost, encode)
@@ -118,7 +120,7 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     path = service.models.resolve(model)
     async with service.models.registry.use(path) as host:
         tokenizer: Any = host.tokenizer
-        name = service.models.public(path)
+        name, templates = service.models.public(path), templates_of(tokenizer)
         return {
             "default_generation_settings": {
                 "id": 0,
@@ -129,7 +131,8 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
             "total_slots": host.engine.config.max_num_seqs,
             "model_alias": name,
             "model_path": name,
-            "chat_template": getattr(tokenizer, "chat_template", None) or "",
+            "chat_template": next(iter(templates.values()), ""),
+            **{f"chat_template_{name}": text for name, text in list(templates.items())[1:]},
             "bos_token": getattr(tokenizer, "bos_token", None) or "",
             "eos_token": getattr(tokenizer, "eos_token", None) or "",
             "modalities": {"vision": False, "audio": False},

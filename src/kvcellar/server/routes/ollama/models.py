@@ -87,7 +87,9 @@ async def show(request: Request, body: OllamaName) -> dict[str, Any]:
     said = await asyncio.to_thread(describe, service.models.files_of(path))
     can = await asyncio.to_thread(abilities_of, service.models, path)
     found = _shown(service, name, said, can.context, list(can.capabilities))
-    found["template"] = can.template
+    found["template"] = next(iter(can.templates.values()), "")
+    for template, text in list(can.templates.items())[1:]:
+        found["model_info"][f"tokenizer.chat_template.{template}"] = text
     found["parameters"] = "\n".join(f"{key:<30} {n}" for key, n in can.parameters.items())
     return found
 
