@@ -79,10 +79,11 @@ REFUSED = {
     "gpt_neox_japanese": "does not call its attention through the interface",
     "deepseek_v32": "gives the attention of layer 0 indices",
     "diffllama": "attends more than once in layer 0",
-    "mamba2": "takes no position_ids",
+    "mamba2": "has recurrent layers alone",
     "recurrent_gemma": "has 3 layers of 4 whose attention is not seen",
     "zamba": "has one attention module for several layers",
-    "minimax": "what its attention needs could not be seen",
+    "minimax": "asks for a cache of its own (get_linear_cache)",
+    "deepseek_v4": "its own code stopped in DeepseekV4",
 }
 """Families that are refused -> why, one of each kind."""
 

@@ -221,7 +221,7 @@ def test_a_size_that_the_class_would_make_up_is_named_when_it_is_missing(family,
         (raw("bert", vocab_size=99), "a causal model"),
         (raw("falcon"), "not call its attention through the interface"),
         (raw("gpt_neox_japanese"), "not call its attention through the interface"),
-        (raw("mamba", state_size=4), "takes no position_ids"),
+        (raw("mamba", state_size=4), "has recurrent layers alone"),
         (raw("bloom"), "takes no position_ids"),
         (raw("diffllama"), "attends more than once in layer 0"),
         (raw("doge"), "a causal model"),
@@ -372,9 +372,9 @@ def test_a_large_network_is_refused_where_no_narrow_one_is_like_it(monkeypatch):
         only.setattr(
             narrow, "narrow_raw", lambda raw, width: {**own(raw, width), "kv_channels": 64}
         )
-        with pytest.raises(ModelError, match="could not be seen"):
+        with pytest.raises(ModelError, match="its own code stopped in"):
             probe.learn_facts(raw)
-    with pytest.raises(ModelError, match="could not be seen"):
+    with pytest.raises(ModelError, match="its own code stopped in"):
         probe.learn_facts(tiny.default_raw("longcat_flash"))  # its heads alone are too large
 
 
@@ -507,3 +507,17 @@ def test_a_home_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypa
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("in the way")
     assert known.facts_of(raw("llama"), lambda raw: facts(), "me") == facts()
+
+
+def test_an_error_that_nobody_foresaw_is_a_refusal_that_names_the_model(monkeypatch, caplog):
+    def stop(network):
+        raise KeyError("latent_head")
+
+    monkeypatch.setattr(probe_module, "find_latents", stop)
+    with caplog.at_level("INFO"), pytest.raises(ModelError) as found:
+        learn_facts(raw("llama"))
+    assert "architecture 'llama' cannot be served" in str(found.value)
+    assert "when a few tokens were run" in str(found.value)
+    assert "latent_head" not in str(found.value)
+    assert isinstance(found.value.__cause__, KeyError)
+    assert "latent_head" in caplog.text

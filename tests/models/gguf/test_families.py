@@ -17,6 +17,7 @@ from kvcellar.models.checkpoint import read_config
 from kvcellar.models.gguf.configs import config_of
 from kvcellar.models.gguf.families import FAMILIES
 from kvcellar.models.gguf.reader import read_gguf
+from kvcellar.models.gguf.tokens import tokenizer_of
 from tests.models.gguf.families import CASES
 from tests.models.gguf.writing import SPECIALS
 from tests.models.players import Player
@@ -167,3 +168,41 @@ def test_weights_are_packed_as_those_of_other_checkpoints(weights, tmp_path):
         with Player(model, "contiguous") as player:
             found.append(player.feed(TEXT[0].tolist(), rows="all"))
     assert np.array_equal(*found)
+
+
+SAID = [
+    ("llama", "rope.freq_base", 0.0, r"has llama\.rope\.freq_base=0\.0"),
+    ("qwen3moe", "rope.freq_base", 0.0, r"has qwen3moe\.rope\.freq_base=0\.0"),
+    ("gemma4", "rope.freq_base_swa", 0.0, r"has gemma4\.rope\.freq_base_swa=0\.0"),
+    ("llama", "block_count", None, r"llama without its block_count"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "said"), SAID)
+def test_metadata_that_cannot_be_is_named(name, key, value, said, tmp_path):
+    path, architecture = tmp_path / "model.gguf", CASES[name].architecture
+    CASES[name].write(path)
+    file = read_gguf(path)
+    metadata = {k: v for k, v in file.metadata.items() if k != f"{architecture}.{key}"}
+    if value is not None:
+        metadata[f"{architecture}.{key}"] = value
+    with pytest.raises(ModelError, match=said):
+        config_of(replace(file, metadata=metadata))
+
+
+def test_an_architecture_that_is_not_read_is_named_before_what_it_lacks(tmp_path):
+    CASES["llama"].write(tmp_path / "model.gguf")
+    file = read_gguf(tmp_path / "model.gguf")
+    metadata = {k: v for k, v in file.metadata.items() if not k.startswith("llama.")}
+    metadata["general.architecture"] = "frobnicator"
+    with pytest.raises(ModelError, match="has the architecture 'frobnicator' of GGUF"):
+        config_of(replace(file, metadata=metadata))
+
+
+@pytest.mark.parametrize("merge", ["a", "a b c", "zz qq", ""])
+def test_a_merge_that_cannot_be_is_named(merge, tmp_path):
+    CASES["qwen3moe"].write(tmp_path / "model.gguf")
+    file = read_gguf(tmp_path / "model.gguf")
+    metadata = {**file.metadata, "tokenizer.ggml.merges": [merge]}
+    with pytest.raises(ModelError, match=f"has the merge {merge!r}, which is not of two tokens"):
+        tokenizer_of(replace(file, metadata=metadata))

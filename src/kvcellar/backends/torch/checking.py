@@ -14,7 +14,7 @@ import torch
 from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.fast.hold import hold_mixers
 from kvcellar.backends.torch.memory import give_back
-from kvcellar.backends.torch.networks import empty_network, load_network
+from kvcellar.backends.torch.networks import empty_network, load_network, unforeseen
 from kvcellar.backends.torch.probe import learn_facts
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.tiny import default_raw, random_network, started_network, twin_raw
@@ -143,8 +143,9 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
     except UnreadWeightsError:
         raise
     except Exception as error:  # whatever transformers' own code does not like
-        said = " ".join(str(error).split())[:_MOST_SAID]
-        reason = said if isinstance(error, KVCellarError) else f"{type(error).__name__}: {said}"
+        if not isinstance(error, KVCellarError):
+            error = unforeseen(family, "a few texts were compared", error)
+        reason = " ".join(str(error).split())[:_MOST_SAID]
     del pair
     give_back()  # a process that is measured afterwards holds the model alone
     seconds = round(time.perf_counter() - start, 2)

@@ -8,6 +8,8 @@ for the language model alone, or runs as it is where there is none.
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ from kvcellar.backends.torch.weights import load_weights
 from kvcellar.errors import ModelError
 from kvcellar.models.configs import whole_config
 from kvcellar.models.formats import MXFP4, format_of, without_format
+
+log = logging.getLogger(__name__)
 
 # Which classes -----------------------------------------------------------------------------------
 
@@ -147,6 +151,27 @@ def empty_networks(
             f"the {classes.config.model_type} config makes no model: {error}{_odd_counts(raw)}; "
             f"check the file"
         ) from error
+
+
+def unforeseen(family: Any, tried: str, error: Exception) -> ModelError:
+    """Make the refusal of a model whose own code ended with an error that nobody foresaw.
+
+    The error itself says nothing to whoever wanted a model: it is in the log.
+
+    Args:
+        family: ``model_type``.
+        tried: what was done with the model, as "a few tokens were run".
+        error: that came of it; chain it.
+    """
+    log.info("%s stopped when %s", family, tried, exc_info=error)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_locals.get("self") for frame in frames]
+    within = [type(one).__name__ for one in modules if isinstance(one, nn.Module)]
+    where = f" in {within[-1]}" if within else ""
+    return ModelError(
+        f"architecture {str(family)!r} cannot be served: its own code stopped{where} when {tried}; "
+        f"choose another model"
+    )
 
 
 def not_called(family: Any) -> ModelError:

@@ -27,11 +27,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvcellar.backends.torch.finding_latents import find_latents
 from kvcellar.backends.torch.going_on import modules_by_token
-from kvcellar.backends.torch.networks import empty_network, not_called
+from kvcellar.backends.torch.networks import empty_network, not_called, unforeseen
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.visibility import MaskFunction, read_mask
 from kvcellar.backends.torch.watched_cache import WatchedCache
-from kvcellar.errors import ModelError
+from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.configs import positions_of, rope_of
 from kvcellar.models.facts import LayerFacts, ModelFacts
 from kvcellar.models.latents import Latents
@@ -87,12 +87,25 @@ class _Seen:
     by_token: frozenset[str] = frozenset()
 
 
+_TRIED = "a few tokens were run to see what its layers ask of a cache"
+
+
 def learn_facts(raw: Mapping[str, Any]) -> ModelFacts:
     """Learn the facts of a model by its ``config.json``; no weight is needed.
 
     Raises:
         ModelError: the config makes no model, or one whose attention caches here cannot serve.
     """
+    try:
+        return _learn(raw)
+    except (KVCellarError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever of its code is like no other model's
+        raise unforeseen(raw.get("model_type"), _TRIED, error) from error
+
+
+def _learn(raw: Mapping[str, Any]) -> ModelFacts:
+    """Learn the facts; an error that nobody foresaw comes as it is."""
     network = empty_network(raw, attention=NAME)
     try:
         return probe(network)
@@ -185,6 +198,11 @@ def _watch(network: Any, family: str) -> _Seen:
         ModelError: it does not run, or takes no positions.
     """
     if "position_ids" not in inspect.signature(network.forward).parameters:
+        if network._is_stateful:
+            raise ModelError(
+                f"architecture {family!r} has recurrent layers alone, and caches here begin with "
+                f"rows of attention; choose another model"
+            )
         raise ModelError(
             f"architecture {family!r} takes no position_ids, so that its tokens cannot be run in "
             f"pieces; choose another model"
@@ -206,10 +224,12 @@ def _watch(network: Any, family: str) -> _Seen:
             )
         seen.by_token = modules_by_token(seen.cache)
     except Exception as error:  # whatever its layers do not like
-        raise _UnseenError(
-            f"architecture {family!r} cannot be served: what its attention needs could not be "
-            f"seen ({type(error).__name__}: {error}); choose another model"
-        ) from error
+        if isinstance(error, AttributeError) and isinstance(error.obj, WatchedCache):
+            raise _UnseenError(
+                f"architecture {family!r} asks for a cache of its own ({error.name}), which none "
+                f"here stands in for; choose another model"
+            ) from error
+        raise _UnseenError(str(unforeseen(family, _TRIED, error))) from error
     return seen
 
 

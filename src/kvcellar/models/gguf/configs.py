@@ -11,6 +11,7 @@ from kvcellar.errors import ModelError
 from kvcellar.models.gguf.families import FAMILIES
 from kvcellar.models.gguf.family import Family, Raw
 from kvcellar.models.gguf.reader import GgufFile, wrong
+from kvcellar.models.gguf.ropes import theta_of
 
 _TOKENS = {
     "bos_token_id": "bos_token_id",
@@ -69,19 +70,22 @@ def config_of(file: GgufFile) -> Raw:
         ModelError: an architecture that is not read, or metadata that cannot be right.
     """
     name = file.architecture
-    if "token_embd.weight" not in file.tensors or not file.whole(f"{name}.block_count"):
-        kind = file.text("general.type") or "model"
-        what = _BESIDE.get(kind, "" if kind == "model" else f"it is of type {kind!r}")
-        raise ModelError(
-            f"{file.path} holds no language model"
-            + (f" ({what})" if what else "")
-            + "; give the file of the model itself"
-        )
     if file.metadata.get(f"{name}.pooling_type") or file.flag(f"{name}.attention.causal") is False:
         raise ModelError(
             f"{file.path} is a model of the architecture {name[:80]!r} that makes embeddings and "
             f"writes no text; give the file of a language model"
         )
+    kind = file.text("general.type") or "model"
+    if kind == "model" and name not in _known():
+        raise _unknown(file)
+    if "token_embd.weight" not in file.tensors or not file.whole(f"{name}.block_count"):
+        missing = "token_embd.weight" if file.whole(f"{name}.block_count") else "block_count"
+        what = f"it is of type {kind!r}" if kind != "model" else f"{name} without its {missing}"
+        raise ModelError(
+            f"{file.path} holds no language model ({_BESIDE.get(kind, what)}); give the file of "
+            f"the model itself"
+        )
+    theta_of(file, f"{name}.rope.freq_base", 1.0)  # whoever reads it, it can be used
     theirs = _by_transformers(file)
     raw = _by_us(file) if theirs is None else theirs
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
@@ -122,15 +126,20 @@ def _known() -> list[str]:
     return sorted({*FAMILIES, *GGUF_CONFIG_ARCHS})
 
 
+def _unknown(file: GgufFile) -> ModelError:
+    """Make the error for an architecture that is not read."""
+    return ModelError(
+        f"{file.path} has the architecture {file.architecture[:80]!r} of GGUF, which is not read "
+        f"here; take the model's own safetensors, or one of {', '.join(_known())}"
+    )
+
+
 def _by_us(file: GgufFile) -> Raw:
     """Return the config by the tables here."""
     name = file.architecture
     family = FAMILIES.get(name)
     if family is None:
-        raise ModelError(
-            f"{file.path} has the architecture {name[:80]!r} of GGUF, which is not read here; take "
-            f"the model's own safetensors, or one of {', '.join(_known())}"
-        )
+        raise _unknown(file)
     raw: Raw = {"model_type": family.model_type, **family.fixed}
     for key, ours in family.keys.items():
         value = _same_for_all(file, f"{name}.{key}")

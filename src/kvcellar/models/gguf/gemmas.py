@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcellar.models.gguf.family import Family, Raw, of_layers, shape_of, whole_of, windows_of
 from kvcellar.models.gguf.reader import GgufFile, wrong
-from kvcellar.models.gguf.ropes import factors_of
+from kvcellar.models.gguf.ropes import factors_of, theta_of
 
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _CAPS = {
@@ -37,7 +37,7 @@ def _scaled_by(n_layers: int) -> Callable[[GgufFile, Raw], None]:
 
 
 def _sliding_rope(file: GgufFile) -> Raw:
-    theta = file.number(f"{file.architecture}.rope.freq_base_swa") or 10_000.0
+    theta = theta_of(file, f"{file.architecture}.rope.freq_base_swa", 10_000.0)
     return {"rope_type": "default", "rope_theta": theta}
 
 
@@ -53,7 +53,7 @@ def _proportional(file: GgufFile, head_dim: int, raw: Mapping[str, Any]) -> Raw:
         raise wrong(file.path, "has factors in rope_freqs that turn no part of each head alone")
     full = {
         "rope_type": "proportional",
-        "rope_theta": file.number("gemma4.rope.freq_base") or 1_000_000.0,
+        "rope_theta": theta_of(file, "gemma4.rope.freq_base", 1_000_000.0),
         "partial_rotary_factor": turned / len(factors),
     }
     return {"full_attention": full, "sliding_attention": _sliding_rope(file)}
@@ -88,7 +88,7 @@ def _gemma4(file: GgufFile, raw: Raw) -> None:
 
 def _both(file: GgufFile, head_dim: int, raw: Mapping[str, Any]) -> Raw:
     """Return the RoPE of each kind of layer, of which none is scaled."""
-    full = {"rope_type": "default", "rope_theta": file.number("gemma3n.rope.freq_base") or 1e6}
+    full = {"rope_type": "default", "rope_theta": theta_of(file, "gemma3n.rope.freq_base", 1e6)}
     return {"full_attention": full, "sliding_attention": _sliding_rope(file)}
 
 

@@ -461,7 +461,13 @@ class _Header:
         found: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in tensors:
             _, block, wide = TYPES[kind]
-            if not all(shape) or shape[-1] % block or offset % alignment:
+            if offset % alignment:
+                raise wrong(
+                    self._path,
+                    f"has the tensor {name[:80]!r} at byte {offset} of its numbers, and "
+                    f"general.alignment is {alignment}, of which that is no multiple",
+                )
+            if not all(shape) or shape[-1] % block:
                 raise wrong(
                     self._path,
                     f"has {list(shape)} numbers of {TYPES[kind][0]} at {offset} for {name[:80]!r}",

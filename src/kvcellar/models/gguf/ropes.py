@@ -29,6 +29,18 @@ _YARN = {
 }
 
 
+def theta_of(file: GgufFile, key: str, default: float) -> float:
+    """Return the base of RoPE's frequencies that a key says, or the default where it is not there.
+
+    Raises:
+        ModelError: it is 0 or less, by which nothing could be turned.
+    """
+    found = file.number(key)
+    if found is not None and found <= 0:
+        raise wrong(file.path, f"has {key}={found}")
+    return default if found is None else found
+
+
 def rope_of_file(file: GgufFile, head_dim: int, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``rope_parameters`` of a file.
 
@@ -43,10 +55,8 @@ def rope_of_file(file: GgufFile, head_dim: int, raw: Mapping[str, Any]) -> dict[
     key = f"{file.architecture}.rope"
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": file.number(f"{key}.freq_base") or 10_000.0,
+        "rope_theta": theta_of(file, f"{key}.freq_base", 10_000.0),
     }
-    if rope["rope_theta"] <= 0:
-        raise wrong(file.path, f"has {key}.freq_base={rope['rope_theta']}")
     turned = file.whole(f"{key}.dimension_count")
     if turned is not None and turned != head_dim:
         if not 0 < turned < head_dim:

@@ -209,6 +209,13 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
     tokens = said["tokens"]
     vocabulary = {token: at for at, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in said["merges"]]
+    for merge in merges:
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
+            raise wrong(
+                file.path,
+                f"has the merge {' '.join(merge)[:80]!r}, which is not of two tokens of its own "
+                f"that make a third",
+            )
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in WHOLE))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
