@@ -513,9 +513,9 @@ def test_an_error_that_nobody_foresaw_is_a_refusal_that_names_the_model(monkeypa
     def stop(network):
         raise KeyError("latent_head")
 
-    monkeypatch.setattr(probe_module, "find_latents", stop)
+    monkeypatch.setattr(probe, "find_latents", stop)
     with caplog.at_level("INFO"), pytest.raises(ModelError) as found:
-        learn_facts(raw("llama"))
+        probe.learn_facts(raw("llama"))
     assert "architecture 'llama' cannot be served" in str(found.value)
     assert "when a few tokens were run" in str(found.value)
     assert "latent_head" not in str(found.value)

@@ -70,21 +70,19 @@ def config_of(file: GgufFile) -> Raw:
         ModelError: an architecture that is not read, or metadata that cannot be right.
     """
     name = file.architecture
+    kind = file.text("general.type") or "model"
+    if kind != "model":
+        raise _no_model(file, _BESIDE.get(kind, f"it is of type {kind!r}"))
     if file.metadata.get(f"{name}.pooling_type") or file.flag(f"{name}.attention.causal") is False:
         raise ModelError(
             f"{file.path} is a model of the architecture {name[:80]!r} that makes embeddings and "
             f"writes no text; give the file of a language model"
         )
-    kind = file.text("general.type") or "model"
-    if kind == "model" and name not in _known():
+    if name not in _known():
         raise _unknown(file)
-    if "token_embd.weight" not in file.tensors or not file.whole(f"{name}.block_count"):
-        missing = "token_embd.weight" if file.whole(f"{name}.block_count") else "block_count"
-        what = f"it is of type {kind!r}" if kind != "model" else f"{name} without its {missing}"
-        raise ModelError(
-            f"{file.path} holds no language model ({_BESIDE.get(kind, what)}); give the file of "
-            f"the model itself"
-        )
+    for missing in ("token_embd.weight", "block_count"):
+        if missing not in file.tensors and not file.whole(f"{name}.{missing}"):
+            raise _no_model(file, f"{name} without its {missing}")
     theta_of(file, f"{name}.rope.freq_base", 1.0)  # whoever reads it, it can be used
     theirs = _by_transformers(file)
     raw = _by_us(file) if theirs is None else theirs
@@ -124,6 +122,13 @@ def _known() -> list[str]:
     from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
     return sorted({*FAMILIES, *GGUF_CONFIG_ARCHS})
+
+
+def _no_model(file: GgufFile, why: str) -> ModelError:
+    """Make the error for a file in which there is no language model."""
+    return ModelError(
+        f"{file.path} holds no language model ({why}); give the file of the model itself"
+    )
 
 
 def _unknown(file: GgufFile) -> ModelError:
