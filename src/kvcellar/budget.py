@@ -59,6 +59,12 @@ def format_size(size_bytes: int) -> str:
     return f"{size:.{2 if abs(size) < 100 else 1}f} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
+def round_up(size_bytes: int) -> str:
+    """Write bytes as ``format_size`` does, and no fewer: what is advised has to be enough."""
+    step = 10 ** max(0, len(str(size_bytes)) - 3)
+    return format_size(-(-size_bytes // step) * step)
+
+
 def resident_bytes() -> int:
     """Return the bytes of this process in RAM now."""
     import psutil  # here, since most who import this module ask for neither

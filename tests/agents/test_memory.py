@@ -88,8 +88,10 @@ def test_agents_on_models_that_take_turns_stay_inside_the_budget_and_lose_nothin
 
 
 def test_a_limit_that_holds_no_model_is_refused_with_numbers(models):
-    with pytest.raises(ConfigError, match="leaves nothing for a model"):
-        MemoryPlan.divide(100 * MB, 100 * MB)
+    plan = MemoryPlan.divide(100 * MB, 100 * MB)
+    assert plan.models_bytes == 0
+    with pytest.raises(ConfigError, match=r"does not hold the model: .*; give at least "):
+        plan.size_of(LoadOptions(models[0]))
     with pytest.raises(ConfigError, match="leaves nothing for KV"):
         open_host(models[0], memory_bytes=5 * MB)
 
@@ -98,10 +100,10 @@ def test_a_limit_that_holds_weights_and_no_forward_is_refused_with_what_the_whol
     models,
 ):
     asked = LoadOptions(models[0])
-    with pytest.raises(ConfigError, match=r"300.0 MB leaves nothing for KV: .*more than") as told:
+    with pytest.raises(ConfigError, match=r"300.0 MB does not hold .* at least ") as told:
         MemoryPlan.divide(300 * MB, 290 * MB).size_of(asked)
-    need = parse_size(re.search(r"more than ([\d.]+ MB)", str(told.value))[1].replace(" ", ""))
-    plan = MemoryPlan.divide(need + MB, 290 * MB)
+    need = parse_size(re.search(r"at least ([\d.]+ MB)", str(told.value))[1].replace(" ", ""))
+    plan = MemoryPlan.divide(need, 290 * MB)
     few = replace(asked, memory_bytes=plan.size_of(asked))
     check_host(few)  # with fewer cells than the model's context
     assert 0 < choose_capacity(few).cells < 8192

@@ -49,10 +49,9 @@ def test_the_object_has_every_figure_that_the_answer_comes_from():
     assert value["memory_bytes"] == 36 * 10**9
     assert value["weights"]["loaded_bytes"] == 23_532_068_352
     assert value["process_bytes"] == PROCESS_BYTES
-    assert value["scratch_bytes"] == spec.scratch_bytes(32768)
-    assert value["kv_bytes"] == (
-        36 * 10**9 - 23_532_068_352 - value["process_bytes"] - value["scratch_bytes"]
-    )
+    assert value["scratch_bytes"] >= spec.scratch_bytes(32768)
+    taken = value["process_bytes"] + value["store_bytes"] + value["scratch_bytes"]
+    assert value["kv_bytes"] == 36 * 10**9 - 23_532_068_352 - taken
     assert [(g["window"], len(g["layers"]), g["agent_tokens"]) for g in value["groups"]] == [
         (1024, 40, 1088),
         (None, 8, 32768),
@@ -126,7 +125,7 @@ def test_the_table_says_where_the_memory_goes_and_what_fits():
     for words in (
         "memory 36.00 GB what the process may hold",
         "- weights 23.53 GB bfloat16; 11,766,034,176 parameters of the text model alone",
-        "- process 450.0 MB Python and torch: an estimate",
+        "- process 600.0 MB Python and torch: an estimate",
         "set aside for activations and logits",
         "40 layers 8 KV heads of 256, window 1024: at most 1088 tokens an agent",
         "8 layers 8 KV heads of 256, full history",

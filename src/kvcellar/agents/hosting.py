@@ -17,6 +17,7 @@ from kvcellar.models.adapter_names import MARK, NAME
 from kvcellar.models.loading import accelerator_memory
 from kvcellar.models.options import ProgressFn
 from kvcellar.registry import load_backend
+from kvcellar.spec import PROCESS_BYTES
 from kvcellar.store import StoreConfig
 
 
@@ -73,7 +74,7 @@ class Hosting:
         """Divide what the process may hold; its backend is loaded for that, and no model.
 
         Raises:
-            ConfigError: it is too little for any model.
+            ConfigError: a card has less.
             BackendError: there is no such backend.
         """
         if limit_bytes is None:
@@ -81,7 +82,8 @@ class Hosting:
         load_backend(loading.backend)
         card = accelerator_memory(loading)
         if card is None:
-            return cls(loading, config, MemoryPlan.divide(limit_bytes, resident_bytes()))
+            process_bytes = max(PROCESS_BYTES, resident_bytes())  # what loading brings counts, too
+            return cls(loading, config, MemoryPlan.divide(limit_bytes, process_bytes))
         plan = MemoryPlan.of_card(limit_bytes, card)
         card.bound(limit_bytes)
         return cls(loading, config, plan)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
 from kvcellar.bookkeeping.pool import MIN_RUN
-from kvcellar.budget import MemoryBudget, format_size, machine_bytes
+from kvcellar.budget import MemoryBudget, format_size, machine_bytes, round_up
 from kvcellar.cache_config import MIN_CHUNK
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
@@ -50,6 +51,20 @@ STORE_SHARE = 16
 """The store's RAM, and its queue of writes, each take one part in so many, or less."""
 
 
+MEASURED_SHARE = 16
+"""What a process was measured to hold, it may hold one part in so many more of another time."""
+
+
+def _store_part(models_bytes: int) -> int:
+    """Return what the store has each for its two uses where models have so many bytes."""
+    return min(GIB, models_bytes // (STORE_SHARE - 2) + 1)
+
+
+def least_cells(capacity: int) -> int:
+    """Return the fewest cells that a cache of so many at most is opened with."""
+    return min(capacity, MIN_CHUNK)
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes of a process that runs agents, in main memory or on a card.
@@ -70,47 +85,31 @@ class MemoryPlan:
 
     @classmethod
     def divide(cls, limit_bytes: int, process_bytes: int) -> MemoryPlan:
-        """Give the store its part; the rest is for models.
-
-        Raises:
-            ConfigError: nothing would be left for a model.
-        """
+        """Give the store its part; the rest, which may be nothing, is for models."""
         part = min(GIB, max(0, limit_bytes - process_bytes) // STORE_SHARE)
-        plan = cls(limit_bytes, process_bytes, part, part)
-        if plan.models_bytes <= 0:
-            raise ConfigError(
-                f"a memory budget of {format_size(limit_bytes)} leaves nothing for a model: the "
-                f"process holds {format_size(process_bytes)} without any; give more"
-            )
-        return plan
+        return cls(limit_bytes, process_bytes, part, part)
 
     @classmethod
     def of_card(cls, limit_bytes: int, card: DeviceMemory) -> MemoryPlan:
         """Give models what a process may hold of a card; the store keeps its own in main memory.
 
         Raises:
-            ConfigError: the card has less, or nothing would be left for a model.
+            ConfigError: the card has less.
         """
         if limit_bytes > card.total_bytes:
             raise ConfigError(
                 f"a memory budget of {format_size(limit_bytes)} is more than the card's "
                 f"{format_size(card.total_bytes)}; give less, or leave it out"
             )
-        plan = cls(limit_bytes, card.held_bytes, GIB, GIB, is_of_card=True)
-        if plan.models_bytes <= 0:
-            raise ConfigError(
-                f"a memory budget of {format_size(limit_bytes)} leaves nothing for a model: the "
-                f"process holds {format_size(card.held_bytes)} of the card without any; give more"
-            )
-        return plan
+        return cls(limit_bytes, card.held_bytes, GIB, GIB, is_of_card=True)
 
     @property
     def models_bytes(self) -> int:
         """For all models in memory together: weights, forwards and KV."""
-        return self.limit_bytes - self.process_bytes - self._store_bytes
+        return max(0, self.limit_bytes - self.process_bytes - self.store_bytes)
 
     @property
-    def _store_bytes(self) -> int:
+    def store_bytes(self) -> int:
         """The store's part of the limit."""
         return 0 if self.is_of_card else self.warm_bytes + self.queue_bytes
 
@@ -121,25 +120,55 @@ class MemoryPlan:
         counted with it. Nothing is loaded.
 
         Raises:
-            ConfigError: the weights and a forward alone take more.
+            ConfigError: weights, forwards and the least KV take more, with what would do.
             ModelError: as ``size_model``.
         """
         context, sizes = _sizer(options, config)
-        least = sum(size.fixed_bytes for size in sizes(min(options.capacity or context, MIN_CHUNK)))
-        if self.models_bytes <= least:
-            raise self._too_small(options.name, least)
+        n_cells = least_cells(options.capacity or context)
+        lack = self.lack_of(size_model(options), _sum_of(sizes(n_cells)), n_cells)
+        if lack:
+            raise ConfigError(lack)
         return min(self.models_bytes, _sum_of(sizes(options.capacity or context)))
 
-    def _too_small(self, name: str, least: int) -> ConfigError:
-        """Return the refusal of a model of which weights and a forward alone take more."""
-        part = 0 if self.is_of_card else min(GIB, least // (STORE_SHARE - 2) + 1)
-        return ConfigError(
-            f"a memory budget of {format_size(self.limit_bytes)} leaves nothing for KV: the "
-            f"process holds {format_size(self.process_bytes)} without a model, "
-            f"{format_size(self._store_bytes)} are for the store's, and weights "
-            f"and forwards of {name!r} take {format_size(least)}; give more than "
-            f"{format_size(self.process_bytes + least + 2 * part)}, or choose a smaller model"
+    def lack_of(self, spec: ModelCacheSpec, least_bytes: int, n_cells: int) -> str:
+        """Say that a model does not fit, and what would do; empty where it fits.
+
+        Every command that is given a limit says no by this, and what it advises is enough.
+
+        Args:
+            spec: the model's costs.
+            least_bytes: its weights, forwards and KV of ``n_cells`` tokens, all that is loaded
+                with it included.
+            n_cells: the fewest tokens that are worth loading it for.
+        """
+        if least_bytes <= self.models_bytes:
+            return ""
+        besides = least_bytes - spec.weight_bytes
+        limit = self.limit_for(least_bytes)
+        store = (
+            "" if self.is_of_card else (f", the store {format_size(2 * _store_part(least_bytes))}")
         )
+        of = " of the card" if self.is_of_card else ""
+        return (
+            f"a memory budget of {format_size(self.limit_bytes)} does not hold the model: its "
+            f"weights are {format_size(spec.weight_bytes)} in {spec.held_in}, forwards and KV of "
+            f"{n_cells} tokens take {format_size(besides)}{store}, and the process "
+            f"{format_size(self.process_bytes)}{of} besides; give at least {round_up(limit)}, or "
+            f"choose a smaller model"
+        )
+
+    def limit_for(self, models_bytes: int) -> int:
+        """Return the limit of the whole process with which models have so many bytes.
+
+        What the process holds is taken for somewhat more where it was measured: it is another
+        number next time.
+        """
+        process = self.process_bytes
+        if process > PROCESS_BYTES:
+            process += process // MEASURED_SHARE
+        if self.is_of_card:
+            return process + models_bytes
+        return process + models_bytes + 2 * _store_part(models_bytes)
 
     def shared_capacities(
         self, names: Sequence[str], options: LoadOptions, config: EngineConfig | None = None
@@ -256,10 +285,10 @@ def choose_capacity(
         ConfigError: the snapshots that are asked for leave no memory for K and V.
         ModelError: as ``size_model``.
     """
-    if options.capacity is not None:
+    if options.capacity is not None and options.memory_bytes is None:
         return Capacity(options.capacity, "as asked")
     context, sizes = _sizer(options, config)
-    whole = context * most_sequences
+    whole = options.capacity or context * most_sequences
     has_budget = options.memory_bytes is not None
     if options.memory_bytes is not None:
         limit = of = options.memory_bytes
@@ -270,11 +299,19 @@ def choose_capacity(
     cells = most(whole, lambda n: _sum_of(sizes(n, keeps_windows=has_budget)) <= limit)
     if options.snapshot_bytes is not None and cells < min(whole, MIN_CHUNK):
         _check_snapshots(options, limit - sum(size.fixed_bytes for size in sizes(MIN_CHUNK)))
+    if options.capacity is not None:
+        return _of_asked(max(cells, least_cells(whole)), whole, of)
     if cells == whole:
         times = "" if most_sequences == 1 else f", {most_sequences} times"
         return Capacity(whole, f"the model's context{times}")
     cells = max(_in_round_numbers(cells), min(whole, MIN_CHUNK))
     return Capacity(cells, f"what {format_size(of)} allow of the model's context of {context}")
+
+
+def _of_asked(cells: int, asked: int, limit_bytes: int) -> Capacity:
+    if cells == asked:
+        return Capacity(cells, "as asked")
+    return Capacity(cells, f"what {format_size(limit_bytes)} allow of {asked}")
 
 
 def _check_snapshots(options: LoadOptions, left: int) -> None:
@@ -308,6 +345,19 @@ def planned_context(options: LoadOptions, config: EngineConfig | None = None) ->
 def _in_round_numbers(cells: int) -> int:
     """Round a number of cells down to a multiple of 256, where it is not small."""
     return cells if cells < 1024 else cells - cells % 256
+
+
+def parts_of(
+    spec: ModelCacheSpec, n_cells: int, options: LoadOptions, *, keeps_windows: bool = False
+) -> tuple[int, int]:
+    """Return what a model takes besides its weights, with a cache of so many cells.
+
+    What is set aside for forwards and restores, and KV with states: as ``MemoryPlan.size_of`` and,
+    with ``keeps_windows``, ``choose_capacity`` count them.
+    """
+    config = EngineConfig()
+    size = _size_of(spec, n_cells, options, config, config.max_num_seqs, keeps_windows)
+    return size.reserve_bytes, size.kv_bytes
 
 
 def _sum_of(sizes: Sequence[_Size]) -> int:
@@ -379,7 +429,7 @@ def _size_of(
         for n, size in zip(cells, spec.group_bytes(kv), strict=True)
     )
     n_slots = slots_for(spec.params, capacity, kv, options.snapshot_bytes, config.max_num_seqs)
-    kv_bytes += slots_bytes(spec.params, n_slots)
+    kv_bytes += slots_bytes(spec.params, n_slots) + exact_bytes(spec.params.groups, kv)
     in_flight = IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv) + spec.slot_bytes
     weight_bytes = spec.weight_bytes + adapters_bytes(options.adapters)
     return _Size(weight_bytes, forward + in_flight, kv_bytes)

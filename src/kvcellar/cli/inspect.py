@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +14,6 @@ from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command, option
-from kvcellar.cli.session import too_small
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
@@ -22,8 +22,11 @@ from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.snapshots import snapshots_in
 from kvcellar.models.spec_file import spec_from_file
-from kvcellar.spec import AGENT_SLOTS, PROCESS_BYTES, ModelCacheSpec
+from kvcellar.spec import AGENT_SLOTS, PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.types import LayerGroup
+
+if TYPE_CHECKING:
+    from kvcellar.agents import MemoryPlan
 
 USUAL_CONTEXT = 4096
 
@@ -136,7 +139,8 @@ def inspect_command(
         spec = _spec(model, asked.spec_file, dtype, weights)
     context, has_budget = asked.context_of(spec), asked.memory is not None
     snapshot_bytes = options.snapshot_bytes(asked.snapshots)
-    view = View(spec, limit_bytes, context, asked.agents, snapshot_bytes, has_budget=has_budget)
+    counted = LoadOptions(spec.name, kv_dtype=asked.kv_dtype, snapshot_bytes=snapshot_bytes)
+    view = View(spec, limit_bytes, context, asked.agents, counted, has_budget=has_budget)
     levels.warn_if_missing()
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
@@ -169,7 +173,7 @@ def _spec(
     return spec_from_file(spec_file, base)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """A model's cache facts, and the memory, context, agents and snapshots to size it for."""
 
@@ -177,44 +181,60 @@ class View:
     limit_bytes: int
     context: int
     agents: int | None
-    asked_bytes: int | None
+    counted: LoadOptions
     has_budget: bool
 
     @property
+    def plan(self) -> MemoryPlan:
+        """How a process with this limit shares it out, as every command that runs a model does."""
+        from kvcellar.agents.memory import MemoryPlan  # here, since most figures need no engine
+
+        return MemoryPlan.divide(self.limit_bytes, PROCESS_BYTES)
+
+    @cached_property
     def scratch_bytes(self) -> int:
-        """Bytes that forwards take and give back."""
-        return self.spec.scratch_bytes(self.context)
+        """Bytes that forwards and restores take and give back, of as long a context as fits."""
+        from kvcellar.agents.memory import least_cells, parts_of
+
+        left = self.plan.models_bytes - self.spec.weight_bytes
+
+        def fits(context: int) -> bool:
+            return sum(parts_of(self.spec, context, self.counted, keeps_windows=True)) <= left
+
+        context = max(most(self.context, fits), least_cells(self.context))
+        return parts_of(self.spec, context, self.counted)[0]
 
     @property
     def cache_bytes(self) -> int:
         """Bytes left for KV and states; 0 or less where the model itself does not fit."""
-        return self.limit_bytes - self.spec.weight_bytes - PROCESS_BYTES - self.scratch_bytes
+        taken = PROCESS_BYTES + self.plan.store_bytes + self.spec.weight_bytes
+        return self.limit_bytes - taken - self.scratch_bytes
 
     @property
     def n_snapshots(self) -> int:
         """Snapshots of the states of recurrent layers that have room beside what agents run on."""
-        return snapshots_in(self.spec.params, self.cache_bytes, self.asked_bytes)
+        return snapshots_in(self.spec.params, self.cache_bytes, self.counted.snapshot_bytes)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes left for agents; 0 or less where they have none."""
         return self.cache_bytes - self.n_snapshots * self.spec.slot_bytes
 
-    @property
+    @cached_property
     def why_not(self) -> str:
-        """That the model itself does not fit, with the numbers; empty where it does."""
-        if self.kv_bytes > 0:
-            return ""
+        """That the model itself does not fit, with what would do; empty where it does."""
+        from kvcellar.agents.memory import least_cells, parts_of
+
         spec = self.spec
-        if self.cache_bytes > 0:
+        if self.n_snapshots and self.kv_bytes <= 0:
             return (
                 f"{self.n_snapshots:,} snapshots of {format_size(spec.slot_bytes)} leave nothing "
                 f"of {format_size(self.cache_bytes)} for agents; give --snapshots less"
             )
-        said = too_small(
-            self.limit_bytes, spec.weight_bytes, PROCESS_BYTES + self.scratch_bytes, spec.held_in
-        )
-        if spec.stored_bytes != spec.weight_bytes:
+        n_cells = least_cells(spec.max_positions)
+        least_bytes = spec.weight_bytes + sum(parts_of(spec, n_cells, self.counted))
+        said = self.plan.lack_of(spec, least_bytes, n_cells)
+        if said and spec.stored_bytes != spec.weight_bytes:
             said += f" (its files hold {format_size(spec.stored_bytes)}; {spec.counted})"
         return said
 
@@ -222,7 +242,7 @@ class View:
         """Return what one type of K and V takes, and what fits."""
         kv, spec = parse_kv_dtype(name), self.spec
         for_exact = exact_bytes(spec.params.groups, kv)
-        n_bytes = self.kv_bytes - for_exact
+        n_bytes = 0 if self.why_not else self.kv_bytes - for_exact
         n_agents = spec.n_agents(n_bytes, self.context, kv, has_budget=self.has_budget)
         if self.has_budget:
             one, growth = spec.agent_bytes(self.context, kv), spec.growth_bytes(self.context, kv)
@@ -265,7 +285,7 @@ class View:
             "family": spec.family,
             "max_positions": spec.max_positions,
             "memory_bytes": self.limit_bytes,
-            "fits": self.kv_bytes > 0,
+            "fits": not self.why_not,
             "why_not": self.why_not,
             "weights": {
                 "stored_bytes": spec.stored_bytes,
@@ -276,6 +296,7 @@ class View:
                 "counted": spec.counted,
             },
             "process_bytes": PROCESS_BYTES,
+            "store_bytes": self.plan.store_bytes,
             "scratch_bytes": self.scratch_bytes,
             "kv_bytes": self.kv_bytes,
             "context": self.context,
@@ -346,6 +367,8 @@ def _show(view: View, names: tuple[str, ...]) -> None:
         said = f", {spec.quantisation}: {', '.join(types)}" if types else ""
         facts.add_row("", "", f"{format_size(spec.stored_bytes)} in files{said}")
     facts.add_row("- process", format_size(PROCESS_BYTES), "Python and torch: an estimate")
+    store = "the store's blocks in RAM, and what waits to be written"
+    facts.add_row("- store", format_size(view.plan.store_bytes), store)
     facts.add_row(
         "- forwards",
         format_size(view.scratch_bytes),

@@ -16,7 +16,6 @@ from kvcellar.cli.inspect import sized
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
-from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.check import known_verdict
 from kvcellar.models.checkpoint import read_config
 from kvcellar.models.hub import DEMO_FOLDER, pull
@@ -135,12 +134,11 @@ def _row(model: FoundModel) -> Row:
         spec = sized(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
     except KVCellarError as error:
         return Row(model, None, None, str(error))
-    kv = parse_kv_dtype(spec.kv_dtype)
-    context = min(CONTEXT, spec.max_positions)
-    held_bytes = spec.weight_bytes + spec.agent_bytes(context, kv) + spec.scratch_bytes(context)
-    return Row(
-        model, PROCESS_BYTES + held_bytes, _is_exact(model) if backend == "torch" else None, None
-    )
+    from kvcellar.agents.memory import MemoryPlan, parts_of
+
+    parts = parts_of(spec, min(CONTEXT, spec.max_positions), LoadOptions(spec.name))
+    needed = MemoryPlan.divide(0, PROCESS_BYTES).limit_for(spec.weight_bytes + sum(parts))
+    return Row(model, needed, _is_exact(model) if backend == "torch" else None, None)
 
 
 def _is_exact(model: FoundModel) -> bool | None:
