@@ -91,8 +91,8 @@ def test_a_limit_beyond_the_card_or_below_its_runtime_is_refused(cuda: FakeCuda)
     asked = LoadOptions("demo", device="cuda")
     with pytest.raises(ConfigError, match=r"more than the card's 24.00 GB"):
         Hosting.within(25 * GB, asked)
-    with pytest.raises(ConfigError, match="leaves nothing for a model"):
-        Hosting.within(CONTEXT_BYTES, asked)
+    with pytest.raises(ConfigError, match=r"of the card besides; give at least "):
+        Hosting.within(CONTEXT_BYTES, asked).check("demo")
 
 
 def test_a_device_whose_memory_nobody_knows_cannot_be_bounded(monkeypatch) -> None:
