@@ -227,6 +227,8 @@ def send_requests(live: Any) -> None:
     turn = body_of(GenerateRequest)
     tokens = {key: value for key, value in turn.items() if key != "text"}
     live.post("/v1/agents/a/generate", {**turn, "tokens": None, "go_on": False})
+    follows = live.get("/v1/agents/a")["history_digest"]
+    live.post("/v1/agents/a/generate", {"text": "Go", "follows": follows, "max_tokens": 2})
     live.post("/v1/agents/a/generate", {**tokens, "role": "user", "go_on": False})
     chat = body_of(ChatRequest)
     live.post("/v1/chat/completions", {**chat, "logprobs": True, "max_completion_tokens": None})
