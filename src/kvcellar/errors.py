@@ -86,6 +86,21 @@ class PromptError(KVCellarError, ValueError):
     """A prompt is empty, or longer than the capacity of the cache it is meant for."""
 
 
+class GrammarError(PromptError):
+    """No grammar can be made of what an answer has to be. Nothing was begun.
+
+    Attributes:
+        code: a word for programs.
+        param: what asked for it: ``response_format``, ``tools``, or a field of a request.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_schema", *, param: str = "") -> None:
+        """See the attributes."""
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
 class ContextError(PromptError):
     """A prompt is longer than its model's context, as is known before all of it is encoded.
 

@@ -20,8 +20,8 @@ from kvcellar.dialects import (
 )
 from kvcellar.dialects.messages import as_message, say_calls, say_tools, without_tools
 from kvcellar.engine import SamplingParams, SamplingState, sample
+from kvcellar.grammar.grammars import Grammars
 from kvcellar.server.errors import ApiError
-from kvcellar.server.grammar import Grammars
 from tests.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 JSON = st.recursive(

@@ -12,7 +12,7 @@ import pytest
 from kvcellar.agents import open_host
 from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.dialects.argument_rules import literal
-from kvcellar.server.grammar import Constraint
+from kvcellar.grammar.grammars import Constraint
 from tests.dialects.templates import template_of
 from tests.dialects.test_lark import CHOICES
 from tests.dialects.vocabularies import dialect_with_tokens, tokenizer_of

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvcellar.dialects import DIALECTS, AnswerParser
 from kvcellar.engine import SamplingParams, SamplingState, sample
 from kvcellar.errors import PromptError
+from kvcellar.grammar.grammars import MOST_KNOWN, Grammars
+from kvcellar.grammar.loosening import loosened
 from kvcellar.server.errors import ApiError
-from kvcellar.server.grammar import MOST_KNOWN, Grammars
-from kvcellar.server.loosening import loosened
 from tests.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 NO_GRAMMAR = {

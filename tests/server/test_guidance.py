@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import AddedToken
 
-from kvcellar.server.guidance import guidance_tokenizer, tags_of_text
+from kvcellar.grammar.guidance import guidance_tokenizer, tags_of_text
 from tests.dialects.vocabularies import tokenizer_of
 
 TAGS = ("<h1>", "</h1>", "<td>", "<tool_call>", "<think>", "<unused7>", "<|user|>")

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from kvcellar.dialects import ReasoningMarks
+from kvcellar.grammar.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.server.signing import signer_of
-from kvcellar.server.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.store import Store
 from kvcellar.store.shared.tier import SharedTier
 from tests.engine.fakes import STATE_PARAMS

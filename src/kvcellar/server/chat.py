@@ -21,6 +21,8 @@ from kvcellar.dialects import (
 from kvcellar.engine import Guide, TokenEvent
 from kvcellar.engine.generate import Finish, GeneratedToken
 from kvcellar.errors import ModelError
+from kvcellar.grammar.grammars import MOST_CALLS, Constraint
+from kvcellar.grammar.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.history import History
 from kvcellar.models.prompts import begun_of
 from kvcellar.server.conversations import Seat
@@ -34,10 +36,8 @@ from kvcellar.server.dialogue import (
     TextEvent,
 )
 from kvcellar.server.errors import ApiError
-from kvcellar.server.grammar import MOST_CALLS, Constraint
 from kvcellar.server.service import Service
 from kvcellar.server.streams import Stream
-from kvcellar.server.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.server.tools import chosen
 from kvcellar.server.wording import Wording, word
 

@@ -10,8 +10,8 @@ from kvcellar.agents import AgentUsage
 from kvcellar.dialects import Call, is_whole
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.generate import GeneratedToken
+from kvcellar.grammar.form import Form
 from kvcellar.server.conversations import Whose
-from kvcellar.server.forms import Form
 from kvcellar.server.media import LeftOut
 from kvcellar.server.thinking import Thinking
 from kvcellar.server.tools import Toolbox, ToolChoice

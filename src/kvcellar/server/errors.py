@@ -21,6 +21,7 @@ from kvcellar.errors import (
     DeviceMemoryError,
     EngineClosedError,
     EngineFailedError,
+    GrammarError,
     KVCellarError,
     ModelError,
     MovedOnError,
@@ -165,6 +166,8 @@ def as_api_error(error: Exception) -> ApiError:
         known = ("follows", "history_digest", "n_turns", "is_under_way", "asked")
         details = {name: getattr(error, name) for name in known}
         return ApiError(409, str(error), "history_moved_on", param="follows", details=details)
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), error.code, param=error.param or None)
     for kind, status, code in _STATUSES:
         if isinstance(error, kind):
             retry = 2.0 if status in (429, 503) else None

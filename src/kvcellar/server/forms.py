@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvcellar.errors import PromptError
+from kvcellar.grammar.form import Form
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import FormFields, JsonFormat
 from kvcellar.valid import read_json, valid_json
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The form that a request wants its answer in.
-
-    Attributes:
-        kind: ``schema``: JSON of that schema; ``regex``: a text that it matches; ``choice``: one of
-            some texts; ``grammar``: a text of that grammar, in Lark or GBNF.
-        value: a mapping, a text, a list of texts, or a text.
-        field: which field of the request says so.
-        is_strict: of a schema, whether a keyword that no grammar can hold is refused.
-    """
-
-    kind: Literal["schema", "regex", "choice", "grammar"]
-    value: Any
-    field: str
-    is_strict: bool = True
 
 
 def form_of(body: FormFields) -> Form | None:

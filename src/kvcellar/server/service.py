@@ -14,10 +14,10 @@ from starlette.requests import Request
 from kvcellar.agents import AgentManager, ModelHost, salt_of, without_salt
 from kvcellar.engine import EngineStats, FinishEvent
 from kvcellar.errors import DeadlineError, EngineClosedError
+from kvcellar.grammar.grammars import Grammars
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.conversations import Conversations
 from kvcellar.server.errors import ApiError, ContextExceeded
-from kvcellar.server.grammar import Grammars
 from kvcellar.server.metrics import Metrics
 from kvcellar.server.models import ServedModels
 from kvcellar.server.pins import Pins

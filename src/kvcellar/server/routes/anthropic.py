@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
+from kvcellar.grammar.form import Form
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import answer, read_prompt, whole
 from kvcellar.server.conversations import Whose
@@ -26,7 +27,6 @@ from kvcellar.server.dialogue import (
     TextEvent,
 )
 from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import Form
 from kvcellar.server.media import MEDIA, THOUGHT, LeftOut
 from kvcellar.server.parsing import READS_AGENT, unset_in, whose_of
 from kvcellar.server.replies import frame, sse

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.engine import SamplingParams
+from kvcellar.grammar.form import Form
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import Form
 from kvcellar.server.media import LeftOut
 from kvcellar.server.parsing import sampling_of, whose_of
 from kvcellar.server.routes.ollama.models import path_of

@@ -9,10 +9,10 @@ from starlette.requests import Request
 
 from kvcellar.agents import n_system_of, salted_id
 from kvcellar.dialects.messages import read_arguments
+from kvcellar.grammar.form import Form
 from kvcellar.server.conversations import Whose
 from kvcellar.server.dialogue import Question
 from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import Form
 from kvcellar.server.media import THOUGHT, LeftOut
 from kvcellar.server.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
 from kvcellar.server.routes.responses.conversations import stored_conversation

@@ -22,17 +22,17 @@ from kvcellar.agents import ModelHost
 from kvcellar.dialects import Dialect, dialect_for
 from kvcellar.dialects.held import HeldArguments, few
 from kvcellar.dialects.lark import call_grammars, schema_grammar
-from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import Form
-from kvcellar.server.guidance import guidance_tokenizer
-from kvcellar.server.guide import GuideFn, TokenGuide, one_line
-from kvcellar.server.holding import (
+from kvcellar.errors import GrammarError
+from kvcellar.grammar.form import Form
+from kvcellar.grammar.guidance import guidance_tokenizer
+from kvcellar.grammar.guide import GuideFn, TokenGuide, one_line
+from kvcellar.grammar.holding import (
     KeywordChecks,
     answer_schema,
     check_promise,
     held_arguments,
 )
-from kvcellar.server.loosening import ANYTHING
+from kvcellar.grammar.loosening import ANYTHING
 
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""
@@ -84,7 +84,7 @@ class Grammars:
             is_strict: refuse a keyword that no grammar can hold, instead of going without it.
 
         Raises:
-            ApiError: 400, no grammar can be made of it.
+            GrammarError: no grammar can be made of it.
         """
         return await asyncio.to_thread(self._of_schema, host, schema, is_strict)
 
@@ -93,14 +93,16 @@ class Grammars:
         try:
             begin = self._compiled(host, schema_grammar(self._dialect_of(host), held))
         except NoGrammarError as error:
-            raise ApiError(400, f"no grammar can be made: {error}") from error
+            raise GrammarError(
+                f"no grammar can be made: {error}", param="response_format"
+            ) from error
         return Constraint(begin, begin, _lost(losses))
 
     async def of_form(self, host: ModelHost, form: Form) -> Constraint:
         """Hold answers to be of a form.
 
         Raises:
-            ApiError: 400, no grammar can be made of it.
+            GrammarError: no grammar can be made of it.
         """
         if form.kind == "schema":
             return await self.of_schema(host, form.value, is_strict=form.is_strict)
@@ -109,9 +111,8 @@ class Grammars:
     def _of_form(self, host: ModelHost, form: Form) -> Constraint:
         try:
             begin = self._compiled(host, _grammar_of(form))
-        except (ApiError, NoGrammarError) as error:
-            raise ApiError(
-                400,
+        except (GrammarError, NoGrammarError) as error:
+            raise GrammarError(
                 f"no grammar can be made of {form.field}: {one_line(str(error))}",
                 "invalid_grammar",
                 param=form.field,
@@ -145,7 +146,7 @@ class Grammars:
             strict: names of tools whose schemas are promises.
 
         Raises:
-            ApiError: 400, the only tool that may be called has to be, and no grammar can be made
+            GrammarError: the only tool that may be called has to be, and no grammar can be made
                 of its parameters, or not of all where it is strict.
         """
         how = {"is_forced": is_forced, "most": most, "schema": schema, "is_strict": is_strict}
@@ -202,7 +203,7 @@ class Grammars:
 
         try:
             self._tokenizer(host)
-        except ApiError as error:
+        except GrammarError as error:
             if is_forced or schema is not None:
                 raise
             return Constraint(None, None, (f"calls are held to no schema: {error}",))
@@ -230,7 +231,7 @@ class Grammars:
 
         Raises:
             NoGrammarError: it cannot be.
-            ApiError: 400, answers of this model cannot be held to any.
+            GrammarError: answers of this model cannot be held to any.
         """
         tokenizer = self._tokenizer(host)
         first = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
@@ -254,8 +255,7 @@ class Grammars:
                         [one.content for one in self._dialect_of(host).tokens],
                     )
                 except ValueError as error:
-                    raise ApiError(
-                        400,
+                    raise GrammarError(
                         f"answers of {host.name!r} cannot be held to a grammar: {error}",
                         "no_grammar",
                     ) from error

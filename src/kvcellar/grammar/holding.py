@@ -9,9 +9,9 @@ from typing import Any
 from llguidance import LLMatcher
 
 from kvcellar.dialects.held import STYLE, HeldArguments, few, schema_json
-from kvcellar.server.errors import ApiError
-from kvcellar.server.guide import one_line
-from kvcellar.server.loosening import ANYTHING, loosened
+from kvcellar.errors import GrammarError
+from kvcellar.grammar.guide import one_line
+from kvcellar.grammar.loosening import ANYTHING, loosened
 
 _MOST_ASKED = 20_000
 """Keywords of one request that are looked at one by one; it takes seconds."""
@@ -68,13 +68,12 @@ def answer_schema(schema: Mapping[str, Any], is_strict: bool) -> tuple[dict[str,
     """Return what an answer is held to, and what is left out of its schema.
 
     Raises:
-        ApiError: 400, something is although it must not, or there is no grammar.
+        GrammarError: something is although it must not, or there is no grammar.
     """
     held, losses, trouble = _holdable(schema, KeywordChecks())
     if trouble or (losses and is_strict):
         what = f" of {few(losses)}" if losses else f": {trouble}"
-        raise ApiError(
-            400,
+        raise GrammarError(
             f"no grammar can be made of response_format{what}, so an answer cannot be held to it; "
             f'leave it out, or say "strict": false to go without it',
             "invalid_schema",
@@ -87,7 +86,7 @@ def check_promise(one: HeldArguments, is_strict: bool) -> None:
     """Refuse a call that has to come and has to be right, and cannot be held to be.
 
     Raises:
-        ApiError: 400, so it is.
+        GrammarError: so it is.
     """
     if one.trouble:
         what = f" of {few(one.losses)}" if one.losses else f": {one.trouble}"
@@ -95,8 +94,7 @@ def check_promise(one: HeldArguments, is_strict: bool) -> None:
         what = f" of {few(one.losses)}, and the tool is strict"
     else:
         return
-    raise ApiError(
-        400,
+    raise GrammarError(
         f"tool_choice wants a call of {one.name!r}, and no grammar can be made{what}; leave that "
         f"out of its parameters, or let the model choose",
         "invalid_schema",
