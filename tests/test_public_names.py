@@ -30,9 +30,13 @@ def public(name: str) -> set[str]:
     own = {n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == name}
     if name == "kvcellar":
         text = Path(module.__file__).read_text()
-        more = set(re.findall(r"^from .* import \w+ as (\w+)$", text, re.MULTILINE))
+        more = set(re.findall(r"^ *from .* import \w+ as (\w+)$", text, re.MULTILINE))
         return set(module.__all__) | more | {"__version__"}
     return set(getattr(module, "__all__", own))
+
+
+def test_looking_into_the_package_shows_its_public_names_and_nothing_they_were_made_with():
+    assert set(dir(importlib.import_module("kvcellar"))) == listed(SECTIONS["kvcellar"])
 
 
 @pytest.mark.parametrize("name", SECTIONS)

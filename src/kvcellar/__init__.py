@@ -13,7 +13,7 @@ build on them: docs/python.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcellar.cache import Cache as Cache
 from kvcellar.cache import DecodeCache as DecodeCache
@@ -48,10 +48,31 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Unpack
 
-    from kvcellar.cellar import AsyncCellar, Cellar
+    from kvcellar.cellar import Agent as Agent
+    from kvcellar.cellar import AsyncAgent as AsyncAgent
+    from kvcellar.cellar import AsyncCellar as AsyncCellar
+    from kvcellar.cellar import Cellar as Cellar
     from kvcellar.cellar.settings import Settings
 
 __all__ = ["open", "open_async"]
+
+_OF_THE_CELLAR = ("Agent", "AsyncAgent", "AsyncCellar", "Cellar")
+"""Names that are imported when somebody asks for them: they need more than NumPy."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class of the cellar, for annotations."""
+    if name not in _OF_THE_CELLAR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import kvcellar.cellar
+
+    return getattr(kvcellar.cellar, name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without what they were made with."""
+    own = [n for n, v in globals().items() if getattr(v, "__module__", "").startswith("kvcellar.")]
+    return sorted({*__all__, *_OF_THE_CELLAR, *own, "__version__"})
 
 
 def open(model: str | Path = "demo", **settings: Unpack[Settings]) -> Cellar:

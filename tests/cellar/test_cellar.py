@@ -254,7 +254,7 @@ def test_who_stops_waiting_for_a_cellar_that_opens_leaves_nothing_open(tmp_path,
 
 def test_what_is_no_text_is_refused_before_it_is_in_a_history(cellar):
     agent = cellar.agent()
-    with pytest.raises(PromptError, match=r"has to be a str, got b'x'"):
+    with pytest.raises(PromptError, match=r"has to be a str, or messages, got b'x'"):
         agent.say(b"x", **GREEDY)
     assert not agent.messages and agent.say("x", **GREEDY).text
 

@@ -12,7 +12,7 @@ from kvcellar.agents.host import ModelHost
 from kvcellar.agents.infos import Took, TurnRecord
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import model_notes
-from kvcellar.agents.reading import Reading
+from kvcellar.agents.reading import Reading, worded
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import ProgressFn
 from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
@@ -29,11 +29,12 @@ _DEFAULT = SamplingParams(unset=DEFAULTABLE)
 class Turn:
     """One turn of an agent: what is said, and the prompt that it becomes. For one ``generate``.
 
-    One of ``text``, ``messages`` and ``tokens`` is given.
+    One of ``text``, ``behind``, ``messages`` and ``tokens`` is given.
 
     Attributes:
         agent_id: whose turn; empty while the agent has still to be found.
         text: what somebody says next.
+        behind: messages that are said next, behind the history.
         messages: the whole conversation, as a client sends it back; what begins with the same
             tokens as the history is not computed again.
         tokens: tokens behind the history.
@@ -69,6 +70,7 @@ class Turn:
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] | None = None
     role: str = "user"
+    behind: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = _DEFAULT
     priority: int = 0
     model: str | None = None
@@ -88,17 +90,19 @@ class Turn:
     snapshots_at: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        if sum(said is not None for said in (self.text, self.messages, self.tokens)) != 1:
-            raise PromptError("give one of text, messages and tokens to a turn")
+        given = (self.text, self.behind, self.messages, self.tokens)
+        if sum(said is not None for said in given) != 1:
+            raise PromptError("give one of text, behind, messages and tokens to a turn")
         if not isinstance(self.text, str | None):  # no store could keep it
             raise PromptError(f"the text of a turn has to be a str, got {self.text!r:.80}")
 
     @property
     def asked(self) -> str | None:
         """Text that it answers; None for tokens, and where the last message is no text."""
-        if self.text is not None or not self.messages:
+        messages = self.messages or self.behind
+        if self.text is not None or not messages:
             return self.text
-        said = self.messages[-1].get("content")
+        said = messages[-1].get("content")
         return said if isinstance(said, str) else None
 
     @property
@@ -137,16 +141,19 @@ def plan_turn(
     if host.tokenizer is None:
         raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
     _decode_cut(agent, host)
-    messages = turn.messages
+    messages, tools = turn.messages, turn.tools
     if messages is None:
-        messages = [*agent.messages, {"role": turn.role, "content": turn.text}]
+        behind = turn.behind or [{"role": turn.role, "content": turn.text}]
+        messages = [*agent.messages, *behind]
+        if turn.reading is not None:
+            messages, tools = worded(messages, tools, turn.reading, host)
     said = plan_messages(
         host.tokenizer,
         agent.tokens,
         agent.messages,
         agent.tools,
         messages,
-        turn.tools if turn.tools is not None else agent.tools,
+        tools if tools is not None else agent.tools,
         rules,
         template_kwargs=kwargs_of(turn.template_kwargs, agent, host),
         control_tokens_in_text=control_tokens_in_text,

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.agents.conversation import AgentTokenizer, Message
 from kvcellar.agents.stops import TextStops
 from kvcellar.dialects import AnswerParser, Dialect, choose_dialect, dialect_for, is_whole
-from kvcellar.dialects.messages import apart, as_message, say_calls, say_reasoning, tools_said
+from kvcellar.dialects.messages import (
+    apart,
+    as_message,
+    say_calls,
+    say_reasoning,
+    say_tools,
+    tools_said,
+    without_tools,
+)
 from kvcellar.engine.text import StopFinder
 from kvcellar.history import History
 from kvcellar.models.prompts import begun_of
@@ -166,6 +174,27 @@ def reading_of(
         begun=begun,
         keeps_cut=True,
     )
+
+
+def worded(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    reading: Reading,
+    host: ModelHost,
+) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
+    """Return a conversation, and definitions of its tools, as a model's template takes them.
+
+    Args:
+        messages: the conversation; a system message may tell tools already.
+        tools: None: as before.
+        reading: how its answers are read, and its messages written.
+        host: the model.
+    """
+    plain = [reading.of_message(message) for message in messages]
+    if tools is None or knows_tools(host):
+        return plain, tools
+    plain = without_tools(plain)
+    return (say_tools(plain, tools, reading.dialect) if tools else plain), []
 
 
 def conversation_apart(

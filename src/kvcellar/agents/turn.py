@@ -224,16 +224,20 @@ class Turns:
         """
         cost = n_bytes = 0
         if turn.is_chat:
-            said = agent.messages if turn.messages is None else turn.messages
+            said = turn.messages
+            if said is None:
+                said = [*agent.messages, *(turn.behind or ())]
             n_bytes, cost = size_of(turn.text, said, turn.tools or agent.tools)
             cost += OTHER_BYTES
 
         def plan() -> None:
             if turn.is_chat and host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, n_bytes, host.context)
-            given = (turn.text, turn.messages, turn.tools, turn.template_kwargs)
-            turn.text, turn.messages, turn.tools, turn.template_kwargs = valid_json(given)
-            check_said(turn.messages, turn.tools, turn.template_kwargs)
+            turn.text, turn.behind = valid_json((turn.text, turn.behind))
+            given = (turn.messages, turn.tools, turn.template_kwargs)
+            turn.messages, turn.tools, turn.template_kwargs = valid_json(given)
+            said = turn.messages if turn.behind is None else turn.behind
+            check_said(said, turn.tools, turn.template_kwargs)
             if turn.is_continuing and not continues(agent, turn.messages or (), self.rules):
                 raise HistoryChangedError(
                     f"the history of agent {agent.agent_id!r} was changed while this turn waited "

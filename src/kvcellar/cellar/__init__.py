@@ -4,20 +4,24 @@
 """
 
 from kvcellar.cellar.aio import AsyncAgent, AsyncBranches, AsyncCellar
-from kvcellar.cellar.answers import Answer, Sampling, Why
+from kvcellar.cellar.answers import Answer, Asking, Sampling, ToolCall, Why
+from kvcellar.cellar.asking import Said
 from kvcellar.cellar.streams import AsyncStream
 from kvcellar.cellar.sync import Agent, Branches, Cellar, Stream
 
 __all__ = [
     "Agent",
     "Answer",
+    "Asking",
     "AsyncAgent",
     "AsyncBranches",
     "AsyncCellar",
     "AsyncStream",
     "Branches",
     "Cellar",
+    "Said",
     "Sampling",
     "Stream",
+    "ToolCall",
     "Why",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
@@ -17,20 +18,18 @@ from kvcellar.agents import (
     ModelHost,
     ModelRegistry,
     Turn,
+    TurnEnd,
 )
 from kvcellar.agents.hosting import limit_of
-from kvcellar.cellar.answers import (
-    Answer,
-    Sampling,
-    Why,
-    answer_of_request,
-    params_of,
-)
+from kvcellar.agents.reading import conversation_apart, worded
+from kvcellar.cellar.answers import Answer, Asking, Why, answer_of_request
+from kvcellar.cellar.asking import Said, Wishes, each_of, messages_of
 from kvcellar.cellar.html import agent_html, cellar_html
 from kvcellar.cellar.shown import shown
 from kvcellar.cellar.streams import AsyncStream, all_of
 from kvcellar.engine import EngineStats, FinishEvent, GeneratedToken, Request, TokenEvent
 from kvcellar.errors import AgentError, ConfigError, NameTakenError, PromptError
+from kvcellar.grammar.grammars import Grammars
 from kvcellar.history import History
 from kvcellar.models import LoadOptions
 from kvcellar.models.adapter_names import adapted
@@ -175,23 +174,22 @@ class AsyncCellar:
 
     @overload
     async def complete(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
-        self, prompts: str, **sampling: Unpack[Sampling]
+        self, prompts: str, **how: Unpack[Asking]
     ) -> Answer: ...
 
     @overload
-    async def complete(
-        self, prompts: Sequence[Prompt], **sampling: Unpack[Sampling]
-    ) -> list[Answer]: ...
+    async def complete(self, prompts: Sequence[Prompt], **how: Unpack[Asking]) -> list[Answer]: ...
 
     async def complete(
-        self, prompts: str | Sequence[Prompt], **sampling: Unpack[Sampling]
+        self, prompts: str | Sequence[Prompt], **how: Unpack[Asking]
     ) -> Answer | list[Answer]:
         """Go on from texts, or answer conversations, all in one batch; nothing is remembered.
 
         Args:
             prompts: one text; or several, each a text or the messages of a conversation. What they
                 begin alike with is computed once.
-            sampling: settings, as :class:`Sampling`.
+            how: a form of the answers, tools for conversations, and settings of sampling, as
+                :class:`Asking`.
 
         Returns:
             One answer for one text, else as many as there are prompts, in their order.
@@ -200,32 +198,45 @@ class AsyncCellar:
             PromptError: a prompt is empty or too long.
             KVCellarError: the first error of any of them, once all have ended.
         """
-        params = params_of(sampling)
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        encoded = await asyncio.to_thread(lambda: [self._encoded(one) for one in listed])
-        space = self.host.space
-        found = await all_of(
-            [self._run(Request(prompt, params, space=space)) for prompt in encoded]
-        )
+        asked = [Wishes.of(how) for _ in listed]
+        pairs = list(zip(listed, asked, strict=True))
+        encoded = await asyncio.to_thread(lambda: [self._encoded(*pair) for pair in pairs])
+        found = await all_of(list(map(self._run, encoded, asked)))
         return found[0] if isinstance(prompts, str) else found
 
-    def _encoded(self, prompt: Prompt) -> History:
+    def _encoded(self, prompt: Prompt, wishes: Wishes) -> History:
         host = self.host
         if not isinstance(prompt, str):
-            return self.manager.turns.prompt_of(host, prompt, [])
+            messages = messages_of(prompt, wishes.role)
+            reading = wishes.read(host, (), [], messages)
+            if reading is None:
+                return self.manager.turns.prompt_of(host, messages, [])
+            return self.manager.turns.prompt_of(
+                host, *worded(messages, wishes.tools or [], reading, host)
+            )
+        wishes.read_text(host)
         if host.tokenizer is None:
             raise PromptError(f"model {host.name!r} has no tokenizer, so it reads no text")
         return History(host.tokenizer.encode(valid_text(prompt)))
 
-    async def _run(self, request: Request) -> Answer:
-        params = request.params.for_model(self.host.sampling)
+    async def _run(self, prompt: History, wishes: Wishes) -> Answer:
+        params = (await wishes.hold(self.grammars)).for_model(self.host.sampling)
+        wishes.begin(prompt)
+        reading = wishes.reading
+        marks = None if reading is None else reading.marks
+        request = Request(prompt, params, space=self.host.space, marks=marks)
         tokens: list[GeneratedToken] = []
-        async with await self.host.service.submit(replace(request, params=params)) as events:
+        async with await self.host.service.submit(request) as events:
             async for event in events:
                 if isinstance(event, TokenEvent):
                     tokens.append(event.token)
                 elif isinstance(event, FinishEvent):
-                    return answer_of_request(event, tokens)
+                    parser = None if reading is None else reading.parser()
+                    if parser is not None:
+                        parser.push(event.text)
+                        parser.flush()
+                    return answer_of_request(event, tokens, parser, wishes.notes)
         raise AssertionError("a request ends with a finish")
 
     # What it is --------------------------------------------------------------------------------
@@ -251,6 +262,11 @@ class AsyncCellar:
         if self._host is None:
             raise ConfigError(f"the cellar of {self.model!r} is not open")
         return self._host
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers are held to."""
+        return Grammars()
 
     @property
     def context(self) -> int:
@@ -298,23 +314,22 @@ class AsyncAgent:
 
     # Talking -----------------------------------------------------------------------------------
 
-    async def say(self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]) -> Answer:
+    async def say(self, said: Said, **how: Unpack[Asking]) -> Answer:
         """Say something and return the whole answer, which joins the history.
 
         Args:
-            text: what is said.
-            role: who says it: ``user`` or ``tool``.
-            sampling: settings, as :class:`Sampling`.
+            said: a text, a message or several: what is new, behind the history.
+            how: tools, a form of the answer, and settings of sampling, as :class:`Asking`.
 
         Raises:
             KVCellarError: as ``stream``.
         """
-        async with self.stream(text, role=role, **sampling) as stream:
+        async with self.stream(said, **how) as stream:
             async for _ in stream:
                 pass
             return stream.answer
 
-    def stream(self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]) -> AsyncStream:
+    def stream(self, said: Said, **how: Unpack[Asking]) -> AsyncStream:
         """Say something and iterate over the answer's text as it comes.
 
         Leaving its ``async with`` block ends the answer; what was said by then is in the history.
@@ -323,10 +338,30 @@ class AsyncAgent:
             PromptError: there is nothing to answer, or no room for it; nothing was changed.
             ModelError: the model has no chat template, or it refuses the messages; nothing was
                 changed.
+            ConfigError, GrammarError: the answer cannot be what is asked for; nothing was changed.
         """
-        params = params_of(sampling)
-        turn = Turn(self.name, text, role=role, params=params, model=self._cellar.model)
-        return AsyncStream(self._cellar.manager.turns.generate(turn), self._go_on_as)
+        wishes = Wishes.of(how)
+        events = self._events(messages_of(said, wishes.role), wishes)
+        return AsyncStream(events, wishes, self._go_on_as)
+
+    async def _events(
+        self, new: list[dict[str, Any]], wishes: Wishes
+    ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+        """Run a turn."""
+        manager, cellar = self._cellar.manager, self._cellar
+        agent = await manager.directory.find(self.name)
+        wishes.read(cellar.host, agent.messages, agent.tools, new)
+        turn = Turn(
+            self.name,
+            behind=new,
+            tools=wishes.tools,
+            params=await wishes.hold(cellar.grammars),
+            model=cellar.model,
+            reading=wishes.reading,
+        )
+        async with contextlib.aclosing(manager.turns.generate(turn)) as events:
+            async for event in events:
+                yield event
 
     def _go_on_as(self, name: str) -> None:
         """Refer to the agent that has answered: a branch, if another process was talking here."""
@@ -432,8 +467,9 @@ class AsyncAgent:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Messages of its conversation, oldest first."""
-        return self._cellar.manager.directory.conversation(self.name)
+        """Messages of its conversation, oldest first, with thoughts and calls apart from text."""
+        agent = self._cellar.manager.directory.agent(self.name)
+        return conversation_apart(agent, self._cellar.host)
 
     @property
     def system(self) -> str | None:
@@ -476,24 +512,26 @@ class AsyncBranches(Sequence[AsyncAgent]):
     def __iter__(self) -> Iterator[AsyncAgent]:
         return iter(self._agents)
 
-    async def say(
-        self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]
-    ) -> list[Answer]:
-        """Say the same to all branches; return their answers, in their order.
+    async def say(self, said: Said | Sequence[Said], **how: Unpack[Asking]) -> list[Answer]:
+        """Say the same to all branches, or to each its own; return their answers, in their order.
 
-        Branch i samples with the seed plus i, so one seed gives several answers. Log probabilities
-        come with each answer, for whoever chooses by ``mean_logprob``.
+        A list of texts, or of lists of messages, has one for each branch; a text, a message or a
+        list of messages is for all. Branch i samples with the seed plus i, so one seed gives
+        several answers. Log probabilities come with each answer, for whoever chooses by
+        ``mean_logprob``.
 
         Raises:
+            ConfigError: there are more or fewer texts than branches; nothing was said.
             KVCellarError: the first error of any branch, once all have ended.
         """
         calls = []
-        for number, agent in enumerate(self._agents):
-            settings: Sampling = {"logprobs": 0, **sampling}
+        each = each_of(said, len(self._agents))
+        for number, (agent, own) in enumerate(zip(self._agents, each, strict=True)):
+            settings: Asking = {"logprobs": 0, **how}
             seed = settings.get("seed")
             if seed is not None:
                 settings["seed"] = seed + number
-            calls.append(agent.say(text, role=role, **settings))
+            calls.append(agent.say(own, **settings))
         return await all_of(calls)
 
     async def keep(self, index: int) -> AsyncAgent:

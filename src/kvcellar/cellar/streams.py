@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from kvcellar.agents import TurnEnd
 from kvcellar.cellar.answers import Answer, answer_of_turn
+from kvcellar.cellar.asking import Wishes
+from kvcellar.dialects import AnswerParser, TextPart
 from kvcellar.engine import GeneratedToken, TokenEvent
 from kvcellar.errors import AgentError
 
@@ -15,16 +17,22 @@ T = TypeVar("T")
 
 
 class AsyncStream:
-    """Text of an answer as it comes: iterate over it. Behind the end ``answer`` is the whole."""
+    """Text of an answer as it comes: iterate over it. Behind the end ``answer`` is the whole.
+
+    Thoughts and calls are no text; the whole has them.
+    """
 
     def __init__(
         self,
         events: AsyncGenerator[TokenEvent | TurnEnd, None],
+        wishes: Wishes,
         on_end: Callable[[str], None],
     ) -> None:
         """Read the events of a turn; ``on_end`` is told whose it was when it has ended."""
         self._events = events
+        self._wishes = wishes
         self._on_end = on_end
+        self._parser: AnswerParser | None = None
         self._tokens: list[GeneratedToken] = []
         self._answer: Answer | None = None
 
@@ -40,15 +48,28 @@ class AsyncStream:
         async for event in self._events:
             if isinstance(event, TurnEnd):
                 self._on_end(event.agent_id)
+                # held back for a stop text, or a mark, that never came
                 rest = event.finish.text[sum(len(one.text) for one in self._tokens) :]
-                self._answer = answer_of_turn(event, self._tokens)
-                if rest:  # held back for a stop text that never came
-                    return rest
+                text = self._read(rest, is_last=True)
+                notes = self._wishes.notes
+                self._answer = answer_of_turn(event, self._tokens, self._parser, notes)
             else:
                 self._tokens.append(event.token)
-                if event.token.text:
-                    return event.token.text
+                text = self._read(event.token.text)
+            if text:
+                return text
         raise StopAsyncIteration
+
+    def _read(self, piece: str, *, is_last: bool = False) -> str:
+        """Read what came next; return what of the text is certain with it."""
+        if self._wishes.reading is None:
+            return piece
+        if self._parser is None:  # its prompt is known by now
+            self._parser = self._wishes.reading.parser()
+        parts = self._parser.push(piece)
+        if is_last:
+            parts += self._parser.flush()
+        return "".join(part.text for part in parts if isinstance(part, TextPart))
 
     async def __aenter__(self) -> AsyncStream:
         return self

@@ -12,7 +12,8 @@ from typing import Any, TypeVar, Unpack, overload
 
 from kvcellar.agents import AgentInfo, Message
 from kvcellar.cellar.aio import AsyncAgent, AsyncBranches, AsyncCellar, Prompt
-from kvcellar.cellar.answers import Answer, Sampling, Why
+from kvcellar.cellar.answers import Answer, Asking, Why
+from kvcellar.cellar.asking import Said
 from kvcellar.cellar.streams import AsyncStream
 from kvcellar.engine import EngineStats
 from kvcellar.errors import ConfigError
@@ -158,21 +159,22 @@ class Cellar:
 
     @overload
     def complete(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
-        self, prompts: str, **sampling: Unpack[Sampling]
+        self, prompts: str, **how: Unpack[Asking]
     ) -> Answer: ...
 
     @overload
-    def complete(self, prompts: Sequence[Prompt], **sampling: Unpack[Sampling]) -> list[Answer]: ...
+    def complete(self, prompts: Sequence[Prompt], **how: Unpack[Asking]) -> list[Answer]: ...
 
     def complete(
-        self, prompts: str | Sequence[Prompt], **sampling: Unpack[Sampling]
+        self, prompts: str | Sequence[Prompt], **how: Unpack[Asking]
     ) -> Answer | list[Answer]:
         """Go on from texts, or answer conversations, all in one batch; nothing is remembered.
 
         Args:
             prompts: one text; or several, each a text or the messages of a conversation. What they
                 begin alike with is computed once.
-            sampling: settings, as :class:`Sampling`.
+            how: a form of the answers, tools for conversations, and settings of sampling, as
+                :class:`Asking`.
 
         Returns:
             One answer for one text, else as many as there are prompts, in their order.
@@ -181,7 +183,7 @@ class Cellar:
             PromptError: a prompt is empty or too long.
             KVCellarError: the first error of any of them, once all have ended.
         """
-        return self._loop.run(self._cellar.complete(prompts, **sampling))
+        return self._loop.run(self._cellar.complete(prompts, **how))
 
     # What it is --------------------------------------------------------------------------------
 
@@ -247,23 +249,22 @@ class Agent:
 
     # Talking -----------------------------------------------------------------------------------
 
-    def say(self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]) -> Answer:
+    def say(self, said: Said, **how: Unpack[Asking]) -> Answer:
         """Say something and return the whole answer, which joins the history.
 
         Ctrl-C ends the answer; what was said by then is in the history.
 
         Args:
-            text: what is said.
-            role: who says it: ``user`` or ``tool``.
-            sampling: settings, as :class:`Sampling`.
+            said: a text, a message or several: what is new, behind the history.
+            how: tools, a form of the answer, and settings of sampling, as :class:`Asking`.
 
         Raises:
             KVCellarError: as ``stream``.
         """
         self._end_stream()
-        return self._loop.run(self._agent.say(text, role=role, **sampling))
+        return self._loop.run(self._agent.say(said, **how))
 
-    def stream(self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]) -> Stream:
+    def stream(self, said: Said, **how: Unpack[Asking]) -> Stream:
         """Say something and iterate over the answer's text as it comes.
 
         An iteration that is left is ended by ``close``, by leaving its ``with`` block, or by the
@@ -273,9 +274,10 @@ class Agent:
             PromptError: there is nothing to answer, or no room for it; nothing was changed.
             ModelError: the model has no chat template, or it refuses the messages; nothing was
                 changed.
+            ConfigError, GrammarError: the answer cannot be what is asked for; nothing was changed.
         """
         self._end_stream()
-        stream = Stream(self._agent.stream(text, role=role, **sampling), self._cellar)
+        stream = Stream(self._agent.stream(said, **how), self._cellar)
         self._streams[self.name] = stream
         return stream
 
@@ -375,7 +377,7 @@ class Agent:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Messages of its conversation, oldest first."""
+        """Messages of its conversation, oldest first, with thoughts and calls apart from text."""
         return self._agent.messages
 
     @property
@@ -474,16 +476,19 @@ class Branches(Sequence[Agent]):
     def __iter__(self) -> Iterator[Agent]:
         return iter(self._agents)
 
-    def say(self, text: str, *, role: str = "user", **sampling: Unpack[Sampling]) -> list[Answer]:
-        """Say the same to all branches; return their answers, in their order.
+    def say(self, said: Said | Sequence[Said], **how: Unpack[Asking]) -> list[Answer]:
+        """Say the same to all branches, or to each its own; return their answers, in their order.
 
-        Branch i samples with the seed plus i, so one seed gives several answers. Log probabilities
-        come with each answer, for whoever chooses by ``mean_logprob``.
+        A list of texts, or of lists of messages, has one for each branch; a text, a message or a
+        list of messages is for all. Branch i samples with the seed plus i, so one seed gives
+        several answers. Log probabilities come with each answer, for whoever chooses by
+        ``mean_logprob``.
 
         Raises:
+            ConfigError: there are more or fewer texts than branches; nothing was said.
             KVCellarError: the first error of any branch, once all have ended.
         """
-        return self._loop.run(self._branches.say(text, role=role, **sampling))
+        return self._loop.run(self._branches.say(said, **how))
 
     def keep(self, index: int) -> Agent:
         """Keep one of the branches and delete the others; ``undo`` of it brings them back.

@@ -21,8 +21,8 @@ from kvcellar.dialects import (
 from kvcellar.engine import Guide, TokenEvent
 from kvcellar.engine.generate import Finish, GeneratedToken
 from kvcellar.errors import ModelError
+from kvcellar.grammar.beginning import begin_guide
 from kvcellar.grammar.grammars import MOST_CALLS, Constraint
-from kvcellar.grammar.thought_budget import ThoughtBound, ThoughtBudget
 from kvcellar.history import History
 from kvcellar.models.prompts import begun_of
 from kvcellar.server.conversations import Seat
@@ -209,7 +209,6 @@ class _Answer:
         self._seat = seat
         self._reading = wording.reading
         self.parser = self._reading.parser()
-        self._bound = self._bound_of_thoughts()
         self._n_thought = 0
         self._pinned: History | None = History()
         self._start: Started | None = None
@@ -225,7 +224,8 @@ class _Answer:
         """Say in the turn how it is to be answered."""
         self._pinned = await self._pinned_prefix()
         is_held = self._held is not None and self._held.begin is not None
-        is_guided = is_held or self._bound is not None
+        is_bounded = self._wording.wish.budget is not None and self._reading.dialect.thought
+        is_guided = is_held or is_bounded
         self._turn.params = replace(self._question.params, guide=self._guide if is_guided else None)
         self._turn.on_start = self._on_start
 
@@ -267,30 +267,16 @@ class _Answer:
         agent_id = without_salt(turn.agent_id)
         self._start = Started(agent_id, name, len(prompt), n_cached, n_pinned, notice)
 
-    def _bound_of_thoughts(self) -> ThoughtBound | None:
-        """Return how long the model may think; None for as long as it likes."""
-        budget, marks = self._wording.wish.budget, self._reading.dialect.thought
-        if budget is None or marks is None:
-            return None
-        return ThoughtBound.of(budget, marks, self._host)
-
     def _guide(self) -> Guide:
         """Begin to hold the answer to its grammar and its thought, once the prompt is known."""
-        held, guide, bound = self._held, None, self._bound
-        is_in_reasoning = self._reading.is_in_reasoning
-        is_behind = is_in_reasoning and self._question.form is not None
-        if held is not None and held.begin is not None:
-            assert held.begin_in_thought is not None
-            is_within = is_in_reasoning and not is_behind
-            guide = held.begin_in_thought() if is_within else held.begin()
-            self._guide_troubles = guide.troubles
-        if is_behind:
-            marks = self._reading.dialect.thought
-            assert marks is not None, "a prompt opens a thought by a mark"
-            bound = ThoughtBound.of(self._wording.wish.budget, marks, self._host)
-        if bound is not None:
-            return ThoughtBudget(bound, guide, is_in_reasoning, is_behind)
-        assert guide is not None, "who is held to nothing has no guide"
+        guide, self._guide_troubles = begin_guide(
+            self._host,
+            self._held,
+            self._reading.dialect.thought,
+            self._wording.wish.budget,
+            is_in_thought=self._reading.is_in_reasoning,
+            has_form=self._question.form is not None,
+        )
         return guide
 
     # What it says ------------------------------------------------------------------------------
