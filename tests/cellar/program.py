@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kvcellar as kv
-from kvcellar.cellar import Agent, Answer, Cellar, Why
+from kvcellar.cellar import Answer, ToolCall, Why
 
 QUESTIONS = ("Why is the sky blue?", "Why is grass green?")
 
@@ -18,9 +18,27 @@ def best(answers: Sequence[Answer]) -> int:
     return likely.index(max(likely))
 
 
-def talk(cellar: Cellar, out: list[str]) -> Agent:
+WEATHER = {
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"enum": ["Bern"]}}},
+}
+
+
+def ask(agent: kv.Agent) -> str:
+    """Have a tool called, say its result, and ask for a value."""
+    answer = agent.say("?", tools=[WEATHER], tool_choice="required", max_tokens=64)
+    calls: tuple[ToolCall, ...] = answer.calls
+    results = [call.result({"degrees": 22}) for call in calls]
+    agent.say(results or "Go on.", tool_choice="none", max_tokens=4)
+    wanted = {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"]}
+    found = agent.say("A point.", tools=[], response_format=wanted, max_tokens=64)
+    agent.branch(2).say(["One.", [{"role": "user", "content": "Two."}]], max_tokens=2)
+    return f"{found.value}{found.reasoning}"
+
+
+def talk(cellar: kv.Cellar, out: list[str]) -> kv.Agent:
     """Talk with an agent, fork it, go back, and choose among branches."""
-    poet: Agent = cellar.agent("poet", system="You write verse.")
+    poet: kv.Agent = cellar.agent("poet", system="You write verse.")
     answer: Answer = poet.say("A line about rain.", max_tokens=8, temperature=0)
     out.append(answer.text)
     with poet.stream("Another one.", max_tokens=8, seed=1) as stream:
@@ -33,6 +51,7 @@ def talk(cellar: Cellar, out: list[str]) -> Agent:
     branches = poet.branch(3)
     answers = branches.say("And now the sun.", max_tokens=4, temperature=0.9, seed=7)
     kept = branches.keep(best(answers))
+    out.append(ask(twin))
     poet.rewind(-1)
     poet.undo()
     return kept

@@ -56,13 +56,13 @@ def cellar(tmp_path_factory):
 
 
 def test_calls_come_back_as_values_and_their_results_are_said_as_messages(tmp_path, monkeypatch):
-    answers = ["Let me see. " + CALL, "22 degrees.", "Still 22."]
+    answers = ["Let me see.\n" + CALL, "22 degrees.", "Still 22."]
     with scripted(tmp_path, monkeypatch, lambda n: answers[n]) as cellar:
         agent = cellar.agent("asked", system="Be brief.")
         answer = agent.say("How warm is it?", tools=[WEATHER])
         (call,) = answer.calls
         assert (call.name, call.arguments) == ("weather", {"city": "Bern"}) and call.id
-        assert (answer.text, answer.finish_reason) == ("Let me see. ", "tool_calls")
+        assert (answer.text, answer.finish_reason) == ("Let me see.", "tool_calls")
         after = agent.say([call.result({"degrees": 22})])
         assert (after.text, after.calls, after.finish_reason) == ("22 degrees.", (), "stop")
         assert agent.why().miss is None

@@ -425,7 +425,7 @@ def test_a_notebook_shows_text_of_strangers_as_text(cellar):
 
 def test_the_users_program_runs(tmp_path):
     out = program.main(tmp_path)
-    assert len(out) == 8 and all(out)
+    assert len(out) == 9 and all(out)
     assert out[1] == out[2]
 
 

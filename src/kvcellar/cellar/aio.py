@@ -469,7 +469,7 @@ class AsyncAgent:
     def messages(self) -> Sequence[Message]:
         """Messages of its conversation, oldest first, with thoughts and calls apart from text."""
         agent = self._cellar.manager.directory.agent(self.name)
-        return conversation_apart(agent, self._cellar.host)
+        return tuple(conversation_apart(agent, self._cellar.host))
 
     @property
     def system(self) -> str | None:
