@@ -224,8 +224,9 @@ class AsyncCellar:
         params = (await wishes.hold(self.grammars)).for_model(self.host.sampling)
         wishes.begin(prompt)
         reading = wishes.reading
-        marks = None if reading is None else reading.marks
-        request = Request(prompt, params, space=self.host.space, marks=marks)
+        request = Request(prompt, params, space=self.host.space)
+        if reading is not None:
+            request = replace(request, marks=reading.marks, finder=reading.finder)
         tokens: list[GeneratedToken] = []
         async with await self.host.service.submit(request) as events:
             async for event in events:

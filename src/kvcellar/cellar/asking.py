@@ -135,7 +135,7 @@ class Wishes:
         Raises:
             GrammarError: no grammar can be made of that.
         """
-        host, reading, form, params = self._host, self.reading, self.form, self.params
+        host, form, params = self._host, self.form, self.params
         assert host is not None, "it was read before"
         called = self._callable()
         if called:
@@ -149,10 +149,6 @@ class Wishes:
             )
         elif form is not None:
             self._held = await grammars.of_form(host, form)
-        if reading is not None:
-            spelt = map(reading.dialect.spelt, params.stop)
-            more = tuple(text for text in spelt if text not in params.stop)
-            params = replace(params, stop=(*params.stop, *more))
         if self._held is not None and self._held.begin is not None:
             params = replace(params, guide=self._guide)
         return params
