@@ -146,6 +146,12 @@ def test_the_kernels_rotations_are_the_sessions(kind):
                 want = torch.cat(rotary(like, torch.tensor([positions])))
             assert torch.equal(found.of(np.array(positions), length), want)
     assert not torch.equal(found.of(np.array([60]), 0), found.of(np.array([60]), 70))
+    at, lengths = [3, 100, 31], (32, 70, 32)  # texts of several lengths in one forward
+    with Positions(torch.tensor([at]), lengths):
+        want = torch.cat(rotary(like, torch.tensor([at])))
+    assert torch.equal(found.of(np.array(at), lengths), want)
+    for i, length in enumerate(lengths):
+        assert torch.equal(want[:, i], found.of(np.array(at), length)[:, i])
 
 
 def test_a_model_that_the_kernel_runs_as_one_call_has_the_sessions_factors(folder, oracle):
