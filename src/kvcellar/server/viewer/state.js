@@ -16,7 +16,12 @@ export const seenOf = (id) => seen.get(id);
 export const isBusy = (id) => state.talks.has(id) || state.heard?.id === id;
 
 export const model = () => state.snapshot?.models.find((one) => one.name === state.model) ?? null;
-export const agentOf = (id) => state.snapshot?.agents.find((agent) => agent.id === id) ?? null;
+let known = { snapshot: null, agents: new Map() }; // by id, for as long as the snapshot is the same
+export function agentOf(id) {
+  const { snapshot } = state;
+  if (known.snapshot !== snapshot) known = { snapshot, agents: new Map(snapshot?.agents.map((agent) => [agent.id, agent])) };
+  return known.agents.get(id) ?? null;
+}
 
 // What people call an agent: its id where somebody chose it, else its title.
 export function nameOf(agent) {
