@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 
+from kvcellar.deploy.gateway import unpacked
 from kvcellar.server.encodings import Unpacking
 
 SAID = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 2, "temperature": 0}
@@ -139,3 +140,11 @@ def test_a_request_without_a_type_is_json(live, route, body):
 def test_a_proxy_is_told_not_to_hold_a_stream_back(live, route, body):
     said = live.http.post(route, json={**body, "stream": True})
     assert said.is_success and said.headers["x-accel-buffering"] == "no"
+
+
+def test_a_gateway_reads_what_its_replica_would_and_leaves_it_what_has_to_be_refused():
+    body = json.dumps(SAID).encode()
+    assert unpacked(gzip.compress(body), "gzip", 1 << 20) == body
+    assert unpacked(body, None, 1 << 20) is None
+    for packed, encoding in ((gzip.compress(bytes(2 << 20)), "gzip"), (body, "gzip"), (body, "br")):
+        assert unpacked(packed, encoding, 1 << 20) is None

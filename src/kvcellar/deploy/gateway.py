@@ -132,7 +132,7 @@ class Gateway:
             taken += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        plain = _unpacked(bytes(taken), Headers(scope=scope).get("content-encoding"), limit)
+        plain = unpacked(bytes(taken), Headers(scope=scope).get("content-encoding"), limit)
         dropped = [b"content-length", b"transfer-encoding"]
         if plain is not None:
             taken = plain
@@ -215,7 +215,7 @@ async def _nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
-def _unpacked(packed: bytes, encoding: str | None, limit: int) -> bytearray | None:
+def unpacked(packed: bytes, encoding: str | None, limit: int) -> bytearray | None:
     """Return a body as it was before it was packed; None where it was not, or a replica refuses it.
 
     Args:
