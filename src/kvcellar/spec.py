@@ -50,6 +50,7 @@ class ModelCacheSpec:
         stored_types: bytes of such a file's tensors by their type.
         is_in_blocks: true if such a file's blocks are held as they are.
         n_parameters: numbers in the weights; 0 where nobody counted them.
+        exact_to: tokens of the longest text whose logits are exact; None: those of any length are.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ModelCacheSpec:
     stored_types: Mapping[str, int] = field(default_factory=dict)
     is_in_blocks: bool = False
     n_parameters: int = 0
+    exact_to: int | None = None
 
     @property
     def kv_dtype(self) -> str:

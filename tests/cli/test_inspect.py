@@ -89,6 +89,17 @@ def test_a_window_caps_what_a_long_context_costs():
     assert more == 2048 * 65_536  # the full group's alone
 
 
+@pytest.mark.parametrize(("kind", "longest"), [("dynamic", 8192), ("linear", None)])
+def test_the_length_up_to_which_a_model_is_exact_is_said(tmp_path, kind, longest):
+    raw = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    raw["max_position_embeddings"] = 8192
+    raw["rope_scaling"] = {"rope_type": kind, "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert inspected(str(tmp_path))["exact_to"] == longest
+    said = "tokens at most: dynamic RoPE" in run("inspect", str(tmp_path)).stdout
+    assert said == (longest is not None)
+
+
 def test_chunks_and_layers_that_share_rows_are_said_and_sized(tmp_path):
     path = tmp_path / "spec.json"
     group = {"n_kv_heads": 2, "head_dim": 16, "v_head_dim": 8}

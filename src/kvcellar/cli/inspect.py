@@ -186,7 +186,7 @@ class View:
 
     @property
     def plan(self) -> MemoryPlan:
-        """How a process with this limit shares it out, as every command that runs a model does."""
+        """Shares of a process with this limit, as every command that runs a model divides it."""
         from kvcellar.agents.memory import MemoryPlan  # here, since most figures need no engine
 
         return MemoryPlan.divide(self.limit_bytes, PROCESS_BYTES)
@@ -284,6 +284,7 @@ class View:
             "model": spec.name,
             "family": spec.family,
             "max_positions": spec.max_positions,
+            "exact_to": spec.exact_to,
             "memory_bytes": self.limit_bytes,
             "fits": not self.why_not,
             "why_not": self.why_not,
@@ -359,6 +360,12 @@ def _show(view: View, names: tuple[str, ...]) -> None:
             f"{len(spec.params.state.layers)} layers",
             f"recurrent: a slot of states takes {format_size(spec.slot_bytes)} however long a "
             f"conversation is; an agent has {AGENT_SLOTS}",
+        )
+    if spec.exact_to is not None:
+        facts.add_row(
+            "exact",
+            f"{spec.exact_to:,}",
+            "tokens at most: dynamic RoPE has other factors for each length beyond",
         )
     facts.add_row("memory", format_size(view.limit_bytes), "what the process may hold")
     facts.add_row("- weights", format_size(spec.weight_bytes), f"{spec.held_in}; {spec.counted}")

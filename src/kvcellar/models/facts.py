@@ -99,6 +99,11 @@ class Rope:
         """True if a position is turned the same way in every text."""
         return self.kind in ("none", "fixed")
 
+    @property
+    def exact_to(self) -> int | None:
+        """Tokens of the longest text that is exact; None: texts of any length are."""
+        return self.original if self.kind == "dynamic" else None
+
     def length_for(self, capacity: int) -> int:
         """Return the length of text whose factors a session of this capacity has to keep.
 

@@ -269,6 +269,7 @@ def _spec_of(
         stored_types=type_bytes(read_gguf(path)) if is_gguf(path) else {},
         is_in_blocks=weights == FILE,
         n_parameters=sum(sizes.values()),
+        exact_to=facts.rope.exact_to,
     )
 
 

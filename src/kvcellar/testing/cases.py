@@ -56,7 +56,7 @@ class Case:
 
     @property
     def bookkeeping(self) -> tuple[bool, ...]:
-        """Kinds of groups that decide about cells and reads: full, window, chunk, shared, states."""
+        """Kinds of groups that decide about cells: full, window, chunk, shared, states."""
         return (
             any(g.is_full for g in self.groups),
             self.has_window,
