@@ -13,6 +13,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from kvcellar.agents import Turn
 from kvcellar.engine import SamplingParams
+from tests.models.tiny_checkpoints import make_checkpoint
 from tests.server.hybrid import load_hybrid, write_hybrid
 from tests.server.live import PATIENCE_S, serving
 
@@ -268,6 +269,55 @@ def test_the_page_asks_for_the_key(open_page, keyed):
     page.locator("#key-value").fill("secret")
     page.locator("#key button").click()
     expect(page.locator("#status-text")).to_contain_text("the next request loads one")
+
+
+def test_the_page_begins_with_a_new_chat_and_a_link_opens_an_agent(open_page, shown):
+    shown.post("/v1/agents", {"id": "linked-to"})
+    page = open_page()
+    title = page.locator("#agent-title")
+    expect(page.locator('#tree [data-id="linked-to"]')).to_be_visible()
+    expect(title).to_have_text("A new chat")
+    chosen(page, "linked-to")
+    assert page.url == f"{shown.url}/#linked-to"
+    page.reload()
+    expect(title).to_have_text("linked-to")
+    page.evaluate("location.hash = '#root'")
+    expect(title).to_have_text("root")
+    other = open_page(url=f"{shown.url}/#linked-to")
+    expect(other.locator("#agent-title")).to_have_text("linked-to")
+    other.keyboard.press("n")
+    expect(other.locator("#agent-title")).to_have_text("A new chat")
+    other.reload()
+    expect(other.locator("#tree li").first).to_be_visible()
+    expect(other.locator("#agent-title")).to_have_text("A new chat")
+    nobody = open_page(url=f"{shown.url}/#nobody-of-that-name")
+    expect(nobody.locator("#toast-text")).to_contain_text("there is no agent")
+    expect(nobody.locator("#agent-title")).to_have_text("A new chat")
+
+
+def test_with_two_models_all_that_is_shown_is_the_open_agents(open_page, tmp_path):
+    offered = {"one": "demo", "two": str(make_checkpoint("qwen2", tmp_path / "two"))}
+    with serving(tmp_path / "store", offered=offered) as live:
+        for name in ("one", "two"):
+            live.post("/v1/agents", {"id": f"of-{name}", "model": name})
+            live.post(f"/v1/agents/of-{name}/generate", {"text": f"Hello {name}.", **SHORT})
+        page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")
+        status, model = page.locator("#status-text"), page.locator("#model")
+        for name in ("one", "two", "one"):
+            chosen(page, f"of-{name}")
+            expect(status).to_contain_text(name)
+            expect(model).to_have_value(name)
+            expect(page.locator("#lineage")).to_contain_text(name)
+            assert page.evaluate("(id) => page.model().agents.includes(id)", f"of-{name}")
+        model.select_option("two")  # an agent keeps its model
+        expect(page.locator("#agent-title")).to_have_text("A new chat")
+        expect(status).to_contain_text("two")
+        sampled(page, max_tokens=4)
+        page.locator("#prompt").fill("Begin.")
+        page.keyboard.press("Enter")
+        expect(page.locator("#talk .place")).to_be_visible()
+        assert live.get("/v1/agents/of-one")["n_turns"] == 1
+        assert live.get("/v1/agents")["data"][-1]["model"] == "two"
 
 
 def test_text_in_an_answer_is_text_and_never_markup(open_page, shown):

@@ -4,7 +4,7 @@ import { $, button, count, el, seconds, toast } from "./dom.js";
 import { drafts, files, inBrowser, move, queues, samplings, sent } from "./kept.js";
 import { call, events, hasMovedOn, hear, pathOf, said, trouble } from "./net.js";
 import { samplingOf } from "./sampling.js";
-import { agentOf, isBusy, on, seenOf, sees, state, tell } from "./state.js";
+import { agentOf, isBusy, modelName, on, seenOf, sees, state, tell } from "./state.js";
 import { create, once, refresh } from "./verbs.js";
 
 const took = new Map(); // agent's id -> what its last turn from here took, in words
@@ -290,7 +290,7 @@ export function askNew() {
   $("make-system").value = kept.system ?? "";
   const names = state.snapshot?.states.map((one) => one.name) ?? [];
   $("make-model").replaceChildren(...names.map((name) => el("option", { value: name }, name)));
-  if (state.model) $("make-model").value = state.model;
+  if (modelName()) $("make-model").value = modelName();
   $("make-trouble").textContent = "";
   $("make").showModal();
 }

@@ -5,10 +5,10 @@ import "./chat.js";
 import { askNew, newChat, stop } from "./composer.js";
 import { $, el, inSight, percent, toast, untilHidden } from "./dom.js";
 import { openFamily } from "./family.js";
-import { inBrowser, inTab, move } from "./kept.js";
+import { inBrowser, move } from "./kept.js";
 import { events } from "./net.js";
 import "./side.js";
-import { agentOf, model, on, state, tell } from "./state.js";
+import { agentOf, model, modelName, on, state, tell } from "./state.js";
 import { choose, undo, verb } from "./verbs.js";
 
 // The stream of snapshots ------------------------------------------------------------------------
@@ -55,18 +55,27 @@ export function takeFromStream(snapshot) {
 function take(snapshot) {
   const isFirst = state.snapshot === null;
   state.snapshot = snapshot;
-  const names = snapshot.models.map((one) => one.name);
-  if (!names.includes(state.model)) state.model = names[0] ?? null;
-  if ((isFirst && !hasChosen && !$("prompt").value) || (state.chosen !== null && !agentOf(state.chosen) && state.made !== state.chosen)) chooseAgain(isFirst);
-  showStatus(names);
+  const isOpening = isFirst && !hasChosen && !$("prompt").value;
+  const open = isOpening ? linked() : state.chosen;
+  if (isOpening || (open !== null && !agentOf(open) && state.made !== open)) chooseAgain(open);
+  if (isOpening && open !== null && !agentOf(open)) toast(`there is no agent “${open}”; this is a new chat`);
   tell("shown");
 }
 
-// The agent that was looked at before, or the latest; where that is gone, its place stays a new chat's.
-function chooseAgain(isFirst) {
-  const before = inTab.get("chosen");
+// The agent that the address names; null: none, and so a new chat.
+function linked() {
+  try {
+    return decodeURIComponent(location.hash.slice(1)) || null;
+  } catch {
+    return location.hash.slice(1);
+  }
+}
+addEventListener("hashchange", () => tell("choose", agentOf(linked())?.id ?? null));
+
+// The agent that was open; where that is gone, its place is a new chat's.
+function chooseAgain(before) {
   if (before !== null && !agentOf(before)) move(before, null); // what is typed for it goes along
-  const id = agentOf(before) ? before : isFirst && before === null ? state.snapshot.agents.at(-1)?.id ?? null : null;
+  const id = agentOf(before) ? before : null;
   const isOpen = $("side").classList.contains("open");
   choose(id);
   if (id === null) tell("chosen", null); // also where that is what it was: what is typed there is shown
@@ -102,22 +111,30 @@ function say(kind, text) {
   if ($("status-text").textContent !== text) $("status-text").textContent = text;
 }
 
-function showStatus(names) {
+function showStatus() {
+  const name = modelName();
+  const names = [...new Set([...state.snapshot.states.map((one) => one.name), name])].filter((one) => one !== null);
   const moving = state.snapshot.states.find((one) => ["loading", "leaving"].includes(one.state));
   const failed = state.snapshot.states.find((one) => one.state === "failed");
   const now = model();
   if (moving) say("", `${moving.name} is ${moving.state} ${moving.fraction ? percent(moving.fraction) : ""}`);
   else if (failed) say("bad", `${failed.name} failed: ${failed.detail}`);
   else if (now) say("ok", `${now.name}, cells in ${now.kv_dtype}${now.block_size > 1 ? `, blocks of ${now.block_size} cells` : ""}`);
+  else if (state.snapshot.models.length) say("", `${name} is not in memory; the next request loads it`);
   else say("", "no model in memory; the next request loads one");
   $("model").hidden = names.length < 2;
   if ($("model").dataset.names !== names.join()) {
     $("model").dataset.names = names.join();
     $("model").replaceChildren(...names.map((name) => el("option", { value: name }, name)));
   }
-  $("model").value = state.model ?? "";
+  $("model").value = name ?? "";
 }
-$("model").addEventListener("change", () => { state.model = $("model").value; take(state.snapshot); });
+on("shown", showStatus);
+// An agent keeps its model: whoever wants another one begins a chat with it.
+$("model").addEventListener("change", () => {
+  state.model = $("model").value;
+  newChat();
+});
 
 // Drawers ----------------------------------------------------------------------------------------
 
@@ -175,5 +192,5 @@ $("theme").addEventListener("click", () => wear(THEMES[inBrowser.get("theme", "a
 wear(inBrowser.get("theme", "auto"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (state.snapshot) tell("shown"); });
 
-window.page = { state, tell, toast, watch, takeFromStream }; // for whoever looks at the page from its console
+window.page = { state, model, tell, toast, watch, takeFromStream }; // for whoever looks at the page from its console
 follow();

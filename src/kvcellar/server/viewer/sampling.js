@@ -2,7 +2,7 @@
 
 import { $, el } from "./dom.js";
 import { samplings } from "./kept.js";
-import { agentOf, state } from "./state.js";
+import { modelName, state } from "./state.js";
 
 const FIELDS = [
   ["max_tokens", "Tokens at most", { min: 1, step: 1 }], ["temperature", "Temperature", { min: 0, max: 2, step: "any" }],
@@ -23,7 +23,7 @@ export const samplingOf = (id) => samplings.get(id) ?? samplings.get("") ?? {};
 
 // Beside each setting what goes where it is left empty, and whose wish that is.
 function showWhatGoes() {
-  const name = agentOf(state.chosen)?.model ?? state.model;
+  const name = modelName();
   const goes = state.snapshot?.models.find((one) => one.name === name)?.sampling;
   for (const [field] of FIELDS) {
     const found = goes?.[field];

@@ -2,7 +2,7 @@
 
 export const state = {
   snapshot: null, // what the server said last
-  model: null, // the name of the model that is looked at
+  model: null, // the name of the model that a new chat is to have; null: nobody has said
   chosen: null, // the id of the agent that is looked at; null: a new chat
   made: null, // the id of an agent made here that the stream has not listed yet
   talks: new Map(), // agent's id, null for a new chat -> the answer that comes to this page, as `said` makes it
@@ -15,12 +15,17 @@ export const sees = (agent) => seen.set(agent.id, { digest: agent.history_digest
 export const seenOf = (id) => seen.get(id);
 export const isBusy = (id) => state.talks.has(id) || state.heard?.id === id;
 
-export const model = () => state.snapshot?.models.find((one) => one.name === state.model) ?? null;
 let known = { snapshot: null, agents: new Map() }; // by id, for as long as the snapshot is the same
 export function agentOf(id) {
   const { snapshot } = state;
   if (known.snapshot !== snapshot) known = { snapshot, agents: new Map(snapshot?.agents.map((agent) => [agent.id, agent])) };
   return known.agents.get(id) ?? null;
+}
+// The model that is looked at is the open agent's; of a new chat the one that it will have.
+export const modelName = () => agentOf(state.chosen)?.model ?? state.model ?? state.snapshot?.models[0]?.name ?? state.snapshot?.states[0]?.name ?? null;
+export function model() { // where it is in memory; an adapter's agents are in its base model's cells
+  const models = state.snapshot?.models ?? [];
+  return models.find((one) => one.agents.includes(state.chosen)) ?? models.find((one) => one.name === modelName()) ?? null;
 }
 
 // What people call an agent: its id where somebody chose it, else its title.

@@ -5,14 +5,13 @@ import { inTab } from "./kept.js";
 import { call, download, pathOf, trouble } from "./net.js";
 import { agentOf, nameOf, seenOf, sees, state, tell } from "./state.js";
 
+// The address says who is open, so a link opens an agent and a reload stays with it.
 export function choose(id) {
   if (id !== state.chosen) {
     state.chosen = id;
-    inTab.set("chosen", id);
+    history.replaceState(null, "", id === null ? location.pathname : `#${encodeURIComponent(id)}`);
     tell("chosen", id);
   }
-  const agent = agentOf(id);
-  if (agent && state.snapshot.models.some((one) => one.name === agent.model)) state.model = agent.model;
   if (state.snapshot) tell("shown");
 }
 
