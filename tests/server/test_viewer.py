@@ -148,7 +148,7 @@ def test_a_fork_stays_chosen_when_an_older_snapshot_comes_late(open_page, shown)
             const real = window.fetch;
             window.older = page.state.snapshot;
             window.fetch = (path, ...more) => {
-                if (path === "/v1/cache") page.takeFromStream(older);
+                if (path === "/v1/cache" && page.state.made) page.takeFromStream(older);
                 return real(path, ...more);
             };
         }"""
