@@ -20,8 +20,8 @@ from kvcellar.dialects import (
 )
 from kvcellar.dialects.messages import as_message, say_calls, say_tools, without_tools
 from kvcellar.engine import SamplingParams, SamplingState, sample
+from kvcellar.errors import GrammarError
 from kvcellar.grammar.grammars import Grammars
-from kvcellar.server.errors import ApiError
 from tests.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 JSON = st.recursive(
@@ -340,5 +340,5 @@ def test_a_copy_of_a_guide_goes_its_own_way(host):
 
 
 def test_what_is_no_schema_is_refused(host):
-    with pytest.raises(ApiError, match="no grammar can be made of response_format"):
+    with pytest.raises(GrammarError, match="no grammar can be made of response_format"):
         asyncio.run(Grammars().of_schema(host, {"type": "frob"}))

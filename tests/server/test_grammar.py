@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvcellar.dialects import DIALECTS, AnswerParser
 from kvcellar.engine import SamplingParams, SamplingState, sample
-from kvcellar.errors import PromptError
+from kvcellar.errors import GrammarError, PromptError
 from kvcellar.grammar.grammars import MOST_KNOWN, Grammars
 from kvcellar.grammar.loosening import loosened
-from kvcellar.server.errors import ApiError
+from kvcellar.server.errors import as_api_error
 from tests.dialects.writing import CALL_BEGIN, CALL_END, call_head
 
 NO_GRAMMAR = {
@@ -163,19 +163,20 @@ def test_only_a_call_that_has_to_come_and_to_be_right_is_refused_by_tool_and_key
     assert calls_of(host, [tool("f", part)], is_forced=True).notes
     assert calls_of(host, [tool("f", part)], strict={"f"}).notes
     assert calls_of(host, [tool("f", part), tool("g", none)], is_forced=True, strict={"f"}).notes
-    with pytest.raises(ApiError, match=r"'f'.*properties\.x\.uniqueItems.*strict") as caught:
+    with pytest.raises(GrammarError, match=r"'f'.*properties\.x\.uniqueItems.*strict") as caught:
         calls_of(host, [tool("f", part)], is_forced=True, strict={"f"})
-    assert caught.value.status == 400
-    with pytest.raises(ApiError, match="'g'"):
+    assert as_api_error(caught.value).status == 400
+    with pytest.raises(GrammarError, match="'g'"):
         calls_of(host, [tool("g", none)], is_forced=True)
 
 
 @pytest.mark.parametrize("what", NO_GRAMMAR)
 def test_the_schema_of_an_answer_is_a_promise_unless_the_client_says_it_is_none(host, what):
     schema, named = NO_GRAMMAR[what]
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(GrammarError) as caught:
         asyncio.run(Grammars().of_schema(host, with_x(schema)))
-    assert caught.value.status == 400 and caught.value.param == "response_format"
+    refusal = as_api_error(caught.value)
+    assert (refusal.status, refusal.param) == (400, "response_format")
     assert f"properties.x.{named}" in str(caught.value) or what == "no schema"
     held = asyncio.run(Grammars().of_schema(host, with_x(schema), is_strict=False))
     assert len(held.notes) == 1 and named in held.notes[0]
