@@ -45,11 +45,17 @@ async def talking(agents: AgentManager, one: Turn) -> Any:
 
 def test_who_comes_second_waits_and_goes_on_from_the_newest(tmp_path: Path) -> None:
     async def both(ours: AgentManager, theirs: AgentManager) -> None:
+        told: list[str] = []
+
+        def progress(_: object, what: str) -> None:
+            told.append(what)
+
         await ours.lifecycle.create("poet")
         async with talking(ours, Turn("poet", "one", params=GREEDY)):
-            second = asyncio.create_task(turn(theirs, "poet", "two"))
-            await asyncio.sleep(0.1)
-            assert not second.done()
+            second = asyncio.create_task(turn(theirs, "poet", "two", progress=progress))
+            while not any(what.startswith("waiting for process") for what in told):
+                assert not second.done()
+                await asyncio.sleep(0.01)
         end = await second
         assert end.agent_id == "poet"
         assert "another process has talked with agent 'poet'" in end.usage.notes[0]

@@ -366,7 +366,7 @@ def test_what_cannot_be_opened_leaves_nothing_open(tmp_path):
         kv.open(kvdtype="int8")
     with pytest.raises(ConfigError, match="kv_dtype"):
         kv.open(kv_dtype="int3", store=tmp_path / "store")
-    with pytest.raises(ConfigError, match=r"a memory budget of 1\.00 MB leaves nothing"):
+    with pytest.raises(ConfigError, match=r"a memory budget of 1.00 MB does not hold the model"):
         kv.open(memory=1_000_000, store=tmp_path / "store")
     assert threading.active_count() <= n_threads + 1  # templates' renderer stays
     with kv.open(store=tmp_path / "store") as opened:
