@@ -121,6 +121,21 @@ def test_an_agent_whose_write_fails_later_is_not_made_either(tmp_path, monkeypat
         run(agents.lifecycle.create("poet"))
 
 
+def test_a_save_that_other_processes_disturb_twice_is_done_again(tmp_path, monkeypatch):
+    with manager(tmp_path) as agents:
+        put, errors = agents.store._cold.put_reference, iter(["removed"] * 2)
+
+        def disturbed(*args):
+            for error in errors:
+                raise StoreError(f"a block was {error} while the save waited; save again")
+            return put(*args)
+
+        monkeypatch.setattr(agents.store._cold, "put_reference", disturbed)
+        run(agents.lifecycle.create("poet"))
+        assert next(errors, None) is None
+        assert [info.agent_id for info in run(agents.directory.listed())] == ["poet"]
+
+
 def test_an_agent_whose_end_cannot_be_written_is_not_said_to_have_ended(tmp_path, monkeypatch):
     with manager(tmp_path) as agents:
         run(agents.lifecycle.create("poet"))

@@ -19,6 +19,9 @@ from kvcellar.store import Reference, SaveState, SaveTicket, Store
 REST_EVERY_S = 5.0
 """How long the KV of short turns may wait for the engine to rest."""
 
+MOST_SAVES = 4
+"""Times that a state is saved before it is given up: other processes remove blocks meanwhile."""
+
 
 class Publisher:
     """Saves agents and knows what became of each save.
@@ -147,14 +150,15 @@ class Publisher:
         Raises:
             StoreError: it could not be written; what was published before still is.
         """
-        for is_second in (False, True):
+        for n_left in reversed(range(MOST_SAVES)):
             ticket = await self.save(agent, host)
             state = await asyncio.to_thread(ticket.wait)
             if state is SaveState.PUBLISHED and not (is_whole and ticket.is_partial):
                 return
-            if is_second:
+            if not n_left:
                 raise StoreError(f"{agent.label} could not be saved: {ticket.reason}")
-            await asyncio.to_thread(self.store.flush)  # the queue was full: now it is not
+            # The queue was full, and is not any more; or another process removed a block meanwhile.
+            await asyncio.to_thread(self.store.flush)
 
     def after_turn(
         self, host: ModelHost, agent: Agent, *, is_interrupted: bool
