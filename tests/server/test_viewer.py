@@ -320,6 +320,24 @@ def test_with_two_models_all_that_is_shown_is_the_open_agents(open_page, tmp_pat
         assert live.get("/v1/agents")["data"][-1]["model"] == "two"
 
 
+def test_a_new_chat_shows_the_model_that_it_will_have_also_where_another_is_in_memory(
+    open_page, tmp_path
+):
+    offered = {"zoe": str(make_checkpoint("qwen2", tmp_path / "zoe")), "adam": "demo"}
+    with serving(tmp_path / "store", offered=offered) as live:
+        assert [one["name"] for one in live.get("/v1/cache")["states"]] == ["zoe", "adam"]
+        live.post("/v1/agents", {"id": "of-adam", "model": "adam"})
+        live.post("/v1/agents/of-adam/generate", {"text": "Hello.", **SHORT})
+        page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")
+        expect(page.locator("#model")).to_have_value("zoe")
+        expect(page.locator("#status-text")).to_contain_text("zoe is not in memory")
+        sampled(page, max_tokens=4)
+        page.locator("#prompt").fill("Begin.")
+        page.keyboard.press("Enter")
+        expect(page.locator("#talk .place")).to_be_visible()
+        assert live.get("/v1/agents")["data"][-1]["model"] == "zoe"
+
+
 def test_text_in_an_answer_is_text_and_never_markup(open_page, shown):
     shown.post("/v1/agents", {"id": "markup"})
     evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

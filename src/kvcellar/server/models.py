@@ -88,7 +88,9 @@ class ServedModels:
         self._takes_any = takes_any
         self._lock = threading.Lock()
         now = time.time()
-        self._states = {path: ModelState(name, "absent", now) for path, name in self._names.items()}
+        self._states = {  # the default first
+            path: ModelState(self._names[path], "absent", now) for path in self.offered.values()
+        }
         self._contexts: dict[str, tuple[int, int | None]] = {}
         self._longest_tokens: dict[str, int] = {}
         self.created_s = int(now)

@@ -21,8 +21,9 @@ export function agentOf(id) {
   if (known.snapshot !== snapshot) known = { snapshot, agents: new Map(snapshot?.agents.map((agent) => [agent.id, agent])) };
   return known.agents.get(id) ?? null;
 }
-// The model that is looked at is the open agent's; of a new chat the one that it will have.
-export const modelName = () => agentOf(state.chosen)?.model ?? state.model ?? state.snapshot?.models[0]?.name ?? state.snapshot?.states[0]?.name ?? null;
+// The model that is looked at is the open agent's; of a new chat the one that it will have: what was chosen, or the
+// server's default, which comes first.
+export const modelName = () => agentOf(state.chosen)?.model ?? state.model ?? state.snapshot?.states[0]?.name ?? null;
 export function model() { // where it is in memory; an adapter's agents are in its base model's cells
   const models = state.snapshot?.models ?? [];
   return models.find((one) => one.agents.includes(state.chosen)) ?? models.find((one) => one.name === modelName()) ?? null;
