@@ -46,17 +46,14 @@ function rowOf(agent, depth, isCached) {
       el("span", { class: "n" }, `${count(agent.n_tokens)} tok`)),
     agent.fork_text && agent.parent
       ? el("p", { class: "from" }, count(sharedOf(agent)), " shared ",
-        el("code", {}, short(agent.fork_text.before, true), el("mark", {}, "▸"), short(agent.fork_text.behind)))
+        el("code", {}, el("mark", {}, "▸"), short(agent.fork_text.behind)))
       : "");
   rows.set(agent.id, { item, mark });
   return item;
 }
 
 const sharedOf = (agent) => agent.parted_at ?? agent.parent_position;
-const short = (text, isEnd = false) => {
-  const line = text.replace(/<\|[^|]*\|>/g, " ").replace(/\s+/g, " ");
-  return isEnd ? line.slice(-14) : line.slice(0, 22);
-};
+const short = (text) => text.replace(/<\|[^|]*\|>/g, " ").replace(/\s+/g, " ").slice(0, 36);
 
 $("tree").addEventListener("click", (event) => {
   const item = event.target.closest("li");

@@ -51,7 +51,9 @@ export async function fork(id, body = {}) {
   const done = await call("POST", pathOf(id, "fork"), body);
   sees(done);
   lookAtNew(done.id);
-  toast(`a fork shares ${count(done.parent_position)} tokens with ${quoted(id)}; nothing was copied`);
+  toast(done.parent_position
+    ? `a fork shares ${count(done.parent_position)} tokens with ${quoted(id)}; nothing was copied`
+    : `${quoted(id)} stays as it is; what comes now stands beside it`);
   await refresh();
   return done;
 }
