@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import subprocess
@@ -51,7 +52,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[Live]:
     loading = {"kv_dtype": "float32", "memory": None, "shared": None}
-    with served(home, models={"loading": loading}) as live:
+    log = logging.getLogger("kvcellar.server")
+    with pytest.MonkeyPatch.context() as patch, served(home, models={"loading": loading}) as live:
+        patch.setattr(log, "handlers", [])  # which may write to the standard error of commands here
         yield live
 
 

@@ -162,8 +162,8 @@ def test_a_key_is_read_from_where_nobody_else_looks(tmp_path, monkeypatch):
     ("arguments", "most"),
     [
         ((), 32 << 20),
-        (("--memory", "640MiB"), 10 << 20),
-        (("--memory", "640MiB", "--max-body", "20MiB"), 20 << 20),
+        (("--memory", "960MiB"), 15 << 20),
+        (("--memory", "960MiB", "--max-body", "20MiB"), 20 << 20),
     ],
 )
 def test_bodies_take_a_small_part_of_the_memory(tmp_path, monkeypatch, arguments, most):
