@@ -146,22 +146,17 @@ def test_an_aside_of_a_client_is_no_turn() -> None:
     assert said.call == ("read", {"path": session.FILE})
 
 
-PROGRAMS = {
-    "claude-sdk": "claude_sdk.py",
-    "langchain": "langchain_agent.py",
-    "llamaindex": "llamaindex_agent.py",
-    "ollama": "ollama_agent.py",
-}
-
-
 @pytest.mark.parametrize("name", known.CLIENTS)
-def test_the_page_of_a_client_is_what_is_run(name: str) -> None:
+def test_the_page_of_a_client_is_what_is_run(name: str, tmp_path: Path) -> None:
     page, client = (known.PAGES / f"{name}.md").read_text(), known.CLIENTS[name]
     assert all(f"`{package}` {version}" in page for package, version in client.packages.items())
     assert f"[{name}]({name}.md)" in (known.PAGES / "README.md").read_text()
-    if name in PROGRAMS:
-        (shown,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        program = (known.PROGRAMS / PROGRAMS[name]).read_text().splitlines()
+    if client.takes_all:
+        (shown,) = re.findall(r"```(?:python|js)\n(.*?)```", page, re.DOTALL)
+        (path,) = re.findall(r"`tools/clients/programs/(\w+\.\w+)`", page)
+        place = known.Place(Path("/x"), tmp_path, known.SHOWN_URL)
+        assert Path(client.command(place, "[]", False)[1]).name == path
+        program = (known.PROGRAMS / path).read_text().splitlines()
         lines = [line.strip() for line in program]
         assert not {line.strip() for line in shown.splitlines()}.difference(lines)
     elif name == "cline":

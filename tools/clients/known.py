@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -291,7 +292,24 @@ def _cline_prepare(place: Place) -> None:
     place.run([*command, "--data-dir", str(place.home / "cline")])
 
 
-# From PyPI ----------------------------------------------------------------------------------------
+# Qwen Code ----------------------------------------------------------------------------------------
+
+
+QWEN_HANDS = _hands(
+    ("read_file", "file_path"),
+    ("edit", "file_path", "old_string", "new_string"),
+    ("run_shell_command", "command"),
+    is_absolute=True,
+    is_background=False,
+)
+
+
+def _qwen(place: Place, says: str, goes_on: bool) -> list[str]:
+    binary = _bin(place, "@qwen-code/qwen-code", "cli-entry.js")
+    return ["node", binary, "--yolo", *(["--continue"] if goes_on else []), says]
+
+
+# Programs -----------------------------------------------------------------------------------------
 
 PROGRAM_HANDS = _hands(
     ("read_file", "path"), ("edit_file", "path", "old", "new"), ("run_command", "command")
@@ -302,7 +320,10 @@ def _program(name: str) -> CommandFn:
     """Run one of the programs beside this file, which plays the whole session."""
 
     def command(place: Place, says: str, goes_on: bool) -> list[str]:
-        return [str(place.installed / "bin" / "python"), str(PROGRAMS / name), place.url, says]
+        if name.endswith(".py"):
+            return [str(place.installed / "bin" / "python"), str(PROGRAMS / name), place.url, says]
+        beside = shutil.copy(PROGRAMS / name, place.installed)  # of its packages, or none is found
+        return ["node", str(beside), place.url, says]
 
     return command
 
@@ -329,6 +350,7 @@ CLIENTS: dict[str, Client] = {
     "pi": Client({"@mariozechner/pi-coding-agent": "0.73.1"}, PI_HANDS, _pi),
     "continue": Client({"@continuedev/cli": "1.5.47"}, CONTINUE_HANDS, _continue),
     "cline": Client({"cline": "3.0.65"}, CLINE_HANDS, _cline, _cline_prepare),
+    "qwen-code": Client({"@qwen-code/qwen-code": "0.24.4"}, QWEN_HANDS, _qwen),
     "aider": Client({"aider-chat": "0.86.2"}, Patches(), _aider, is_npm=False),
     "llm": Client({"llm": "0.36"}, PROGRAM_HANDS, _llm, _llm_key, is_npm=False),
     "claude-sdk": Client(
@@ -351,6 +373,33 @@ CLIENTS: dict[str, Client] = {
         _program("llamaindex_agent.py"),
         takes_all=True,
         is_npm=False,
+    ),
+    "anthropic": Client(
+        {"anthropic": "2.12.0"},
+        PROGRAM_HANDS,
+        _program("anthropic_runner.py"),
+        takes_all=True,
+        is_npm=False,
+    ),
+    "openai-agents": Client(
+        {"openai-agents": "0.24.0", "openai": "3.57.0"},
+        PROGRAM_HANDS,
+        _program("openai_agent.py"),
+        takes_all=True,
+        is_npm=False,
+    ),
+    "litellm": Client(
+        {"litellm": "1.110.2"},
+        PROGRAM_HANDS,
+        _program("litellm_agent.py"),
+        takes_all=True,
+        is_npm=False,
+    ),
+    "ai-sdk": Client(
+        {"ai": "7.0.173", "@ai-sdk/openai-compatible": "3.0.92", "zod": "4.6.7"},
+        PROGRAM_HANDS,
+        _program("ai_sdk.mjs"),
+        takes_all=True,
     ),
     "ollama": Client(
         {"ollama": "0.6.3"},
