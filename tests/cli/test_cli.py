@@ -398,11 +398,42 @@ def test_the_documentation_is_what_the_commands_say() -> None:
         (["pull", "Qwen/Qwen3-0.6B"], "kvcellar models pull Qwen/Qwen3-0.6B"),
         (["rm", "my model"], "kvcellar models rm 'my model'"),
         (["show", "demo"], "kvcellar inspect demo"),
+        (
+            ["run", "smollm2", "why?", "--seed", "1"],
+            "kvcellar generate smollm2 --prompt 'why?' --seed 1",
+        ),
+        (["help"], "kvcellar --help"),
+        (["help", "agents", "fork"], "kvcellar agents fork --help"),
+        (["version"], "kvcellar --version"),
         (["ps"], "kvcellar agents list; what a server holds in memory: curl http://"),
     ],
 )
 def test_a_command_of_another_program_is_answered_with_ours_word_for_word(typed, ours):
     assert f"there is no command {typed[0]!r}; here it is: {ours}" in error_of(*typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        (["fork", "poet", "twin"], "kvcellar agents fork poet twin"),
+        (["delete", "poet"], "kvcellar agents delete poet"),
+        (["check", "demo"], "kvcellar models check demo"),
+        (["stats"], "kvcellar store stats"),
+    ],
+)
+def test_a_command_without_its_group_is_answered_with_the_whole_line(typed, ours):
+    assert error_of(*typed) == f"there is no command {typed[0]!r}; here it is: {ours}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        (["demo", "why not?"], "demo --prompt 'why not?'"),
+        (["demo", "why", "not?", "--seed", "1"], "demo --prompt 'why not?' --seed 1"),
+    ],
+)
+def test_a_prompt_without_its_option_is_answered_with_the_line_that_has_it(typed, ours):
+    assert error_of("generate", *typed).endswith(f"here it is: kvcellar generate {ours}")
 
 
 def test_every_habit_leads_to_a_command_that_there_is():

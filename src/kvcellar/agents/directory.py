@@ -361,6 +361,6 @@ class Directory:
 def name_taken(agent: Agent) -> NameTakenError:
     """Return the refusal of a name that an agent has already."""
     return NameTakenError(
-        f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; choose another "
-        f"name, or delete it"
+        f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; go on with "
+        f"that one, choose another name, or delete it"
     )

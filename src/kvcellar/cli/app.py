@@ -44,6 +44,8 @@ HABITS = {
     "rm": "models rm",
     "show": "inspect",
     "ps": "agents list",
+    "help": "--help",
+    "version": "--version",
 }
 """What other programs for local models call a command, and what it is called here."""
 
@@ -74,9 +76,18 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that is named; of another program's, name ours, word for word."""
-        if args and args[0] in HABITS and self.get_command(ctx, args[0]) is None:
-            raise ConfigError(_ours(args[0], args[1:]))
+        if args and self.get_command(ctx, args[0]) is None:
+            ours = _ours(args[0], args[1:]) if args[0] in HABITS else self._of_a_group(args)
+            if ours:
+                raise ConfigError(f"there is no command {args[0]!r}; here it is: {ours}")
         return super().resolve_command(ctx, args)
+
+    def _of_a_group(self, args: Sequence[str]) -> str | None:
+        """Return the line of a command that was named without its group; None: no group has it."""
+        for name, group in self.commands.items():
+            if args[0] in getattr(group, "commands", {}):
+                return shlex.join(["kvcellar", name, *args])
+        return None
 
     def main(
         self,
@@ -98,7 +109,7 @@ class Commands(TyperGroup):
         except typer.exceptions.TyperException as error:  # of the parser
             if not standalone_mode:
                 raise
-            code = _explain(error)
+            code = _explain(error, list(sys.argv[1:] if args is None else args))
         if standalone_mode:
             sys.exit(code or 0)
         return code
@@ -106,18 +117,24 @@ class Commands(TyperGroup):
 
 def _ours(name: str, given: list[str]) -> str:
     """Say what to type in place of a command as another program calls it."""
-    line = f"kvcellar {HABITS[name]} {shlex.join(given)}".rstrip()
-    more = ""
-    if name == "run" and len(given) > 1 and not given[1].startswith("-"):  # MODEL PROMPT
-        prompt = " ".join(given[1:])
-        line = shlex.join(["kvcellar", "generate", given[0], "--prompt", prompt])
-    elif name == "ps":
+    if name == "run" and len(given) > 1 and not given[1].startswith("-"):
+        return _with_prompt(given)
+    if name == "ps":
         line = f"kvcellar {HABITS[name]}"
-        more = "; what a server holds in memory: curl http://127.0.0.1:8642/api/ps"
-    return f"there is no command {name!r}; here it is: {line}{more}"
+        return f"{line}; what a server holds in memory: curl http://127.0.0.1:8642/api/ps"
+    if name in ("help", "version"):  # an option here, of a command where one is named
+        return shlex.join(["kvcellar", *given, HABITS[name]])
+    return f"kvcellar {HABITS[name]} {shlex.join(given)}".rstrip()
 
 
-def _explain(error: typer.exceptions.TyperException) -> int:
+def _with_prompt(given: Sequence[str]) -> str:
+    """Return the line for a model, a prompt in words of the line, and options."""
+    n_words = next((i for i, word in enumerate(given) if word.startswith("-")), len(given))
+    prompt = " ".join(given[1:n_words])
+    return shlex.join(["kvcellar", "generate", given[0], "--prompt", prompt, *given[n_words:]])
+
+
+def _explain(error: typer.exceptions.TyperException, given: list[str]) -> int:
     """Say in one line what the parser did not like; return the exit code."""
     from pydantic import ValidationError
 
@@ -125,7 +142,10 @@ def _explain(error: typer.exceptions.TyperException) -> int:
     if isinstance(error.__cause__, ValidationError):
         message = f"{message.rstrip('.')}; got {error.__cause__.errors()[0]['input']!r}"
     context = getattr(error, "ctx", None)
-    if context is not None and message:
+    is_without_prompt = message.startswith("Missing option '--prompt'")
+    if is_without_prompt and len(given) > 2 and not any(w.startswith("-") for w in given[1:3]):
+        message = f"the prompt has an option of its own; here it is: {_with_prompt(given[1:])}"
+    elif context is not None and message:
         message = f"{message.rstrip('.')}; see {context.command_path} --help"
     if message:
         print_error(message[0].lower() + message[1:])

@@ -14,7 +14,7 @@ _LINES = (
         "kvcellar serve smollm2",
         "a page at http://127.0.0.1:8642, and what other programs ask",
     ),
-    ("kvcellar agents chat poet", "an agent that is there again tomorrow"),
+    ("kvcellar agents chat poet --model smollm2", "an agent that is there again tomorrow"),
     ("kvcellar models list", "which models are on this machine"),
     ("kvcellar inspect MODEL", "what fits into memory, before it is loaded"),
     ("kvcellar doctor", "what this installation can do, and what would help"),

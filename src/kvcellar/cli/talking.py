@@ -74,7 +74,7 @@ def talk(with_whom: Talk, *, as_json: bool) -> None:
     for message in _typed() if is_interactive() else _piped():
         is_command = message.startswith("/") and "\n" not in message
         word = message.split()[0] if is_command else ""
-        if word in ("/quit", "/exit"):
+        if word in ("/quit", "/exit", "/bye"):
             break
         if word:
             _obey(with_whom, word)
