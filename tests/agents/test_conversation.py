@@ -433,3 +433,16 @@ def test_an_answer_is_found_where_the_ids_of_its_calls_were_not_kept():
     assert match_key(said, ()) == match_key(bare, ())
     other = {**said, "tool_calls": [{"function": {**function, "arguments": {"id": 8}}}]}
     assert match_key(other, ()) != match_key(bare, ())
+
+
+def test_an_answer_that_is_gone_on_with_is_not_said_to_have_lost_messages():
+    known = [SYSTEM, user("one"), {"role": "assistant", "content": "yes, and"}]
+
+    def changed(messages: Any) -> str | None:
+        return plan_messages(Thinking(), History(), known, None, messages, None, ()).changed
+
+    assert changed(known) is None
+    assert changed(known[:-1]) == "truncated"
+    longer = [*known, user("two"), {"role": "assistant", "content": "no"}]
+    told = plan_messages(Thinking(), History(), longer, None, known, None, ()).changed
+    assert told == "truncated"  # also where an answer before the last is gone on with

@@ -226,7 +226,12 @@ def plan_messages(
     if has_same_tools:
         keys = ([match_key(m, rules) for m in some] for some in (known, ruled.messages[:-1]))
         n_known = n_alike(*keys)
-    changed = what_changed(known, ruled.messages, n_known, rules) if has_same_tools else "tools"
+    changed: str | None = "tools"
+    if has_same_tools:
+        new, n_same = [*ruled.messages, *begun_message], n_known
+        if begun:  # an answer that was there is gone on with: no message of it was dropped
+            n_same = n_alike(*([match_key(m, rules) for m in some] for some in (known, new)))
+        changed = what_changed(known, new, n_same, rules)
     n_common = history.common_prefix(tokens)
     prefixes = Prefixes(
         tokenizer,
