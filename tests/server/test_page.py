@@ -924,6 +924,19 @@ def test_axe_finds_nothing_to_complain_about(open_page, shown, width, height, sc
         page.keyboard.press("Escape")
 
 
+def test_of_two_drawers_the_one_that_was_asked_for_is_seen(open_page, shown):
+    page = open_page(width=390, height=844)
+    page.locator("#open-cellar").click()
+    page.locator("#cellar").wait_for(state="visible")
+    page.locator("#open-side").click()
+    page.locator("#cellar").wait_for(state="hidden")
+    page.locator("#new").click()
+    page.locator("#open-side").click()
+    page.locator("#open-cellar").click()
+    page.locator("#side.open").wait_for(state="detached")
+    page.locator("#cellar").wait_for(state="visible")
+
+
 def test_the_page_of_an_empty_server_says_what_to_do(open_page, tmp_path):
     with serving(tmp_path) as live:
         page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")

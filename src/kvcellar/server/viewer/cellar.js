@@ -1,6 +1,6 @@
 // What is in the cache: every cell and whose it is, states, tiers, and what happened over time.
 
-import { $, bytes, count, el, percent } from "./dom.js";
+import { $, bytes, count, counted, el, percent } from "./dom.js";
 import { agentOf, colour, isDark, model, nameOf, on, state } from "./state.js";
 import { choose } from "./verbs.js";
 
@@ -35,7 +35,7 @@ function inWords(ribbon) {
   const kinds = new Map();
   for (const [kind, n] of ribbon.parts) kinds.set(kind, (kinds.get(kind) ?? 0) + n);
   const parts = [...kinds].map(([kind, n]) => (kinds.size > 1 ? `${count(n)} ${KINDS[kind]}` : KINDS[kind]));
-  return `${count(ribbon.n)} cells, ${parts.join(", ")}: ${named(ribbon)}`;
+  return `${counted(ribbon.n, "cell")}, ${parts.join(", ")}: ${named(ribbon)}`;
 }
 
 let drawnMap = "";
@@ -145,7 +145,7 @@ function showSlots() {
 function chip(now, [length, tokens, owners, kind]) {
   const who = now.owner_sets[owners];
   const what = ["free", "a snapshot, can be freed", "a snapshot, shared", "in use now"][kind];
-  const text = `states after ${count(length)} tokens: ${what}; ${who.length ? list(who) : LEFT}; it saves computing ${count(tokens)} tokens, for ${bytes(now.slot_bytes)}`;
+  const text = `states after ${counted(length, "token")}: ${what}; ${who.length ? list(who) : LEFT}; it saves computing ${counted(tokens, "token")}, for ${bytes(now.slot_bytes)}`;
   const swatch = el("i");
   if (who.length) swatch.style.background = who.length > 1 ? "var(--gold)" : colour(who[0]);
   const said = () => { $("cell-said").textContent = text; };
@@ -184,16 +184,16 @@ function showTiers() {
   const rows = [];
   if (now) {
     rows.push(row("cache", [[now.live_cells + now.protected_tokens, ""], [now.evictable_cells, "soft"]], now.capacity,
-      `${bytes(now.pool_bytes)}, ${count(now.capacity)} cells`));
+      `${bytes(now.pool_bytes)}, ${counted(now.capacity, "cell")}`));
   }
   if (now?.n_slots) {
     rows.push(row("states", [[now.live_slots, ""], [now.snapshots, "soft"]], now.n_slots,
       `${bytes((now.n_slots - now.free_slots) * now.slot_bytes)} of ${bytes(now.n_slots * now.slot_bytes)}`));
   }
   for (const [name, tier] of [["RAM", stored.warm], ["disk", stored.cold]]) {
-    rows.push(row(name, [[tier.size_bytes, ""]], tier.limit_bytes, `${bytes(tier.size_bytes)} of ${bytes(tier.limit_bytes)}, ${count(tier.n_blocks)} blocks`));
+    rows.push(row(name, [[tier.size_bytes, ""]], tier.limit_bytes, `${bytes(tier.size_bytes)} of ${bytes(tier.limit_bytes)}, ${counted(tier.n_blocks, "block")}`));
   }
-  if (state.snapshot.pins.n) rows.push(row("pinned", [[state.snapshot.pins.tokens, ""]], now?.capacity, `${count(state.snapshot.pins.tokens)} tokens`));
+  if (state.snapshot.pins.n) rows.push(row("pinned", [[state.snapshot.pins.tokens, ""]], now?.capacity, counted(state.snapshot.pins.tokens, "token")));
   $("tiers").replaceChildren(...rows);
 }
 

@@ -1,6 +1,6 @@
 // The conversation of the agent that is looked at: what was said, what is being said, what each turn took.
 
-import { $, button, copy, count, el, inSight, seconds, toast, untilHidden } from "./dom.js";
+import { $, button, copy, count, counted, el, inSight, seconds, toast, untilHidden } from "./dom.js";
 import { drafts, sent } from "./kept.js";
 import { NAMES, callOf, markdownOf, parted, resultsOf, thoughtOf } from "./markdown.js";
 import { call, events, hear, pathOf, said, trouble } from "./net.js";
@@ -27,11 +27,11 @@ function showHead() {
   $("agent-title").replaceChildren(swatch, nameOf(agent));
   $("agent-title").title = `Known to clients as ${agent.id}`;
   const siblings = agent.parent === null ? 0 : state.snapshot.agents.filter((one) => one.parent === agent.parent).length - 1;
-  const parts = [[agent.is_named && besideName(agent), agent.model, `${count(agent.n_tokens)} tokens`].filter(Boolean).join(" · ")];
+  const parts = [[agent.is_named && besideName(agent), agent.model, counted(agent.n_tokens, "token")].filter(Boolean).join(" · ")];
   if (agent.parent) {
     const there = agentOf(agent.parent);
     parts.push("forked from ", there ? button(nameOf(there), () => choose(agent.parent)) : agent.parent,
-      agent.parted_at === null ? "" : `, ${count(agent.parted_at)} tokens shared${agent.parted_from === agent.parent ? "" : ` with ${nameOf(agent.parted_from)}`}`);
+      agent.parted_at === null ? "" : `, ${counted(agent.parted_at, "token")} shared${agent.parted_from === agent.parent ? "" : ` with ${nameOf(agent.parted_from)}`}`);
     if (siblings > 0) parts.push(`beside ${siblings} other${siblings > 1 ? "s" : ""}`);
   }
   const line = JSON.stringify(parts.map((part) => part.textContent ?? part));
@@ -47,7 +47,7 @@ function showMiss() {
   $("miss").dataset.mark = line;
   if (!miss) { $("miss").replaceChildren(); return; }
   const details = el("details", { class: "miss" },
-    el("summary", {}, `The last turn computed ${count(miss.tokens_lost)} tokens again: ${miss.cause}`),
+    el("summary", {}, `The last turn computed ${counted(miss.tokens_lost, "token")} again: ${miss.cause}`),
     el("p", {}, miss.advice),
     miss.was === miss.became ? null : el("p", { class: "dim" }, `The first difference is at token ${count(miss.position)}:`));
   if (miss.was !== miss.became) details.append(el("pre", { "aria-label": "It was" }, miss.was), el("pre", { "aria-label": "It became" }, miss.became));
@@ -135,7 +135,7 @@ function rowsOf(agent) {
     }
   });
   if (!agent.messages.length && agent.n_tokens) {
-    found.push({ key: "tokens", make: () => message({ role: "system", content: `${count(agent.n_tokens)} tokens that are no conversation` }) });
+    found.push({ key: "tokens", make: () => message({ role: "system", content: `${counted(agent.n_tokens, "token")} that are no conversation` }) });
   }
   return found;
 }
@@ -185,9 +185,9 @@ function turnRow(turn, i, isLast) {
     said.push(`reused ${count(took.n_cached)} of ${count(turn.n_prompt)}${took.n_restored ? `, ${count(took.n_restored)} from disk or RAM` : ""}`);
     if (took.first_s !== null) said.push(`first word after ${seconds(took.first_s)}`);
     const n_said = turn.stop - turn.n_prompt;
-    if (n_said > 1) said.push(`${count(n_said)} tokens in ${seconds(took.total_s)}`);
+    if (n_said > 1) said.push(`${counted(n_said, "token")} in ${seconds(took.total_s)}`);
   } else {
-    said.push(`${count(turn.stop)} tokens`);
+    said.push(counted(turn.stop, "token"));
   }
   return el("li", { class: "place" }, el("span", {}, said.join(" · ")),
     took?.cause ? el("span", { class: "lost", title: turn.advice }, `computed ${count(took.n_lost)} again: ${took.cause}`) : null,
@@ -249,7 +249,7 @@ function nowRow() {
 function readingOf(reading) {
   if (!reading?.n_read) return el("p", { class: "reading dim" }, "waiting …");
   const { n_read, n_prompt, n_cached } = reading;
-  const said = `read ${count(n_read)} of ${count(n_prompt)} tokens${n_cached ? `, ${count(n_cached)} of them from the cache` : ""}`;
+  const said = `read ${count(n_read)} of ${counted(n_prompt, "token")}${n_cached ? `, ${count(n_cached)} of them from the cache` : ""}`;
   return el("p", { class: "reading dim" }, el("progress", { max: n_prompt, value: n_read, "aria-label": "Tokens of the prompt that are read" }), " ", said);
 }
 

@@ -22,6 +22,7 @@ export function bytes(n) {
   return `${n < 10 && i ? n.toFixed(1) : Math.round(n)} ${units[i]}`;
 }
 export const count = (n) => Number(n).toLocaleString("en-US");
+export const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 export const percent = (x) => `${Math.round(100 * x)}%`;
 export const seconds = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : `${s.toFixed(s < 10 ? 1 : 0)} s`);
 

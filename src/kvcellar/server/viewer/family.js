@@ -1,7 +1,7 @@
 // The tree of an agent's forks, drawn: walk it, compare two, prune.
 
 import { markDifferences } from "./differences.js";
-import { $, button, count, el, toast } from "./dom.js";
+import { $, button, count, counted, el, toast } from "./dom.js";
 import { NAMES, partsOf, resultsOf } from "./markdown.js";
 import { call, pathOf, trouble } from "./net.js";
 import { agentOf, colour, inOrder, nameOf, on, rootOf, state } from "./state.js";
@@ -38,7 +38,7 @@ function show() {
   $("branch-list").replaceChildren(...rows.map(({ agent, depth }) => rowOf(agent, depth, longest)));
   if (focused) ($("branch-list").querySelector(`[data-id="${CSS.escape(focused)}"] .open`) ?? $("branch-list").querySelector(".open")).focus();
   $("compare-open").disabled = marked.size !== 2;
-  $("family-said").textContent = `${count(rows.length)} agents` + (marked.size ? `; ${[...marked].map(nameOf).join(" and ")} marked` : "");
+  $("family-said").textContent = counted(rows.length, "agent") + (marked.size ? `; ${[...marked].map(nameOf).join(" and ")} marked` : "");
   requestAnimationFrame(() => draw(rows, longest));
 }
 

@@ -143,12 +143,14 @@ function openCellar(isOpen) {
   $("cellar").hidden = !isOpen;
   $("frame").classList.toggle("no-cellar", !isOpen);
   $("open-cellar").ariaExpanded = isOpen;
+  if (isNarrow.matches && isOpen) openSide(false); // one drawer would cover the other
   if (!isNarrow.matches) inBrowser.set("cellar", isOpen);
   if (state.snapshot) tell("shown");
 }
 function openSide(isOpen) {
   $("side").classList.toggle("open", isOpen);
   $("open-side").ariaExpanded = isOpen;
+  if (isNarrow.matches && isOpen) openCellar(false);
 }
 $("open-cellar").addEventListener("click", () => openCellar($("cellar").hidden));
 $("close-cellar").addEventListener("click", () => { openCellar(false); $("open-cellar").focus(); });

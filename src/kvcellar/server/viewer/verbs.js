@@ -1,6 +1,6 @@
 // What is done to agents: each is one call, says what it did, and can be undone where something went.
 
-import { $, count, toast } from "./dom.js";
+import { $, counted, toast } from "./dom.js";
 import { inTab } from "./kept.js";
 import { call, download, pathOf, trouble } from "./net.js";
 import { agentOf, nameOf, seenOf, sees, state, tell } from "./state.js";
@@ -52,7 +52,7 @@ export async function fork(id, body = {}) {
   sees(done);
   lookAtNew(done.id);
   toast(done.parent_position
-    ? `a fork shares ${count(done.parent_position)} tokens with ${quoted(id)}; nothing was copied`
+    ? `a fork shares ${counted(done.parent_position, "token")} with ${quoted(id)}; nothing was copied`
     : `${quoted(id)} stays as it is; what comes now stands beside it`);
   await refresh();
   return done;
@@ -66,7 +66,7 @@ const DO = {
   async rewind(id, body = {}) {
     const done = await call("POST", pathOf(id, "rewind"), { ...body, follows: seenOf(id)?.digest });
     sees(done);
-    dropped(id, `${quoted(id)} went back to ${count(done.n_tokens)} tokens`);
+    dropped(id, `${quoted(id)} went back to ${counted(done.n_tokens, "token")}`);
   },
   async keep(id) {
     const done = await call("POST", pathOf(id, "keep"));
@@ -82,7 +82,7 @@ const DO = {
   async pause(id) { toast((await call("POST", pathOf(id, "pause"))).state === "paused" ? `all of ${quoted(id)} is on disk` : `${quoted(id)} goes on`); },
   async resume(id) {
     const done = await call("POST", pathOf(id, "resume"));
-    toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
+    toast(`${counted(done.restored_tokens, "token")} restored in ${done.restore_s.toFixed(3)} s`);
   },
   async export(id, { format }) { await download(`${pathOf(id, "export")}?format=${format}`, `${id}.${{ markdown: "md", json: "json" }[format] ?? format}`); },
 };
