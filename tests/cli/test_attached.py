@@ -52,10 +52,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[Live]:
     loading = {"kv_dtype": "float32", "memory": None, "shared": None}
-    log = logging.getLogger("kvcellar.server")
-    with pytest.MonkeyPatch.context() as patch, served(home, models={"loading": loading}) as live:
-        patch.setattr(log, "handlers", [])  # which may write to the standard error of commands here
+    with served(home, models={"loading": loading}) as live:
         yield live
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's log does not come to the standard error of commands of the same process."""
+    monkeypatch.setattr(logging.getLogger("kvcellar.server"), "handlers", [])
 
 
 def run(*args: str, stdin: str | None = None) -> tuple[int, str, str]:
@@ -312,6 +316,23 @@ def test_what_a_model_thinks_is_apart_and_not_in_a_pipe(
     value = json.loads(out)
     assert code == 0
     assert (value["text"], value["reasoning"]) == ("It rains.", "Rain is wet.")
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin"),
+    [
+        (("generate", "-p", "Hello"), None),
+        (("chat",), "Hello\n"),
+        (("agents", "generate", "new", "Hello", "--create"), None),
+        (("agents", "chat", "newer"), "Hello\n"),
+    ],
+)
+def test_who_names_no_model_is_answered_by_the_servers_first(
+    thinks: Callable[..., Any], args: tuple[str, ...], stdin: str | None
+) -> None:
+    assert thinks(*args, stdin=stdin) == (0, "It rains.\n", "")
+    thinks("agents", "create", "made")
+    assert {one["model"] for one in value_of("agents", "list")} == {"scripted"}
 
 
 def test_an_agents_thought_is_kept_apart_as_other_clients_send_it_back(

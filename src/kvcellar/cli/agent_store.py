@@ -31,7 +31,8 @@ ModelName = Annotated[
     str | None,
     options.in_loading(
         "MODEL",
-        "As `kvcellar generate` takes it. Default: the agent's own, else `demo`.",
+        "As `kvcellar generate` takes it. Default: the agent's own; of a new agent the first of "
+        "the server that runs on the store, else `demo`.",
         "--model",
     ),
 ]

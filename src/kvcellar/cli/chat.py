@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
 
 def chat_command(
-    model: options.Model = "demo",
+    model: options.ServersModel = None,
     *,
     system: options.System = None,
     as_json: Annotated[
@@ -61,14 +61,15 @@ def chat_command(
     """
     params = sampling.params()
     server = running_server(
-        StorePlace(store=store), is_alone=alone, model=full_path(model), loading=loading
+        StorePlace(store=store), is_alone=alone, model=model and full_path(model), loading=loading
     )
     if server is not None:
         chat = _ServersChat(*server, system, sampling)
         if is_interactive():
             chat.greet(params)
-        talk(chat.talk(model), as_json=as_json)
+        talk(chat.talk(model or chat.model_name), as_json=as_json)
         return
+    model = model or DEMO
     with bound_model(loading.options_for(model), memory=loading.memory) as bound:
         _check_chats(bound.model.name, bool(bound.model.tokenizer.chat_template))
         own = _OwnChat(bound, system, params.for_model(bound.model.sampling))
@@ -198,6 +199,11 @@ class _ServersChat(_Chat):
         self._messages: list[dict[str, str]] = list(self._opening)
         self._facts = server.ask("model", model=model)
         _check_chats(self._facts["name"], self._facts["has_template"])
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model at the server."""
+        return str(self._facts["name"])
 
     def greet(self, params: SamplingParams) -> None:
         """Say with what and how one talks."""

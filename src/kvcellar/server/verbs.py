@@ -25,7 +25,6 @@ from kvcellar.engine import (
 )
 from kvcellar.errors import EngineClosedError, ModelError, PromptError
 from kvcellar.history import History
-from kvcellar.models.options import DEMO
 from kvcellar.server.thoughts import ReadAnswer, reading_for, stops_for
 from kvcellar.valid import valid_text
 
@@ -82,8 +81,8 @@ async def create(
     model: str | None,
     system: str | None,
 ) -> dict[str, Any]:
-    """Make an agent; ``demo`` is its model where none is named."""
-    info = await agents.lifecycle.create(agent_id, model=model or DEMO, system=system)
+    """Make an agent; of the default model where none is named."""
+    info = await agents.lifecycle.create(agent_id, model=model, system=system)
     return agent_object(info)
 
 
@@ -92,7 +91,7 @@ async def ensure(
 ) -> None:
     """Make an agent where there is none of that name."""
     if not await agents.directory.has(agent_id):
-        await agents.lifecycle.create(agent_id, model=model or DEMO, system=system)
+        await agents.lifecycle.create(agent_id, model=model, system=system)
 
 
 # Branches and sleep -------------------------------------------------------------------------------

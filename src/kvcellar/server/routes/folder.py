@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from kvcellar.engine.mailbox import Mailbox
 from kvcellar.errors import KVCellarError
-from kvcellar.models.options import DEMO
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.entrance import FOLDER_OWNER
 from kvcellar.server.errors import ApiError, as_api_error, error_body
@@ -108,7 +107,8 @@ async def _fits(
 
     Args:
         service: of the server.
-        model: what the command calls it; None: the agent's own, where an agent is named.
+        model: what the command calls it; None: the agent's own, where an agent is named, and the
+            server's default of a new one or without any.
         agent_id: of an agent that speaks; None: of none.
         is_made: it is made where there is none of that name.
         loading: options that were given to the command, by the names they have there.
@@ -119,7 +119,9 @@ async def _fits(
     """
     if model is None and agent_id is not None:
         known = [one for one in await service.agents.directory.listed() if one.agent_id == agent_id]
-        model = known[-1].model if known else DEMO if is_made else None
+        model = known[-1].model if known else service.models.default if is_made else None
+    elif model is None:
+        model = service.models.default
     offered, lacks = service.models.offered, ""
     if model is not None and model not in offered.values():
         if model in offered and not Path(model).exists():
