@@ -434,7 +434,8 @@ def threads_of_ours() -> Iterator[tuple[str, str]]:
     root = Path(kvcellar.__file__).parent
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Thread"):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called == "threading.Thread":
                 names = [k.value for k in node.keywords if k.arg == "name"]
                 assert names, f"{path}: a thread needs a name"
                 yield ast.literal_eval(names[0]), str(path.relative_to(root))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ CONFIGS = {
 }
 """Small weights and large KV: 49,152 bytes a token in float32."""
 
-FOR_KV = parse_size("100MB")
+FOR_KV = parse_size("480MB")
+"""Beyond the least: for K and V, and for forwards over longer histories."""
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def loaded(*args: Any) -> dict[str, Any]:
     """What ``tests.engine.loaded`` prints."""
+    done = run(*args)
+    assert done.returncode == 0, done.stderr
+    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return value
+
+
+def least_bytes(*args: Any) -> int:
+    """The limit that is advised where one is far too low."""
+    folder, kind, *more = args
+    found = re.search(r"give at least ([\d.]+ \wB)", run(folder, kind, "1MB", *more).stderr)
+    assert found is not None
+    return parse_size(found[1])
+
+
+def run(*args: Any) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "tests.engine.loaded", *map(str, args)],
         cwd=ROOT,
         env={**env, "KVCELLAR_HOME": os.environ["KVCELLAR_HOME"]},
@@ -70,9 +87,6 @@ def loaded(*args: Any) -> dict[str, Any]:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return value
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +104,15 @@ def idle(folder: Any) -> dict[str, Any]:
 )
 @pytest.mark.slow
 def test_the_whole_process_stays_inside_its_budget_under_load(
-    name, kind, kv_dtype, n_requests, n_tokens, folder, idle
+    name, kind, kv_dtype, n_requests, n_tokens, folder
 ):
-    limit = idle["base"] + idle["reserve"] + FOR_KV
-    seen = loaded(folder(name), kind, limit, kv_dtype, n_requests, n_tokens)
+    more = kv_dtype, n_requests, n_tokens
+    limit = least_bytes(folder(name), kind, *more) + FOR_KV
+    seen = loaded(folder(name), kind, limit, *more)
     assert seen["errors"] == []
     assert seen["tokens"] == [8] * n_requests
-    assert seen["peak"] <= seen["limit"] == limit, seen
+    assert seen["peak"] <= limit, seen
+    assert seen["limit"] < limit  # of the model alone; the process and the store have the rest
     assert seen["pools"] <= seen["most_held"] <= seen["kv"]
     # It was under load: the memory for KV was used, and still did not hold everybody.
     assert seen["most_held"] > 0.75 * seen["kv"]

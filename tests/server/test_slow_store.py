@@ -217,6 +217,8 @@ def asks(live: Live, ready: dict[str, Any], known: list[Any]) -> dict[str, Calla
         f"GET {agent}/export": lambda: http.get("/v1/agents/waiting/export"),
         f"POST {agent}/fork": lambda: post("/v1/agents/forked/fork", {"id": "child"}),
         f"POST {agent}/rewind": lambda: post("/v1/agents/rewound/rewind", {}),
+        f"POST {agent}/rename": lambda: post("/v1/agents/kept/rename", {"title": "Kept"}),
+        f"POST {agent}/stop": lambda: http.post("/v1/agents/poet/stop"),
         f"POST {agent}/keep": lambda: post("/v1/agents/kept/keep"),
         f"POST {agent}/undo": lambda: post("/v1/agents/undone/undo"),
         f"POST {agent}/pause": lambda: post("/v1/agents/paused/pause"),

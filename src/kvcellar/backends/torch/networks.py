@@ -169,9 +169,19 @@ def unforeseen(family: Any, tried: str, error: Exception) -> ModelError:
     within = [type(one).__name__ for one in modules if isinstance(one, nn.Module)]
     where = f" in {within[-1]}" if within else ""
     return ModelError(
-        f"architecture {str(family)!r} cannot be served: its own code stopped{where} when {tried}; "
-        f"choose another model"
+        f"architecture {str(family)!r} cannot be served: its own code stopped{where} when {tried}"
+        f"{_told(error)}; choose another model"
     )
+
+
+def _told(error: Exception) -> str:
+    """Return what transformers itself refuses about a config; empty where it says nothing of it."""
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    if "transformers" not in Path(frame.f_code.co_filename).parts:
+        return ""
+    if isinstance(error, KeyError) and isinstance(error.args[0], str):
+        return f" (it has no {error.args[0]!r})"
+    return f" ({error})" if type(error) is ValueError else ""
 
 
 def not_called(family: Any) -> ModelError:
