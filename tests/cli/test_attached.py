@@ -77,7 +77,7 @@ def value_of(*args: str, stdin: str | None = None) -> Any:
 
 @pytest.fixture
 def asks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever opens a model or a store here fails."""
+    """Fail when the command opens a model or a store itself in place of asking the server."""
 
     def refuse(*args: Any, **more: Any) -> Any:
         raise AssertionError("this is the server's to do")

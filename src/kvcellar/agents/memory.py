@@ -52,7 +52,8 @@ STORE_SHARE = 16
 
 
 MEASURED_SHARE = 16
-"""What a process was measured to hold, it may hold one part in so many more of another time."""
+"""A limit is advised for one part in so many more than the process was measured to hold: the
+measure differs from run to run."""
 
 
 def _store_part(models_bytes: int) -> int:

@@ -66,7 +66,7 @@ class Agent:
     expected: History = field(default_factory=History)
     """Tokens of the turn that is being generated, as far as they are known."""
     is_passing: bool = False
-    """Nobody has been told of it yet: nothing of it is written before its first turn has ended."""
+    """True while its first turn runs and no client knows its id: nothing of it is written yet."""
     branch_of: str | None = None
     """Id of the named agent whose history a client's conversation did not continue; it has it."""
     is_rewound: bool = False

@@ -18,7 +18,7 @@ _READ = 4000
 """Characters of a message that are looked at: a title is made whenever agents are listed."""
 
 _WRAPPED = re.compile(r"\s*<([a-z][\w.-]*)\b[^<>]*>.*?(?:</\1>|\Z)\s*", re.DOTALL)
-"""What clients put before a person's words, such as ``<environment_context>``."""
+"""Texts in tags that clients put before a person's words, such as ``<environment_context>``."""
 
 
 def checked_title(title: str) -> str:

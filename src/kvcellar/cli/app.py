@@ -47,7 +47,7 @@ HABITS = {
     "help": "--help",
     "version": "--version",
 }
-"""What other programs for local models call a command, and what it is called here."""
+"""Commands of other programs for local models, by their names there, and ours for the same."""
 
 
 class Commands(TyperGroup):

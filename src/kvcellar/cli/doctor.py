@@ -70,7 +70,7 @@ _ADDS = {
     "shared": "a place that several machines share (--shared)",
     "ray": "several replicas of the server at one address (kvcellar deploy)",
 }
-"""What each extra, by its name, adds to kvcellar; the other parts come with it."""
+"""Features that an extra adds, by the extra's name; the parts of the base are not among them."""
 
 _SHARED_S = 5.0
 

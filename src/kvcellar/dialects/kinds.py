@@ -18,7 +18,7 @@ _MOST_STEPS = 2000
 """Schemas that are looked at for one question; what is left of a larger one takes anything."""
 
 _MOST_DEPTH = 24
-"""The same of schemas inside of each other."""
+"""Levels of schemas inside of each other that are looked at; a deeper one takes anything."""
 
 _CHOICES = ("anyOf", "oneOf")
 _OWN = ("type", "nullable", "enum", "const", "allOf", "$ref", *_CHOICES)

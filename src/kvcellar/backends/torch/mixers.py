@@ -47,7 +47,8 @@ _STEP = "mamba2_selective_state_update"
 """Function of transformers by which Mamba 2 takes one token."""
 
 _told = threading.local()
-"""What bounds the time steps of the module that this thread runs: the function is not told."""
+"""``time_step_limit`` of the module that this thread runs, which transformers does not hand to
+``_STEP``."""
 
 
 def time_limit_of(module: nn.Module) -> tuple[float, float] | None:
