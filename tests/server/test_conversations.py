@@ -672,6 +672,8 @@ def test_of_what_nobody_named_the_oldest_are_forgotten_also_on_disk(tmp_path, mo
             body = {"input": f"Number {i}.", "max_output_tokens": 6, "temperature": 0}
             return live.post("/v1/responses", body)["id"]
 
+        titled = chat(6)
+        live.post(f"/v1/agents/{titled}/rename", {"title": "Somebody wants it"})
         told = [(chat(i), response(i)) for i in range(6)]
 
         def on_disk():
@@ -684,4 +686,5 @@ def test_of_what_nobody_named_the_oldest_are_forgotten_also_on_disk(tmp_path, mo
             return not {name for pair in told[:3] for name in pair} & on_disk()
 
         live.until(is_pruned, "the oldest on disk are gone")
-        assert "named" in on_disk() and len(on_disk()) <= 1 + 2 * 3  # the last is not silent yet
+        assert {"named", titled} <= on_disk()
+        assert len(on_disk()) <= 2 + 2 * 3  # the last is not silent yet

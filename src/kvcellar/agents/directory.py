@@ -116,8 +116,15 @@ class Directory:
         return self.info_of(agent, await host.between_steps(count))
 
     def silent(self, is_meant: Callable[[str], bool]) -> Sequence[str]:
-        """Return ids that are meant, of agents in no turn; longest silent first."""
-        found = [a for a in self.agents() if is_meant(a.agent_id) and not a.gate.is_taken]
+        """Return ids that are meant, of agents in no turn to which no person gave a title.
+
+        The longest silent is first.
+        """
+        found = [
+            a
+            for a in self.agents()
+            if is_meant(a.agent_id) and not a.given_title and not a.gate.is_taken
+        ]
         return [agent.agent_id for agent in sorted(found, key=lambda agent: agent.used_s)]
 
     def conversation(self, agent_id: str, model: str | None = None) -> Sequence[Message]:
