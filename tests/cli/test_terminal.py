@@ -144,7 +144,7 @@ def test_ctrl_c_clears_the_line_then_leaves_and_ends_no_chat_in_an_answer(tmp_pa
         screen.wait_for("> ")
         screen.wait_for_prompt()
         screen.type("Hello\n")
-        screen.wait_until(lambda text: len(text.rpartition("reading")[2]) > 200)
+        screen.wait_until(lambda text: len(text.rpartition("Hello\n")[2]) > 1000)
         screen.process.send_signal(signal.SIGINT)
         screen.wait_for("stopped here")
         screen.wait_for_prompt()
