@@ -246,7 +246,7 @@ def test_who_stops_waiting_for_a_cellar_that_opens_leaves_nothing_open(tmp_path,
     go_on.set()
 
     def left() -> list[str]:
-        """Names of the threads that opening began; pools of workers wait for garbage to be collected."""
+        """Names of threads that opening began; pools of workers wait to be collected."""
         names = [thread.name for thread in set(threading.enumerate()) - before]
         return [name for name in names if "work" not in name and "render" not in name]
 
