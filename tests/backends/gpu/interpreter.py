@@ -1,4 +1,8 @@
-"""Triton's interpreter, several times faster: it prepares its language once and not per call."""
+"""Triton's interpreter, several times faster: it prepares its language once and not per call.
+
+Triton 3.6's takes an array of one number for an index, which NumPy refuses since 2.4: here any
+version hands on the number.
+"""
 
 from __future__ import annotations
 
@@ -37,5 +41,12 @@ def hasten() -> None:
                 found._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
+    patch_tensor = found._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     call.is_hastened = True  # type: ignore[attr-defined]
     found.InterpretedFunction.__call__ = call
+    found._patch_lang_tensor = patch

@@ -158,7 +158,7 @@ class KernelLinear(nn.Module):
         Of 12 bits in bfloat16; of 8 and 4 bits in that or in float32; of 16 bits not at all.
         """
         outputs = outputs.long().contiguous()
-        found = torch.empty(*outputs.shape, self.in_features, dtype=dtype)
+        found = torch.empty(*outputs.shape, self.in_features, dtype=dtype, device=outputs.device)
         number = dtype_of(dtype)
         self._weights.gather(outputs.data_ptr(), outputs.numel(), number, found.data_ptr())
         return found
