@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
 from kvcellar.cache_config import FROZEN
+from kvcellar.errors import BackendError
 from kvcellar.kernel import attend as native
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import KvDtype
@@ -34,6 +36,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def dtype_of(dtype: torch.dtype) -> native.Dtype:
     """Return the kernel's name of one of torch's types."""
     return native.Dtype[str(dtype).removeprefix("torch.")]
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return where a tensor's numbers lie, for the CPU kernel, which reads whatever is there.
+
+    Raises:
+        BackendError: the tensor is not in main memory; the kernel was not called.
+    """
+    if not tensor.is_cpu:
+        asked, _, _ = sys._getframe(1).f_code.co_qualname.partition(".<locals>")
+        raise BackendError(
+            f"{asked} would have the CPU kernel read or write a tensor {list(tensor.shape)} of "
+            f"{tensor.dtype} that lies on {tensor.device}; move it to the CPU, or load the model "
+            f"for that device"
+        )
+    return tensor.data_ptr()
 
 
 class TensorLayout:
@@ -102,17 +120,17 @@ def attend(
     if sinks is not None:
         sinks = sinks.float().contiguous()
     if to_exact is not None:
-        to_exact[0].write(to_exact[1], layout, k.data_ptr(), v.data_ptr())
+        to_exact[0].write(to_exact[1], layout, address_of(k), address_of(v))
     plan.step(
         pool,
         layout,
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
+        address_of(q),
+        address_of(k),
+        address_of(v),
+        address_of(out),
         scale,
         softcap or 0.0,
-        0 if sinks is None else sinks.data_ptr(),
+        0 if sinks is None else address_of(sinks),
     )
     return out
 
@@ -223,16 +241,16 @@ def _side(parts: Parts, codec: Codec, dim: int, axes: tuple[int, ...]) -> native
     heads, cells, *blocks = strides[0]
     if not isinstance(codec, AffineCodec):
         dtype = dtype_of(parts[0].dtype)
-        return native.Side(dtype, dim, parts[0].data_ptr(), heads, cells, *blocks)
+        return native.Side(dtype, dim, address_of(parts[0]), heads, cells, *blocks)
     affine_heads, affine_cells, *affine_blocks = strides[1]
     return native.Side(
         native.Dtype[f"int{codec.bits}"],
         dim,
-        parts[0].data_ptr(),
+        address_of(parts[0]),
         heads,
         cells,
         sum(blocks),
-        parts[1].data_ptr(),
+        address_of(parts[1]),
         affine_heads,
         affine_cells,
         sum(affine_blocks),

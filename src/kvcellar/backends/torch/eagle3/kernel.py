@@ -17,6 +17,7 @@ from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.eagle3.weights import Eagle3Weights
 from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.backends.torch.forward import can_plan, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.kernel import address_of
 from kvcellar.kernel import attend, layers, levels, linear
 from kvcellar.models.weights import can_pack
 
@@ -63,7 +64,7 @@ class Eagle3Kernel:
         out = torch.empty(len(features), self._head.config.hidden_size)
         features = features.contiguous()
         dtype = attend.Dtype.float32
-        self._fc.linear(features.data_ptr(), len(features), dtype, out.data_ptr(), dtype)
+        self._fc.linear(address_of(features), len(features), dtype, address_of(out), dtype)
         return out if self._head.fc_bias is None else out.add_(self._head.fc_bias)
 
     def level(
@@ -105,18 +106,18 @@ class Eagle3Kernel:
             pool,
             step.to_exact,
             exact,
-            rope.data_ptr(),
+            address_of(rope),
             rope.shape[1],
             tokens,
             positions,
-            hidden.data_ptr(),
+            address_of(hidden),
             len(hidden),
             above,
             rows,
             k,
-            out.data_ptr(),
-            ids.data_ptr(),
-            beliefs.data_ptr(),
+            address_of(out),
+            address_of(ids),
+            address_of(beliefs),
         )
         finish_forward(cache)
         return out, ids, beliefs
@@ -128,7 +129,7 @@ class Eagle3Kernel:
         self._held += (packed, scales)
         self.size_bytes += packed.nbytes + scales.nbytes
         return linear.LinearWeights(
-            linear.WeightFormat.int8, n_in, n_out, packed.data_ptr(), scales.data_ptr()
+            linear.WeightFormat.int8, n_in, n_out, address_of(packed), address_of(scales)
         )
 
     def _address(self, tensor: Tensor | None) -> int:
@@ -137,7 +138,7 @@ class Eagle3Kernel:
             return 0
         tensor = tensor.contiguous()
         self._held.append(tensor)
-        return tensor.data_ptr()
+        return address_of(tensor)
 
 
 def make_eagle3_kernel(head: Eagle3Weights) -> Eagle3Kernel | None:

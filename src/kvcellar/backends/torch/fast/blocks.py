@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.linears import FEW_PACKED
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.kernel import blocks, layers, levels
 from kvcellar.kernel import linear as native
@@ -90,8 +90,8 @@ def fitted(weight: Tensor) -> StoredBlocks:
         rows = weight.detach()
         rows = (rows if rows.dtype == torch.bfloat16 else rows.float()).contiguous()
         made = torch.empty(n_out, n_in // FITTED_INPUTS * _FITTED_BYTES, dtype=torch.uint8)
-        at = rows.data_ptr(), dtype_of(rows.dtype)
-        blocks.fit_q4_k(*at, n_in, n_out, made.data_ptr())
+        at = address_of(rows), dtype_of(rows.dtype)
+        blocks.fit_q4_k(*at, n_in, n_out, address_of(made))
         return made
 
     return StoredBlocks("Q4_K", n_out, n_in, read)
@@ -185,7 +185,7 @@ class BlockLinear(nn.Module):
         data, beside = (arena.take(n) for n in placed_bytes(stored))
         self.register_buffer(f"blocks_{i}", data, persistent=False)
         self.register_buffer(f"beside_{i}", beside, persistent=False)
-        to = data.data_ptr(), beside.data_ptr()
+        to = address_of(data), address_of(beside)
         put(stored, *to)
         return weights_at(stored, *to)
 
@@ -196,7 +196,7 @@ class BlockLinear(nn.Module):
 
     def for_kernel(self) -> layers.LinearLayer:
         """Return what the kernel reads: the weights, and the address of the bias, or 0."""
-        bias = 0 if self.bias is None else self.bias.data_ptr()
+        bias = 0 if self.bias is None else address_of(self.bias)
         return layers.LinearLayer(self._weights[0], bias, self._weights[1:])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,15 +204,15 @@ class BlockLinear(nn.Module):
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
         n_tokens = x.numel() // self.in_features
-        self._layer.linear(x.data_ptr(), n_tokens, dtype_of(x.dtype), out.data_ptr())
+        self._layer.linear(address_of(x), n_tokens, dtype_of(x.dtype), address_of(out))
         return out if self.bias is None else out.add_(self.bias)
 
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Weights of outputs of the first matrix, ``[...] -> [..., in_features]``."""
         outputs = outputs.long().contiguous()
         found = torch.empty(*outputs.shape, self.in_features, dtype=dtype)
-        to = dtype_of(dtype), found.data_ptr()
-        self._weights[0].gather(outputs.data_ptr(), outputs.numel(), *to)
+        to = dtype_of(dtype), address_of(found)
+        self._weights[0].gather(address_of(outputs), outputs.numel(), *to)
         return found
 
 
@@ -267,7 +267,7 @@ def place(
     if isinstance(stored, StoredAffine):
         with reading:
             parts = [part if order is None else part[order] for part in stored.read()]
-        at = [part.data_ptr() for part in parts]
+        at = [address_of(part) for part in parts]
         blocks.place_affine(stored.bits, stored.group, at[0], at[1], at[2], *shape, data, beside)
         return
     kind = blocks.block_type(stored.type_name)
@@ -275,7 +275,7 @@ def place(
         rows = stored.read()
     rows = rows if order is None else rows[order]
     assert rows.nbytes == blocks.block_sizes(kind, *shape)[0], "a file's rows are whole blocks"
-    blocks.place_blocks(kind, rows.data_ptr(), *shape, data, beside)
+    blocks.place_blocks(kind, address_of(rows), *shape, data, beside)
 
 
 def weights_at(stored: Stored, data: int, beside: int) -> native.LinearWeights:

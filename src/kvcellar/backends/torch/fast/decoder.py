@@ -25,6 +25,7 @@ from kvcellar.backends.torch.fast.parts import AttentionPart, LayerPart, NormPar
 from kvcellar.backends.torch.fast.rotations import Rotations
 from kvcellar.backends.torch.fast.trial import IDS, Call, Mix, Trial
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.kernel import address_of
 from kvcellar.backends.torch.positions import RopeLength
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
@@ -134,7 +135,7 @@ class KernelDecoder:
         self._embedding = model.get_submodule(whole.embedding)
         self._parts = (
             [layer.native() for layer in layers],
-            native.Norm(norm.weight.data_ptr(), norm.eps),
+            native.Norm(address_of(norm.weight), norm.eps),
             head.for_kernel(),
         )
         at = _address(self._embedding, head, self._dtype)
@@ -149,7 +150,7 @@ class KernelDecoder:
         """Return what reads rows that were looked up before, and which ones: its own thread's."""
         if not vars(self._rows):
             self._rows.rows = torch.empty(self.few, self._hidden, dtype=self._dtype)
-            self._rows.native = self._compiled(self._rows.rows.data_ptr())
+            self._rows.native = self._compiled(address_of(self._rows.rows))
         with torch.inference_mode():
             self._rows.rows[: len(ids)] = self._embedding(torch.from_numpy(ids)[None])[0]
         found: native.Decoder = self._rows.native
@@ -201,8 +202,8 @@ class KernelDecoder:
             calls,
             ids.ctypes.data,
             n_tokens,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            address_of(cos),
+            address_of(sin),
             rows.ctypes.data,
             n_rows,
             logits.ctypes.data,
@@ -224,4 +225,4 @@ def _address(embedding: Any, head: KernelLinear | BlockLinear, dtype: torch.dtyp
     weight: Tensor = embedding.weight
     is_plain = type(embedding).forward is nn.Embedding.forward
     is_read = is_plain and weight.dtype == dtype and weight.is_contiguous()
-    return int(weight.data_ptr()) if is_read else None
+    return address_of(weight) if is_read else None

@@ -24,7 +24,7 @@ from kvcellar.backends.torch.fast.blocks import (
     weights_at,
 )
 from kvcellar.backends.torch.fast.linears import FEW_BF16, torch_multiplies_bf16
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.kernel import experts as native
 from kvcellar.kernel import linear
@@ -109,10 +109,10 @@ class StoredRows:
         data, beside = (arena.take(len(self) * n).view(len(self), n) for n in sizes)
         placer = Placer()
         for expert in range(len(self)):
-            to = data[expert].data_ptr(), beside[expert].data_ptr()
+            to = address_of(data[expert]), address_of(beside[expert])
             placer.add(self.stored.of(expert), *to, self.order)
         placer.run()
-        return data, beside, weights_at(self._one, data.data_ptr(), beside.data_ptr())
+        return data, beside, weights_at(self._one, address_of(data), address_of(beside))
 
     def __len__(self) -> int:
         """Return how many experts there are."""
@@ -122,10 +122,10 @@ class StoredRows:
         """Return the numbers of one expert, float32 ``[n_out, n_in]``."""
         one, (_, n_out, n_in) = self.stored.of(expert), self.shape
         parts = [torch.empty(n, dtype=torch.uint8) for n in placed_bytes(one)]
-        to = parts[0].data_ptr(), parts[1].data_ptr()
+        to = address_of(parts[0]), address_of(parts[1])
         place(one, *to, self.order)
         outputs, found = torch.arange(n_out), torch.empty(n_out, n_in)
-        at = outputs.data_ptr(), n_out, dtype_of(found.dtype), found.data_ptr()
+        at = address_of(outputs), n_out, dtype_of(found.dtype), address_of(found)
         weights_at(one, *to).gather(*at)
         return found
 
@@ -164,7 +164,7 @@ class ExpertWeights(nn.Module):
             held, beside, first = weights.place(arena)
         else:
             held, beside = _written(weights, bits, arena)
-            at = held.data_ptr(), 0 if beside is None else beside.data_ptr()
+            at = address_of(held), 0 if beside is None else address_of(beside)
             form = linear.WeightFormat[_NAMES[bits]]
             first = linear.LinearWeights(form, self.in_features, self.out_features, *at)
         self.register_buffer("weight", held)
@@ -172,7 +172,7 @@ class ExpertWeights(nn.Module):
             self.register_buffer("escapes" if bits == 12 else "scales", beside)
         bias = None if bias is None else arena.copy(bias.contiguous())
         self.register_buffer("bias", bias)
-        at_bias = 0 if bias is None else bias.data_ptr()
+        at_bias = 0 if bias is None else address_of(bias)
         self.native = native.ExpertLayer(first, self.n_experts, at_bias)
 
     def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class ExpertWeights(nn.Module):
             ``[n_rows, n_each, out_features]``.
         """
         out = x.new_empty((*chosen.shape, self.out_features))
-        at = x.data_ptr(), x.shape[0], chosen.data_ptr(), chosen.shape[1]
-        self.native.linear(*at, dtype_of(x.dtype), out.data_ptr())
+        at = address_of(x), x.shape[0], address_of(chosen), chosen.shape[1]
+        self.native.linear(*at, dtype_of(x.dtype), address_of(out))
         return out
 
 
@@ -268,13 +268,13 @@ class KernelExperts(HeldExperts):
             return weighed(found.view(*chosen.shape, -1), shares, x.dtype)
         out = torch.empty_like(x)
         self._native.run(
-            x.data_ptr(),
+            address_of(x),
             x.shape[0],
-            chosen.data_ptr(),
-            shares.data_ptr(),
+            address_of(chosen),
+            address_of(shares),
             chosen.shape[1],
             dtype_of(x.dtype),
-            out.data_ptr(),
+            address_of(out),
         )
         return out
 
@@ -329,8 +329,8 @@ def _written(
     form = linear.format_of(int(bits))
     for expert, weight in enumerate(weights):
         weight = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
-        at = weight.data_ptr(), dtype_of(weight.dtype), form, n_in, n_out
-        linear.pack(*at, data[expert].data_ptr(), scales[expert].data_ptr())
+        at = address_of(weight), dtype_of(weight.dtype), form, n_in, n_out
+        linear.pack(*at, address_of(data[expert]), address_of(scales[expert]))
     return data, scales
 
 
@@ -340,9 +340,9 @@ def _coded(weights: Sequence[Tensor], arena: Arena) -> tuple[Tensor, Tensor]:
     whole = arena.take(len(weights) * n_bytes).view(len(weights), n_bytes)
     escapes = bytearray()
     for expert, weight in enumerate(weights):
-        at = whole[expert].data_ptr()
+        at = address_of(whole[expert])
         weight = weight.contiguous()
-        escapes += linear.code(weight.data_ptr(), n_in, n_out, at, len(escapes) // 8)
+        escapes += linear.code(address_of(weight), n_in, n_out, at, len(escapes) // 8)
     return whole, torch.frombuffer(escapes or bytearray(8), dtype=torch.uint8)
 
 
@@ -353,6 +353,6 @@ def _placed(shipped: ShippedWeights, arena: Arena) -> tuple[Tensor, Tensor]:
     exponents = arena.take(n_experts * rows * n_in // GROUP).view(n_experts, -1)
     for expert in range(n_experts):
         blocks, steps = shipped.of(expert)
-        to = data[expert].data_ptr(), exponents[expert].data_ptr()
-        linear.place_mxfp4(blocks.data_ptr(), steps.data_ptr(), n_in, n_out, *to)
+        to = address_of(data[expert]), address_of(exponents[expert])
+        linear.place_mxfp4(address_of(blocks), address_of(steps), n_in, n_out, *to)
     return data, exponents

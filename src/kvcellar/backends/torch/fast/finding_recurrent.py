@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.recurrent import KernelMixer, MixerPart
 from kvcellar.backends.torch.fast.trial import Mix, Recorder, Trial, recorded
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.backends.torch.mixers import Mixer, time_limit_of
 from kvcellar.backends.torch.state_pools import Stretches
 from kvcellar.kernel import levels
@@ -286,7 +286,7 @@ def _is_norm(trial: Trial, prefix: str, one: _Norm) -> bool:
     made = native.GatedNorm(
         shape[-1],
         one.group,
-        weight.data_ptr(),
+        address_of(weight),
         weight.numel(),
         eps=one.eps,
         gates_first=gates_first,
@@ -295,7 +295,7 @@ def _is_norm(trial: Trial, prefix: str, one: _Norm) -> bool:
     )
     out = torch.empty_like(x)
     n, dtype = x.numel() // shape[-1], dtype_of(x.dtype)
-    made.run(n, dtype, x.data_ptr(), gates.data_ptr(), shape[-1], out.data_ptr())
+    made.run(n, dtype, address_of(x), address_of(gates), shape[-1], address_of(out))
     with torch.inference_mode():
         want: Tensor = norm(x, gates)
     return trial.alike(out.view(want.shape), want)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.adapters.active import is_active
 from kvcellar.backends.torch.fast.rotations import Rotation
 from kvcellar.backends.torch.fast.routed import KernelMixture
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.kernel import layers as native
 
 
@@ -45,15 +45,15 @@ class KernelNorm(nn.Module):
         if x.dtype != out.dtype or x.stride(-1) != 1 or (n_rows > 1 and x.stride(2) != dim):
             x = x.to(out.dtype).contiguous()
         native.norm(
-            x.data_ptr(),
+            address_of(x),
             n_tokens,
             n_rows,
             dim,
             x.stride(1),
             self._number,
-            self.weight.data_ptr(),
+            address_of(self.weight),
             self.eps,
-            out.data_ptr(),
+            address_of(out),
         )
         return out
 
@@ -138,7 +138,9 @@ class KernelMlp(nn.Module):
             out: Tensor = self.down_proj(self.act(both[..., :n]) * both[..., n:])
             return out
         gated = both.new_empty((*both.shape[:-1], n))
-        native.gate(both.data_ptr(), gated.numel() // n, n, dtype_of(both.dtype), gated.data_ptr())
+        native.gate(
+            address_of(both), gated.numel() // n, n, dtype_of(both.dtype), address_of(gated)
+        )
         out = self.down_proj(gated)
         return out
 
@@ -311,12 +313,12 @@ class KernelLayer(nn.Module):
             return whole
         cos, sin = sides
         joined = x.new_empty((1, n_tokens, self.self_attn.n_joined))
-        native.before(x.data_ptr(), n_tokens, cos.data_ptr(), sin.data_ptr(), joined.data_ptr())
+        native.before(address_of(x), n_tokens, address_of(cos), address_of(sin), address_of(joined))
         if self._unturned and position_embeddings is not None:
             self.self_attn.rotate(joined, position_embeddings)
         attended = self.self_attn.attend(joined, kwargs)
         out = torch.empty_like(x)
-        native.after(x.data_ptr(), attended.data_ptr(), n_tokens, out.data_ptr())
+        native.after(address_of(x), address_of(attended), n_tokens, address_of(out))
         return out
 
     def _fits(self, x: Tensor, sides: tuple[Tensor, Tensor]) -> bool:
@@ -391,4 +393,4 @@ def _for_kernel(norm: nn.Module | None) -> native.Norm:
     if norm is None:
         return native.Norm(0, 0.0)
     assert isinstance(norm, KernelNorm), "a layer is made where its norms are the kernel's"
-    return native.Norm(norm.weight.data_ptr(), norm.eps)
+    return native.Norm(address_of(norm.weight), norm.eps)

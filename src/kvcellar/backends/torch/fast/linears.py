@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.kernel import layers, levels
 from kvcellar.kernel import linear as native
@@ -109,12 +109,12 @@ class KernelLinear(nn.Module):
             held, beside = code(weight, arena) if bits == 12 else pack(weight, bits, arena)
             self.register_buffer("weight", held)
             self.register_buffer("escapes" if bits == 12 else "scales", beside)
-            beside_at = beside.data_ptr()
+            beside_at = address_of(beside)
         self._weights = native.LinearWeights(
             native.format_of(bits),
             self.in_features,
             self.out_features,
-            self.weight.data_ptr(),
+            address_of(self.weight),
             beside_at,
         )
 
@@ -130,7 +130,7 @@ class KernelLinear(nn.Module):
 
     def for_kernel(self) -> layers.LinearLayer:
         """Return what the kernel reads: the weights, and the address of the bias, or 0."""
-        bias = 0 if self.bias is None else self.bias.data_ptr()
+        bias = 0 if self.bias is None else address_of(self.bias)
         return layers.LinearLayer(self._weights, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,10 +146,10 @@ class KernelLinear(nn.Module):
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
         if by_matrix:
-            self._weights.multiply(x.data_ptr(), n_tokens, out.data_ptr())
+            self._weights.multiply(address_of(x), n_tokens, address_of(out))
         else:
             dtype = dtype_of(x.dtype)
-            self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
+            self._weights.linear(address_of(x), n_tokens, dtype, address_of(out), dtype)
         return out if self.bias is None else out.add_(self.bias)
 
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,7 +160,7 @@ class KernelLinear(nn.Module):
         outputs = outputs.long().contiguous()
         found = torch.empty(*outputs.shape, self.in_features, dtype=dtype, device=outputs.device)
         number = dtype_of(dtype)
-        self._weights.gather(outputs.data_ptr(), outputs.numel(), number, found.data_ptr())
+        self._weights.gather(address_of(outputs), outputs.numel(), number, address_of(found))
         return found
 
     def _is_for_matrix(self, n_tokens: int) -> bool:
@@ -177,7 +177,7 @@ class KernelLinear(nn.Module):
             for first in range(0, n_blocks, blocks):
                 stop = min(first + blocks, n_blocks)
                 rows = min(stop * BLOCK, self.out_features) - first * BLOCK
-                self._weights.unpack(first, stop, expanded.numbers.data_ptr())
+                self._weights.unpack(first, stop, address_of(expanded.numbers))
                 weight = expanded.numbers[: rows * self.in_features].view(rows, self.in_features)
                 parts.append(F.linear(x, weight))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -190,7 +190,7 @@ def code(weight: Tensor, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
     weight = weight.contiguous()
     n_bytes = coded_bytes(n_out, n_in)
     data = torch.empty(n_bytes, dtype=torch.uint8) if arena is None else arena.take(n_bytes)
-    escapes = native.code(weight.data_ptr(), n_in, n_out, data.data_ptr())
+    escapes = native.code(address_of(weight), n_in, n_out, address_of(data))
     return data, torch.frombuffer(bytearray(escapes or bytes(8)), dtype=torch.uint8)
 
 
@@ -230,12 +230,12 @@ def pack(weight: Tensor, bits: int, arena: Arena | None = None) -> tuple[Tensor,
         data = arena.take(math.prod(shape)).view(shape)
         scales = arena.take(2 * math.prod(of_scales)).view(torch.float16).view(of_scales)
     native.pack(
-        weight.data_ptr(),
+        address_of(weight),
         dtype_of(weight.dtype),
         native.format_of(bits),
         n_in,
         n_out,
-        data.data_ptr(),
-        scales.data_ptr(),
+        address_of(data),
+        address_of(scales),
     )
     return data, scales

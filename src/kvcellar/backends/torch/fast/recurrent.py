@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.fast.layers import take_attributes
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.backends.torch.mixers import Mixer, begin_states
 from kvcellar.errors import BackendError
 from kvcellar.kernel import recurrent as native
@@ -118,7 +118,7 @@ class KernelMixer(nn.Module):
         self._held = [weight.detach()[:, 0].T.float().contiguous()]
         self._held += [] if bias is None else [bias.detach().float()]
         n_channels, width = weight.shape[0], weight.shape[-1]
-        at = [one.data_ptr() for one in self._held]
+        at = [address_of(one) for one in self._held]
         self._convolution = native.Convolution(n_channels, width, *at, has_silu=part.has_silu)
         self._n_channels = n_channels
         self._order = _order_by_head(part.heads) if part.is_by_head else None
@@ -135,7 +135,7 @@ class KernelMixer(nn.Module):
         names = (part.shifts, *([part.skips] if part.skips else []))
         numbers += [own.get_parameter(name).detach().float().flatten() for name in names]
         self._held += numbers
-        at = [one.data_ptr() for one in numbers]
+        at = [address_of(one) for one in numbers]
         if part.kind == "delta":
             n_decays = numbers[1].numel() // part.heads[0]
             self._delta = native.DeltaRule(
@@ -154,7 +154,7 @@ class KernelMixer(nn.Module):
         self._norm = native.GatedNorm(
             part.inner,
             part.group,
-            0 if weight is None else weight.data_ptr(),
+            0 if weight is None else address_of(weight),
             0 if weight is None else weight.numel(),
             eps=part.eps,
             gates_first=gates_first,
@@ -203,20 +203,20 @@ class KernelMixer(nn.Module):
         if self._order is not None:
             rows = rows[:, self._order]
         n, stride = rows.shape
-        at = [rows.data_ptr() + rows.element_size() * place for place in self.part.at]
+        at = [address_of(rows) + rows.element_size() * place for place in self.part.at]
         of_conv = states[self.places["convolution", 0]]
         mixed = rows.new_empty((n, self._n_channels))
         if self.part.kind == "convolution":
-            where = of_conv.data_ptr(), len(of_conv), at[0], stride, mixed.data_ptr()
+            where = address_of(of_conv), len(of_conv), at[0], stride, address_of(mixed)
             self._convolution.run(batch, *where, at[1], at[2])
             return self._finish(x, mixed)
-        where = of_conv.data_ptr(), len(of_conv), at[0], stride, mixed.data_ptr()
+        where = address_of(of_conv), len(of_conv), at[0], stride, address_of(mixed)
         self._convolution.run(batch, *where)
         decays = _address(behind.get("decay"), at[2], stride)
         core = rows.new_empty((n, self.part.inner))
         self._recur(batch, states[self.places["recurrent", 0]], mixed, decays, (at, stride), core)
         gates = _address(behind.get("gate"), at[1], stride)
-        core_at = core.data_ptr()
+        core_at = address_of(core)
         self._norm.run(n, dtype_of(core.dtype), core_at, *gates, core_at)
         return self._finish(x, core)
 
@@ -231,18 +231,18 @@ class KernelMixer(nn.Module):
     ) -> None:
         """Run the recurrence on what went through the convolution."""
         heads, size = self.part.heads, mixed.element_size()
-        at, slots = mixed.data_ptr(), (state.data_ptr(), len(state))
+        at, slots = address_of(mixed), (address_of(state), len(state))
         if self.part.kind == "delta":
             width = heads[1] * heads[2]
             q, k, v = at, at + size * width, at + 2 * size * width
             beta = rows[0][3], rows[1]
             self._delta.run(
-                batch, *slots, q, k, v, self._n_channels, *decays, *beta, core.data_ptr()
+                batch, *slots, q, k, v, self._n_channels, *decays, *beta, address_of(core)
             )
         else:
             b = at + size * self.part.inner
             c = b + size * heads[1] * heads[3]
-            self._scan.run(batch, *slots, at, b, c, self._n_channels, *decays, core.data_ptr())
+            self._scan.run(batch, *slots, at, b, c, self._n_channels, *decays, address_of(core))
 
     def _finish(self, x: Tensor, core: Tensor) -> Tensor:
         out: Tensor = self.out_proj(core.view(*x.shape[:-1], -1))
@@ -251,7 +251,7 @@ class KernelMixer(nn.Module):
 
 def _address(own: Tensor | None, at: int, stride: int) -> tuple[int, int]:
     """Return the address of rows and how far they lie apart: of a tensor's, or those given."""
-    return (at, stride) if own is None else (own.data_ptr(), own.shape[-1])
+    return (at, stride) if own is None else (address_of(own), own.shape[-1])
 
 
 def _slice_of(own: nn.Module, inputs: Sequence[str], name: str) -> slice:

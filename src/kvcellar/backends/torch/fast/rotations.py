@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.backends.torch.positions import Positions, RopeLength
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
@@ -105,14 +105,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     _, n_tokens, n_heads, dim = x.shape
     cos, sin = (side.expand(1, n_tokens, dim).contiguous() for side in (cos, sin))
     native.rotate(
-        x.data_ptr(),
+        address_of(x),
         n_tokens,
         n_heads,
         dim,
         x.stride(1),
         dtype_of(x.dtype),
-        cos.data_ptr(),
-        sin.data_ptr(),
+        address_of(cos),
+        address_of(sin),
     )
 
 

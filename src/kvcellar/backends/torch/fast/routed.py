@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.experts import KernelExperts
 from kvcellar.backends.torch.fast.mixtures import HELD, mixtures
-from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.kernel import address_of, dtype_of
 from kvcellar.kernel import experts as native
 from kvcellar.kernel import linear
 
@@ -111,7 +111,7 @@ def _routers(
     types = weight.dtype, torch.float32
     beside = [one.detach().to(dtype) for one in numbers for dtype in types]
     form = linear.WeightFormat.bf16
-    weights = linear.LinearWeights(form, hidden, n_experts, weight.data_ptr())
+    weights = linear.LinearWeights(form, hidden, n_experts, address_of(weight))
     is_rounded, n_chosen = asked.shares.dtype == torch.bfloat16, asked.chosen.shape[1]
     for place, is_sigmoid, is_normalised, rounds in itertools.product(
         range(max(1, len(beside))), (False, True), (True, False), (is_rounded, not is_rounded)
@@ -119,7 +119,7 @@ def _routers(
         made: dict[str, Any] = {"is_sigmoid": is_sigmoid, "is_normalised": is_normalised}
         made |= {"rounds_logits": rounds, "rounds_shares": is_rounded}
         made |= {
-            name: beside[place].data_ptr() if beside and at == place else 0
+            name: address_of(beside[place]) if beside and at == place else 0
             for at, name in enumerate(("bias", "extra"))
         }
         shares = _choose(native.Router(weights, n_chosen, scale=1.0, **made), asked)[1]
@@ -133,8 +133,8 @@ def _choose(router: native.Router, asked: _Asked) -> tuple[Tensor, Tensor]:
     """Return what a router chooses for the same tokens, in the order of experts."""
     x, shape = asked.x.contiguous(), asked.chosen.shape
     chosen, shares = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
-    to = chosen.data_ptr(), shares.data_ptr()
-    router.choose(x.data_ptr(), x.shape[0], dtype_of(x.dtype), *to)
+    to = address_of(chosen), address_of(shares)
+    router.choose(address_of(x), x.shape[0], dtype_of(x.dtype), *to)
     return _sorted(chosen, shares)
 
 

@@ -225,6 +225,8 @@ def _write(cells: Tensor, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
 
 def move(pool: PoolArguments, base: int, cells: Tensor) -> None:
     """Copy ``cells [n]`` to cells ``[base, base + n)``, of which it has none; one launch."""
+    if not len(cells):
+        return
     n_heads = pool.k.data.shape[1]
     with on_device(cells.device):
         stores.move_rows[(len(cells), 2)](

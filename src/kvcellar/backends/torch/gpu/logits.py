@@ -54,6 +54,8 @@ class DeviceLogits:
 
     def sample(self, asked: Sequence[RowSampling]) -> list[RowChoice]:
         """See :meth:`kvcellar.models.kept_logits.KeptLogits.sample`."""
+        if not asked:
+            return []
         if self._likeliest is not None and all(map(is_plain, asked)):
             found = self._likeliest.cpu().numpy()
             return [RowChoice(int(found[ask.row, 0]), float(found[ask.row, 1])) for ask in asked]

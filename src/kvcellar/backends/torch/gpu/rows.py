@@ -49,6 +49,8 @@ def copy(parts: Parts, cells: Tensor, staged: Tensor, *, step: int, at: int, is_
         is_read: true from the pools to ``staged``, false back.
     """
     n_layers, n_heads, n_tokens, width = staged.shape
+    if not n_tokens:
+        return
     kind, same = _NUMBERS[parts.n_bytes]
     with on_device(staged.device):
         stores.copy_rows[(n_tokens, n_layers)](

@@ -69,12 +69,14 @@ class RowTransfers:
         group: LayerGroup,
         device: torch.device,
     ) -> None:
-        """Store rows in ``cells [n]``, which are not empty; they are on their way when it returns.
+        """Store rows in ``cells [n]``; they are on their way when it returns.
 
         Raises:
             ShapeError: not as many rows as cells; nothing was written.
         """
         check_rows(cells, given)
+        if not len(cells):
+            return
         highest = int(cells.max()) + 1
         for pool in pools:
             pool.ensure(highest, pool.device or device)
