@@ -27,6 +27,8 @@ GROUPS = {
     "window": LayerGroup((0,), 2, 16, 16, window=7),
     "wide-rows": LayerGroup((0,), 1, 64, 96),
     "latent": LayerGroup((0,), 1, 6, 16, is_latent=True),
+    "rows-of-a-group": LayerGroup((0,), 2, 64, 64),
+    "latent-rows-of-a-group": LayerGroup((0,), 1, 32, 64, is_latent=True),
 }
 HEADS = {
     "mha": 2,
@@ -36,14 +38,19 @@ HEADS = {
     "long-v-capped": 4,
     "window": 4,
     "latent": 3,
+    "rows-of-a-group": 4,
+    "latent-rows-of-a-group": 2,
 }
 STORAGES = ("bfloat16", "float16", "fp8", "int8", "int4", "k8v4")
 CASES = (
-    *((name, "float32", "layer_first") for name in GROUPS),
+    *((name, "float32", "layer_first") for name in GROUPS if "of-a-group" not in name),
     *(("gqa-of-three", kv_dtype, "layer_first") for kv_dtype in STORAGES),
     ("short-v", "k8v4", "layer_first"),
     ("wide-rows", "int4:g32", "layer_first"),
     ("latent", "int8", "layer_first"),
+    ("rows-of-a-group", "int8", "layer_first"),
+    ("rows-of-a-group", "int4:g64", "block_first"),
+    ("latent-rows-of-a-group", "int8", "layer_first"),
     ("window", "int4", "block_first"),
     ("mha", "bfloat16", "block_first"),
 )

@@ -245,7 +245,7 @@ class TorchCache(RowMoves, StateKeeper):
         if q is not None and choice.takes(k.device, q):
             pool.ensure(plan.n_cells, k.device)
             prepared = Prepared(plan, own.writes, None, (), None, shapes)
-            to = slot, own, group, pool, q.to(v.dtype), exact_writes
+            to = layer, slot, own, group, pool, q.to(v.dtype), exact_writes
             prepared.on_gpu = self._gpu_steps().prepare(*to)
         elif q is not None and kernel.takes(k.device, self.config.kv) and is_read:
             most = kernel.most_queries(self.config.kv, q.dtype)

@@ -32,6 +32,11 @@ class PoolBeside:
         self._base = base
 
     @property
+    def n_cells(self) -> int:
+        """Cells that are allocated in both pools; see :class:`Pool`."""
+        return self.cells.n_cells + self.beside.n_cells
+
+    @property
     def device(self) -> torch.device | None:
         """Device of the bytes; None before the first."""
         return self.cells.device

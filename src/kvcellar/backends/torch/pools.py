@@ -172,6 +172,11 @@ class Pool:
         self._for_kernel: attend.Pool | None = None
 
     @property
+    def n_cells(self) -> int:
+        """Cells that are allocated: while they are as many, the bytes lie where they lie."""
+        return self.k.n_cells
+
+    @property
     def device(self) -> torch.device | None:
         """Device of the bytes; None before the first."""
         return self.k.parts[0].device if self.k.n_cells else None
@@ -314,6 +319,11 @@ class BlockFirstPool:
         self.is_joined = blocks.is_joined
         self.dtype = blocks.dtype
         self._for_kernel: tuple[int, attend.Pool] | None = None
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that are allocated; see :class:`Pool`."""
+        return self._blocks.k[0].shape[0] * self._blocks.block_size
 
     @property
     def device(self) -> torch.device | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
 
@@ -19,8 +19,9 @@ import torch
 
 from kvcellar.backends.host_rows import slots_of
 from kvcellar.backends.torch.caches import TorchCache
-from kvcellar.backends.torch.gpu import choice, launch
+from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.capture import CudaGraphs, Graph, GraphDevice
+from kvcellar.backends.torch.gpu.following import Following
 from kvcellar.backends.torch.gpu.plans import Ints, PackedPlan, Tiling, rounded_up
 from kvcellar.backends.torch.gpu.recording import (
     BufferedForward,
@@ -30,7 +31,6 @@ from kvcellar.backends.torch.gpu.recording import (
     joined,
     put_tokens,
 )
-from kvcellar.backends.torch.gpu.steps import Places, places_of
 from kvcellar.backends.torch.state_pools import Together, together
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.types import IntArray, StepPlan
@@ -95,12 +95,15 @@ class StepGraphs:
     def __init__(self, network: Any, device: GraphDevice, modules: Sequence[Any] = ()) -> None:
         """Record nothing yet; the inputs of ``modules`` are the features."""
         self._network, self._device, self._modules = network, device, modules
+        self._home: torch.device = network.device
         self._graphs: OrderedDict[Shape, Recorded] = OrderedDict()
         self._met: set[Shape] = set()
-        self._places: tuple[Places, ...] = ()
+        self._held: list[int] = []
         self._buffer = torch.empty(0, dtype=torch.int32)
         self._cache: TorchCache | None = None
         self._slots: tuple[int, ...] = ()
+        self._own_slots: tuple[int, ...] = ()
+        self._following: dict[int, Following] = {}
         self._asked = _Asked(None)
         self._ready: _Ready | None = None
         self._is_full = False
@@ -215,12 +218,14 @@ class StepGraphs:
         if cache is not self._cache:
             self.clear()
             self._cache, self._slots = cache, slots_of(cache.config.params)
+            self._own_slots = tuple(sorted(set(self._slots)))
+            self._following = {slot: Following() for slot in self._own_slots}
             self._asked = _Asked(cache.config.budget)
             finalize(self, self._asked.give_back)
-            device = self._network.device
-            self.is_off = not all(choice.has_cells(pool, device) for pool in cache.pools.of_layer)
-        known = () if cache.on_gpu is None else cache.on_gpu.tilings.keys()
-        return not self.is_off and set(self._slots) <= set(known)
+            pools = cache.pools.of_layer
+            self.is_off = not all(choice.has_cells(pool, self._home) for pool in pools)
+        known = {} if cache.on_gpu is None else cache.on_gpu.tilings
+        return not self.is_off and all(slot in known for slot in self._own_slots)
 
     def _pack(
         self, cache: TorchCache, plans: Sequence[StepPlan], n_tokens: int
@@ -230,7 +235,7 @@ class StepGraphs:
         Pools hold what they write then.
         """
         n_groups = len(cache.pools.groups)
-        states, device = cache.steps.begun_states(), self._network.device
+        states, device = cache.steps.begun_states(), self._home
         for slot, pool in zip(self._slots, cache.pools.of_layer, strict=True):
             pool.ensure(plans[slot % n_groups].n_cells, device)
         if states is not None and cache.pools.states is not None:
@@ -238,12 +243,14 @@ class StepGraphs:
                 cache.pools.states.ensure(layer, states.n_slots, device)
         n_padded = rounded_up(n_tokens) if states is None else n_tokens
         found = []
-        for slot in sorted(set(self._slots)):
+        for slot in self._own_slots:
             plan, group = plans[slot % n_groups], cache.pools.groups[slot % n_groups]
-            own = plan if slot < n_groups else replace(plan, writes=())
             assert cache.on_gpu is not None, "looked at in _follow"
             tiling: Tiling = cache.on_gpu.tilings[slot]
-            found.append(launch.compiled(own, group.sight, tiling, n_padded))
+            packed = self._following[slot].packed(
+                plan, group.sight, tiling, n_padded, stores=slot < n_groups
+            )
+            found.append(packed)
         return found, [] if states is None else together(states)
 
     def _settle(self, cache: TorchCache, n_ints: int) -> None:
@@ -251,15 +258,14 @@ class StepGraphs:
         if n_ints > len(self._buffer):
             size = max(LEAST_BUFFER, rounded_up(n_ints))
             with torch.inference_mode(False):  # it outlives any inference_mode block
-                self._buffer = torch.empty(size, dtype=torch.int32, device=self._network.device)
+                self._buffer = torch.empty(size, dtype=torch.int32, device=self._home)
             self.clear()
-        where = tuple(places_of(pool) for pool in cache.pools.of_layer)
+        held = [pool.n_cells for pool in cache.pools.of_layer]
         if cache.pools.states is not None:
-            states = cache.pools.states.of_layer
-            where += tuple(tuple((part.data_ptr(), 0) for part in layer) for layer in states)
-        if where != self._places:
+            held += [len(layer[0]) for layer in cache.pools.states.of_layer]
+        if held != self._held:
             self.clear()
-            self._places = where
+            self._held = held
 
     def _is_wanted(self, shape: Shape) -> bool:
         """Return true if a shape is worth a graph: it has been met before, and there is room."""

@@ -42,27 +42,40 @@ def places(cells, head, s_head, s_cell, s_block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _from_fp8(stored):
-    """Return the numbers (float32) of bytes of fp8: those of a float16 with them in its middle."""
-    bits = stored.to(tl.uint16)
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers)
+def _from_fp8(stored, IS_BYTES: tl.constexpr):
+    """Return the numbers of fp8, which the device knows, or float32 of their bytes.
+
+    These are those of a float16 with them in its middle.
+    """
+    if IS_BYTES:
+        bits = stored.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers)
+    else:
+        numbers = stored.to(tl.float16)
+    return numbers
 
 
 @triton.jit
 def _read_rows(
     data, affine, cells, ok, head, s_head, s_cell, s_block, a_head, a_cell, a_block,
     DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, N: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr, N: tl.constexpr, COMPUTE: tl.constexpr, AS_CODES: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows of N cells of one head, ``[N, PAD]``; zeros where not ok and behind DIM."""
+    """Return the rows of N cells of one head, ``[N, PAD]``; zeros where not ok and behind DIM.
+
+    As codes they are rows of one group each, not yet scaled; behind them come ``[N]`` scales and
+    biases, which are zeros otherwise.
+    """
+    row_scale = tl.zeros((N,), tl.float32)
+    row_bias = tl.zeros((N,), tl.float32)
     at = places(cells, head, s_head, s_cell, s_block, BLOCK)[:, None]
     d = tl.arange(0, PAD)[None, :]
     if SIZE == 0:
-        values = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0)
+        values = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0.0)
         if BITS == 8:
-            values = _from_fp8(values)
+            values = _from_fp8(values, data.dtype.element_ty == tl.uint8)
     else:
         if BITS == 8:
             numbers = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0)
@@ -70,17 +83,24 @@ def _read_rows(
             b = tl.arange(0, PAD // 2)[None, :]
             pairs = tl.load(data + at + b, mask=ok[:, None] & (b < (DIM + 1) // 2), other=0)
             numbers = tl.reshape(tl.join(pairs & 15, pairs >> 4), (N, PAD))
-        SPREAD: tl.constexpr = PAD if SIZE == DIM else SIZE
-        N_GROUPS: tl.constexpr = PAD // SPREAD
-        group = tl.arange(0, N_GROUPS)[None, :]
-        scales = affine + places(cells, head, a_head, a_cell, a_block, BLOCK)[:, None] + 2 * group
-        there = ok[:, None] & (group < DIM // SIZE)
-        scale = tl.load(scales, mask=there, other=0.0).to(tl.float32)
-        bias = tl.load(scales + 1, mask=there, other=0.0).to(tl.float32)
-        grouped = tl.reshape(numbers.to(tl.float32), (N, N_GROUPS, SPREAD))
-        grouped = grouped * scale[:, :, None] + bias[:, :, None]
-        values = tl.reshape(grouped, (N, PAD))
-    return values.to(COMPUTE)
+        first = affine + places(cells, head, a_head, a_cell, a_block, BLOCK)
+        if AS_CODES:
+            both = tl.load(first.to(tl.pointer_type(tl.uint32)), mask=ok, other=0)
+            row_scale = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            row_bias = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            values = numbers
+        else:
+            SPREAD: tl.constexpr = PAD if SIZE == DIM else SIZE
+            N_GROUPS: tl.constexpr = PAD // SPREAD
+            group = tl.arange(0, N_GROUPS)[None, :]
+            scales = first[:, None] + 2 * group
+            there = ok[:, None] & (group < DIM // SIZE)
+            scale = tl.load(scales, mask=there, other=0.0).to(tl.float32)
+            bias = tl.load(scales + 1, mask=there, other=0.0).to(tl.float32)
+            grouped = tl.reshape(numbers.to(tl.float32), (N, N_GROUPS, SPREAD))
+            grouped = grouped * scale[:, :, None] + bias[:, :, None]
+            values = tl.reshape(grouped, (N, PAD))
+    return values.to(COMPUTE), row_scale, row_bias
 
 
 @triton.jit
@@ -132,7 +152,7 @@ def _weigh(logits, see, most, total, acc):
 
 @triton.jit
 def _tile(
-    queries, lat, k, k_affine, v, v_affine, cells, ok, i, t, row_ok, head,
+    queries, lat, of_queries, of_lat, k, k_affine, v, v_affine, cells, ok, i, t, row_ok, head,
     see_from, see_to, n_free, kind, masks, mask_at, aux, scale, softcap, most, total, acc,
     k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
     v_head, v_cell, v_block, va_head, va_cell, va_block,
@@ -143,17 +163,26 @@ def _tile(
     HAS_MASKS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Attend a tile of queries over N cells of a pool; return what is known of them so far."""
-    keys = _read_rows(
+    # Scales of whole rows are those of their products, which are fewer for few queries; float16 has
+    # no weights as small as those that are scaled.
+    K_CODES: tl.constexpr = K_SIZE == D and queries.shape[0] < D
+    V_CODES: tl.constexpr = V_SIZE == DV and queries.shape[0] < DV and tl.float16 != COMPUTE
+    keys, k_scale, k_bias = _read_rows(
         k, k_affine, cells, ok, head, k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
-        D, D_PAD, K_BITS, K_SIZE, BLOCK, N, COMPUTE,
+        D, D_PAD, K_BITS, K_SIZE, BLOCK, N, COMPUTE, K_CODES,
     )  # fmt: skip
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    values = _read_rows(
+    if K_CODES:
+        logits = logits * k_scale[None, :] + of_queries[:, None] * k_bias[None, :]
+    values, v_scale, v_bias = _read_rows(
         v, v_affine, cells, ok, head, v_head, v_cell, v_block, va_head, va_cell, va_block,
-        DV, DV_PAD, V_BITS, V_SIZE, BLOCK, N, COMPUTE,
+        DV, DV_PAD, V_BITS, V_SIZE, BLOCK, N, COMPUTE, V_CODES,
     )  # fmt: skip
     if LATENT:
-        logits = tl.dot(lat, tl.trans(values), logits, input_precision="ieee")
+        of_values = tl.dot(lat, tl.trans(values), input_precision="ieee")
+        if V_CODES:
+            of_values = of_values * v_scale[None, :] + of_lat[:, None] * v_bias[None, :]
+        logits += of_values
     logits *= scale
     if HAS_SOFTCAP:  # the hyperbolic tangent, of a function that is everywhere
         logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
@@ -164,6 +193,9 @@ def _tile(
         mask = masks + mask_at + t[:, None] * aux + column[None, :]
         see &= tl.load(mask, mask=there, other=1) != 0
     weights, most, total, acc = _weigh(logits, see, most, total, acc)
+    if V_CODES:
+        acc += tl.sum(weights * v_bias[None, :], 1)[:, None]
+        weights *= v_scale[None, :]
     acc = tl.dot(weights.to(COMPUTE), values, acc, input_precision="ieee")
     return most, total, acc
 
@@ -225,6 +257,7 @@ def attend_lists(
     queries = tl.load(q_rows[:, None] + d[None, :], mask=q_mask, other=0.0).to(COMPUTE)
     if not LATENT:
         lat = queries
+    of_queries, of_lat = tl.sum(queries.to(tl.float32), 1), tl.sum(lat.to(tl.float32), 1)
 
     # What the tile's queries see of the list, and of that what this split has.
     low, high = 0, tl.load(facts + 4)
@@ -262,7 +295,8 @@ def attend_lists(
             listed = tl.load(index - 1 - start + i - begin, mask=ok & (start < 0), other=0)
             cells = tl.where(start < 0, listed, start + i - begin).to(tl.int64)
             most, total, acc = _tile(
-                queries, lat, k, k_affine, v, v_affine, cells, ok, i, t, row_ok, head,
+                queries, lat, of_queries, of_lat, k, k_affine, v, v_affine,
+                cells, ok, i, t, row_ok, head,
                 see_from, see_to, n_free, kind, masks, mask_at, aux, scale, softcap,
                 most, total, acc,
                 k_head, k_cell, k_block, ka_head, ka_cell, ka_block,
@@ -277,7 +311,8 @@ def attend_lists(
                 listed = tl.load(index - 1 - start + i - begin, mask=ok & (start < 0), other=0)
                 cells = tl.where(start < 0, listed, start + i - begin).to(tl.int64) - BESIDE
                 most, total, acc = _tile(
-                    queries, lat, bk, bk_affine, bv, bv_affine, cells, ok, i, t, row_ok, head,
+                    queries, lat, of_queries, of_lat, bk, bk_affine, bv, bv_affine,
+                    cells, ok, i, t, row_ok, head,
                     see_from, see_to, n_free, kind, masks, mask_at, aux, scale, softcap,
                     most, total, acc,
                     bk_head, bk_cell, bk_block, bka_head, bka_cell, bka_block,

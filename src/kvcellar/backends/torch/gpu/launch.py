@@ -179,6 +179,8 @@ def compiled(
     tiling: Tiling,
     n_tokens: int | None = None,
     exact: Sequence[Write] = (),
+    *,
+    stores: bool = True,
 ) -> PackedPlan:
     """Return what the kernels do for a plan; they give zeros to tokens that pad it to n_tokens.
 
@@ -188,11 +190,12 @@ def compiled(
         tiling: sizes of the launches.
         n_tokens: of the batch with those that pad it; None: nothing pads it.
         exact: writes to exact cells, counted from 0.
+        stores: false for layers that write nothing.
     """
     lists = lists_of(plan, sight)
     if n_tokens is not None:
         lists = [*lists, *idle_lists(plan.n_tokens, n_tokens)]
-    return pack(plan, lists, tiling, n_tokens, exact)
+    return pack(plan, lists, tiling, n_tokens, exact, stores=stores)
 
 
 def write(plan: PlanOnDevice, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
@@ -273,7 +276,9 @@ def attend(
     is_latent = q.shape[3] > pool.k.dim
     computes = _computes(q.dtype, pool)
     other = pool.beside or pool
-    pools = [part for side in (pool.k, pool.v, other.k, other.v) for part in side[:2]]
+    pools = [
+        part for side in (pool.k, pool.v, other.k, other.v) for part in _read_parts(side, q.device)
+    ]
     common = (
         at["lists"], at["runs"], at["tokens"], at["index"], at["masks"], scale, softcap or 1.0,
         *_row_strides(q), *_row_strides(out), *pool.k.strides, *pool.v.strides,
@@ -307,6 +312,19 @@ def _computes(dtype: torch.dtype, pool: PoolArguments) -> torch.dtype:
     if is_interpreted() or not stored <= {dtype}:
         return torch.float32  # interpreted products of bfloat16 are wrong
     return dtype
+
+
+def _read_parts(side: Side, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the parts of a side as they are read: fp8 as that where the device knows it."""
+    if side.bits == 8 and not side.size and has_fp8(device):
+        return side.data.view(torch.float8_e4m3fn), side.affine
+    return side.data, side.affine
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return true if a device has instructions for fp8, of four bits for exponents."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _row_strides(rows: Tensor) -> tuple[int, int]:

@@ -9,14 +9,14 @@ kernels with a form's arguments can be played again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.backends.torch.gpu.lists import MASK, CellList
+from kvcellar.backends.torch.gpu.lists import ALL, MASK, CellList
 from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache_config import FROZEN
 from kvcellar.types import IntArray, Run, StepPlan, Write, cells_of
@@ -96,12 +96,28 @@ LEAST_RUNS = 8
 """Runs that a plan has room for at least: a history that gets one more keeps its plan's form."""
 
 
+class Moving(NamedTuple):
+    """Integers of a decode step's plan that are one more in the step after it.
+
+    Attributes:
+        grown: places of those, where each sequence has one cell more behind its last one.
+        slid: places of those, where each sequence's cells have moved by one; None: others change.
+        n_left: times that they may have grown before lists are split otherwise.
+    """
+
+    grown: IntArray
+    slid: IntArray | None
+    n_left: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedPlan:
     """A plan in one array."""
 
     form: Form
     numbers: Ints
+    moving: Moving | None = None
+    """How a step after it may differ; None: it is packed anew."""
 
 
 def pack(
@@ -110,6 +126,8 @@ def pack(
     tiling: Tiling,
     n_tokens: int | None = None,
     exact: Sequence[Write] = (),
+    *,
+    stores: bool = True,
 ) -> PackedPlan:
     """Put a plan's writes and its lists in one array.
 
@@ -119,13 +137,17 @@ def pack(
         tiling: sizes of the launches.
         n_tokens: of the batch with those that pad it, a power of two; None: nothing pads it.
         exact: writes to exact cells, counted from 0.
+        stores: false for layers that write nothing.
     """
     n_tokens = plan.n_tokens if n_tokens is None else n_tokens
     few = [one for one in lists if one.n_tokens * tiling.group <= FEW_ROWS]
     many = [one for one in lists if one.n_tokens * tiling.group > FEW_ROWS]
     rows = max((one.n_tokens * tiling.group for one in few), default=1)
     rows = min(tiling.few, max(16, rounded_up(rows)))
-    n_splits = _splits(few, rows, tiling)
+    n_tiles = sum(-(-one.n_tokens * tiling.group // rows) for one in few)
+    longest = max((one.n_cells for one in few), default=0)
+    most_splits = _most_splits(n_tiles, tiling)
+    n_splits = min(most_splits, rounded_up(max(1, longest // (2 * tiling.cells))))
     ordered = [*few, *many]
     splits = [n_splits] * len(few) + [1] * len(many)
     tokens = [_tokens_of(one) for one in ordered]
@@ -159,12 +181,15 @@ def pack(
         np.array(runs, np.int64).reshape(-1, RUN_INTS),
         np.concatenate(pairs) if pairs else np.empty((0, 2), np.int64),
         merged,
-        plan.write_cells if plan.writes else np.empty(0, np.int64),
+        plan.write_cells if stores and plan.writes else np.empty(0, np.int64),
         _exact_cells(exact, plan.n_tokens),
         np.concatenate(index) if index else np.empty(0, np.int64),
         np.pad(bytes_of, (0, -len(bytes_of) % 4)).view(np.int32),
     )
-    return _joined(parts, n_splits, rows, n_slots, bool(masks))
+    form, numbers = _joined(parts, n_splits, rows, n_slots, bool(masks))
+    left = (n_splits + 1) * 2 * tiling.cells if n_splits < most_splits else 1 << 31
+    packed = PackedPlan(form, numbers)
+    return replace(packed, moving=_moving(packed, plan, ordered, left, stores=stores))
 
 
 def rounded_up(n: int) -> int:
@@ -172,14 +197,46 @@ def rounded_up(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def _splits(few: Sequence[CellList], rows: int, tiling: Tiling) -> int:
-    """Return into how many parts the cells of lists with few queries are split: a power of two."""
-    n_tiles = sum(-(-one.n_tokens * tiling.group // rows) for one in few)
-    if not n_tiles:
-        return 1
-    longest = max(one.n_cells for one in few)
-    wanted = -(-tiling.n_programs // (n_tiles * tiling.n_kv_heads))
-    return rounded_up(max(1, min(wanted, longest // (2 * tiling.cells), MOST_SPLITS)))
+def _most_splits(n_tiles: int, tiling: Tiling) -> int:
+    """Return into how many parts the cells of lists with few queries are split at most."""
+    wanted = -(-tiling.n_programs // (max(1, n_tiles) * tiling.n_kv_heads))
+    return rounded_up(min(wanted, MOST_SPLITS))
+
+
+def _moving(
+    packed: PackedPlan, plan: StepPlan, lists: Sequence[CellList], limit: int, *, stores: bool
+) -> Moving | None:
+    """Say what is one more in the step after a plan's, where each token is a sequence's own.
+
+    A sequence has a list of its own then, whose last run ends with the token's cell.
+
+    Args:
+        packed: the plan, packed.
+        plan: the same, as it was.
+        lists: in the order of the table.
+        limit: cells of a list from which on lists are split otherwise.
+        stores: false where nothing is written.
+    """
+    n_tokens, n_lists = plan.n_tokens, sum(bool(one.runs) for one in lists)
+    own = {one.tokens[0][0]: i for i, one in enumerate(lists) if one.n_tokens == 1 and one.runs}
+    if len(plan.reads) != n_tokens or len(own) < n_tokens:
+        return None
+    for read in plan.reads:
+        one = lists[own[read.q_start]]
+        if one.kind != ALL or one.runs[-1].stop != read.runs[-1].stop:
+            return None
+    firsts = dict(zip(SECTIONS, accumulate((0, *packed.form.sections)), strict=False))
+    rows = np.array([own[read.q_start] for read in plan.reads], np.int64)
+    at_lists = firsts["lists"] + rows * LIST_INTS
+    first_run, n_runs, n_cells = packed.numbers[at_lists + np.array([[2], [3], [4]])]
+    at_runs = firsts["runs"] + (first_run.astype(np.int64) + n_runs - 1) * RUN_INTS
+    if (packed.numbers[at_runs] < 0).any():
+        return None  # it is read by index
+    at_writes = firsts["writes"] + np.arange(n_tokens if stores else 0)
+    grown = np.concatenate([at_lists + 4, at_lists + 5, at_runs + 2, at_writes])
+    is_whole = n_lists == n_tokens and bool((n_runs == 1).all())
+    slid = np.concatenate([at_runs, at_writes]) if is_whole else None
+    return Moving(grown, slid, limit - 1 - int(n_cells.max()))
 
 
 def _tokens_of(one: CellList) -> IntArray:
@@ -261,7 +318,7 @@ def _exact_cells(writes: Sequence[Write], n_tokens: int) -> IntArray:
 
 def _joined(
     parts: Sequence[IntArray | Ints], n_splits: int, rows: int, n_slots: int, has_masks: bool
-) -> PackedPlan:
+) -> tuple[Form, Ints]:
     """Round the sections up, fill them with -1, and put them behind each other."""
     lengths = [rounded_up(len(part)) for part in parts]
     at_runs = SECTIONS.index("runs")
@@ -272,4 +329,4 @@ def _joined(
     for part, size in zip(parts, sizes, strict=True):
         numbers[at : at + part.size] = part.reshape(-1)
         at += size
-    return PackedPlan(Form(tuple(sizes), n_splits, rows, rounded_up(n_slots), has_masks), numbers)
+    return Form(tuple(sizes), n_splits, rows, rounded_up(n_slots), has_masks), numbers

@@ -10,14 +10,11 @@ from torch import Tensor
 
 from kvcellar.backends.torch.exact import LayerPool, PoolBeside
 from kvcellar.backends.torch.gpu import launch
+from kvcellar.backends.torch.gpu.following import Following
 from kvcellar.backends.torch.gpu.launch import DevicePlan, PlanOnDevice, PoolArguments
 from kvcellar.backends.torch.gpu.plans import Tiling
 from kvcellar.backends.torch.pools import Placed
 from kvcellar.types import LayerGroup, StepPlan, Write
-
-Places = tuple[tuple[int, int], ...]
-"""Address and stride of heads of each part of a pool: another pool may come to lie where one lay
-that has grown, and its rows are farther apart."""
 
 
 def placed_of(pool: LayerPool) -> tuple[Placed, Placed | None]:
@@ -26,13 +23,6 @@ def placed_of(pool: LayerPool) -> tuple[Placed, Placed | None]:
         return pool.placed(), None
     assert not isinstance(pool.cells, PoolBeside), "there is one pool beside a pool"
     return pool.cells.placed(), pool.beside.placed()
-
-
-def places_of(pool: LayerPool) -> Places:
-    """Return by what graphs and kernels know a pool, until it grows."""
-    there = [one for one in placed_of(pool) if one is not None]
-    parts = [part for placed in there for part in (*placed.k, *placed.v)]
-    return tuple((part.data_ptr(), part.stride(1)) for part in parts)
 
 
 class GroupPlan(NamedTuple):
@@ -51,12 +41,14 @@ class GpuSteps:
     def __init__(self) -> None:
         """Keep nothing yet."""
         self._plans: dict[int, DevicePlan] = {}
-        self._pools: dict[int, tuple[Places, PoolArguments]] = {}
+        self._pools: dict[int, tuple[int, PoolArguments]] = {}
+        self._following: dict[int, Following] = {}
         self.tilings: dict[int, Tiling] = {}
         """Sizes of the last launches, by slot: what the queries of a model ask for."""
 
     def prepare(
         self,
+        layer: int,
         slot: int,
         plan: StepPlan,
         group: LayerGroup,
@@ -67,19 +59,22 @@ class GpuSteps:
         """Put a plan on the device; the one before of the same slot is gone.
 
         Args:
+            layer: one of those that have the plan.
             slot: whose plan it is.
             plan: without writes for layers that write nothing.
             group: of the layers.
-            pool: of one of them.
+            pool: of the layer.
             q: ``[1, n_heads, T, q_dim]``, in the type that comes to ``run``.
             exact: writes to exact cells, counted from 0.
         """
         if slot not in self._plans:
             with torch.inference_mode(False):  # it outlives any inference_mode block
                 self._plans[slot] = DevicePlan(q.device)
-        tiling = launch.tiling_of(q.shape[1], self.arguments(-1, pool), q.dtype, q.device)
+            self._following[slot] = Following()
+        tiling = launch.tiling_of(q.shape[1], self.arguments(layer, pool), q.dtype, q.device)
         self.tilings[slot] = tiling
-        self._plans[slot].update(launch.compiled(plan, group.sight, tiling, exact=exact))
+        packed = self._following[slot].packed(plan, group.sight, tiling, exact=exact)
+        self._plans[slot].update(packed)
         return GroupPlan(self._plans[slot], tiling)
 
     def run(
@@ -104,12 +99,11 @@ class GpuSteps:
 
     def arguments(self, layer: int, pool: LayerPool) -> PoolArguments:
         """Return how the kernels are told a layer's pool, made anew where it has grown."""
-        where = places_of(pool)
         known = self._pools.get(layer)
-        if known is None or known[0] != where:
+        if known is None or known[0] != pool.n_cells:
             own, beside = placed_of(pool)
             made = launch.pool_arguments(own)
             if beside is not None:
                 made = made._replace(beside=launch.pool_arguments(beside))
-            known = self._pools[layer] = where, made
+            known = self._pools[layer] = pool.n_cells, made
         return known[1]
