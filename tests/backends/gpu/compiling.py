@@ -209,6 +209,7 @@ def main() -> None:
     )
     choice.ON_CPU = True
     launch.shared_bytes = lambda device: 232_448 if size == "large" else 101_376
+    launch.has_fp8 = lambda device: backend == "cuda" and int(arch) >= 89
     for name in names or (*CASES, *WEIGHTS):
         compile_case(name, target)
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcellar.backends.torch.gpu.lists import ALL, BAND, CAUSAL, CellList, lists_of
-from kvcellar.backends.torch.gpu.plans import SECTIONS, Tiling, pack
+from kvcellar.backends.torch.gpu.plans import SECTIONS, PackedPlan, Tiling, pack
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.spans import Span
 from kvcellar.sight import Sight
@@ -90,13 +90,31 @@ def test_a_window_over_a_prompt_needs_no_mask() -> None:
 
 def test_the_next_tokens_plan_has_the_same_form_and_is_a_small_transfer() -> None:
     steps = [decode_plan((Run(0, 2000), Run(2100, 5 + i))) for i in range(3)]
-    steps.append(decode_plan((Run(0, 2000), Run(2100, 20), Run(9000, 30))))
+    steps.append(decode_plan((Run(0, 2000), Run(2100, 20), Run(9000, 10))))
     packed = [pack(plan, lists_of(plan, ALL_OF_IT), TILING) for plan in steps]
     assert len({one.form for one in packed}) == 1
-    assert packed[0].numbers.nbytes <= 300
-    assert packed[0].form.n_splits > 1
+    assert packed[0].numbers.nbytes <= 800
+    assert splits_of(packed[0]) == {0: 16}
     eight = decode_plan(*((Run(3000 * i, 2000),) for i in range(8)))
-    assert pack(eight, lists_of(eight, ALL_OF_IT), TILING).numbers.nbytes <= 1024
+    assert pack(eight, lists_of(eight, ALL_OF_IT), TILING).numbers.nbytes <= 3072
+
+
+def test_a_trunk_is_split_as_for_one_and_what_is_each_branch_s_own_is_not() -> None:
+    trunk, own = Run(0, 16_384), [Run(20_000 + 100 * i, 5) for i in range(8)]
+    plan = decode_plan(*((trunk, run) for run in own))
+    branches = splits_of(pack(plan, lists_of(plan, ALL_OF_IT), TILING))
+    assert branches == {0: 63, **dict.fromkeys(range(1, 9), 1)}
+    plan = decode_plan((trunk, own[0]))
+    assert splits_of(pack(plan, lists_of(plan, ALL_OF_IT), TILING)) == {0: 64}
+    eight = decode_plan(*((Run(5000 * i, 4096),) for i in range(8)))
+    assert set(splits_of(pack(eight, lists_of(eight, ALL_OF_IT), TILING)).values()) == {9}
+
+
+def splits_of(packed: PackedPlan) -> dict[int, int]:
+    """Into how many parts the cells of each list are split: one tile has its queries."""
+    n = packed.form.sections[0]
+    tiles = packed.numbers[: n - n % 3].reshape(-1, 3)
+    return dict(Counter(tiles[tiles[:, 0] >= 0, 0].tolist()))
 
 
 def test_short_runs_behind_each_other_are_read_by_index() -> None:

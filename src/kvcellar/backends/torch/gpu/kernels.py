@@ -221,23 +221,21 @@ def attend_lists(
 ):  # fmt: skip
     """Attend one tile of the queries of a list over one split of its cells, for one KV head.
 
-    The grid is (tiles, splits, KV heads). A row of a tile is a query head of a token: all query
-    heads of a KV head are side by side. Rows with a slot leave their part there; the others, whose
-    part is the only one, are the result. Cells from BESIDE on are another pool's, of one piece.
+    The grid is (tiles, KV heads). A row of a tile is a query head of a token: all query heads of a
+    KV head are side by side. Rows with a slot leave their part there; the others, whose part is the
+    only one, are the result. Cells from BESIDE on are another pool's, of one piece.
     """
-    of_list = tl.load(tiles + 2 * tl.program_id(0))
+    tile = tiles + 3 * tl.program_id(0)
+    of_list = tl.load(tile)
     if of_list < 0:
         return
-    split = tl.program_id(1)
-    head = tl.program_id(2).to(tl.int64)
+    first_row, split = tl.load(tile + 1), tl.load(tile + 2)
+    head = tl.program_id(1).to(tl.int64)
     facts = lists + of_list * LIST
     n_splits = tl.load(facts + 9)
-    if split >= n_splits:
-        return
     n_tokens = tl.load(facts + 1)
     n_free, kind = tl.load(facts + 5), tl.load(facts + 6)
     mask_at, aux = tl.load(facts + 7), tl.load(facts + 8)
-    first_row = tl.load(tiles + 2 * tl.program_id(0) + 1)
 
     rows = first_row + tl.arange(0, M)
     t = rows // GROUP

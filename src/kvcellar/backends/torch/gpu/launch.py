@@ -287,13 +287,12 @@ def attend(
         pool.beside is not None, TYPES[computes], softcap is not None, sinks is not None,
         form.has_masks,
     )  # fmt: skip
-    launches = (("few", form.n_splits, form.rows), ("many", 1, tiling.many))
     with on_device(q.device):
-        for name, n_splits, rows in launches:
-            n_tiles = len(at[name]) // 2
+        for name, rows in (("few", form.rows), ("many", tiling.many)):
+            n_tiles = len(at[name]) // 3
             if not n_tiles:
                 continue
-            kernels.attend_lists[(n_tiles, n_splits, tiling.n_kv_heads)](
+            kernels.attend_lists[(n_tiles, tiling.n_kv_heads)](
                 q, out, part_out, part_lse, logit_sinks, *pools, at[name], *common, rows,
                 tiling.cells,
                 num_warps=8 if rows * pool.v.pad >= MANY_NUMBERS else 4, num_stages=tiling.stages,

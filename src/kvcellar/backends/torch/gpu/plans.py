@@ -66,14 +66,12 @@ class Form(NamedTuple):
 
     Attributes:
         sections: integers of each section, in the order of ``SECTIONS``.
-        n_splits: grid of the lists with few queries.
         rows: of a tile with few queries.
         n_slots: parts of a query head that are kept until they are merged.
         has_masks: whether a list has a mask.
     """
 
     sections: tuple[int, ...]
-    n_splits: int
     rows: int
     n_slots: int
     has_masks: bool
@@ -82,12 +80,12 @@ class Form(NamedTuple):
 SECTIONS = (
     "few", "many", "lists", "runs", "tokens", "merged", "writes", "exact", "index", "masks"
 )  # fmt: skip
-"""Sections of a plan: tiles (list, first row) of lists with few queries and with many; lists; runs;
-tokens of lists (token, first slot or -1: its result is whole); merged tokens (token, first slot,
-stop); the cell of each token, and its exact one, -1 for none; cells by index; masks, a byte for
-each cell."""
+"""Sections of a plan: tiles (list, first row, split) of lists of few queries and of many; lists;
+runs; tokens of lists (token, first slot or -1: its result is whole); merged tokens (token, first
+slot, stop); the cell of each token, and its exact one, -1 for none; cells by index; masks, a byte
+for each cell."""
 
-_WIDTHS = (2, 2, LIST_INTS, RUN_INTS, 2, 3, 1, 1, 1, 1)
+_WIDTHS = (3, 3, LIST_INTS, RUN_INTS, 2, 3, 1, 1, 1, 1)
 
 BESIDE = 1 << 30
 """First cell of the pool beside, as a plan names it: exact cells, or those of a frozen prefix."""
@@ -144,12 +142,8 @@ def pack(
     many = [one for one in lists if one.n_tokens * tiling.group > FEW_ROWS]
     rows = max((one.n_tokens * tiling.group for one in few), default=1)
     rows = min(tiling.few, max(16, rounded_up(rows)))
-    n_tiles = sum(-(-one.n_tokens * tiling.group // rows) for one in few)
-    longest = max((one.n_cells for one in few), default=0)
-    most_splits = _most_splits(n_tiles, tiling)
-    n_splits = min(most_splits, rounded_up(max(1, longest // (2 * tiling.cells))))
     ordered = [*few, *many]
-    splits = [n_splits] * len(few) + [1] * len(many)
+    splits = [*_splits(few, rows, tiling), *[1] * len(many)]
     tokens = [_tokens_of(one) for one in ordered]
     slots, merged, n_slots = _slots(tokens, splits, n_tokens)
     table = np.zeros((len(ordered), LIST_INTS), np.int32)
@@ -175,8 +169,8 @@ def pack(
     pairs = [np.stack(pair, axis=1) for pair in zip(tokens, slots, strict=True)]
     bytes_of = np.concatenate(masks) if masks else np.empty(0, np.uint8)
     parts = (
-        _tiles(few, 0, rows, tiling.group),
-        _tiles(many, len(few), tiling.many, tiling.group),
+        _tiles(few, 0, rows, tiling.group, splits),
+        _tiles(many, len(few), tiling.many, tiling.group, splits),
         table,
         np.array(runs, np.int64).reshape(-1, RUN_INTS),
         np.concatenate(pairs) if pairs else np.empty((0, 2), np.int64),
@@ -186,10 +180,9 @@ def pack(
         np.concatenate(index) if index else np.empty(0, np.int64),
         np.pad(bytes_of, (0, -len(bytes_of) % 4)).view(np.int32),
     )
-    form, numbers = _joined(parts, n_splits, rows, n_slots, bool(masks))
-    left = (n_splits + 1) * 2 * tiling.cells if n_splits < most_splits else 1 << 31
+    form, numbers = _joined(parts, rows, n_slots, bool(masks))
     packed = PackedPlan(form, numbers)
-    return replace(packed, moving=_moving(packed, plan, ordered, left, stores=stores))
+    return replace(packed, moving=_moving(packed, plan, ordered, tiling, stores=stores))
 
 
 def rounded_up(n: int) -> int:
@@ -197,14 +190,31 @@ def rounded_up(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def _most_splits(n_tiles: int, tiling: Tiling) -> int:
-    """Return into how many parts the cells of lists with few queries are split at most."""
-    wanted = -(-tiling.n_programs // (max(1, n_tiles) * tiling.n_kv_heads))
-    return rounded_up(min(wanted, MOST_SPLITS))
+def _splits(few: Sequence[CellList], rows: int, tiling: Tiling) -> list[int]:
+    """Return into how many parts the cells of each list with few queries are split.
+
+    All programs have about as many cells: those of a long list that many share, and of short ones.
+    """
+    sizes = [_in_steps(one.n_cells, tiling) for one in few]
+    tiles = [-(-one.n_tokens * tiling.group // rows) for one in few]
+    n_cells = sum(size * n for size, n in zip(sizes, tiles, strict=True)) * tiling.n_kv_heads
+    each = max(2 * tiling.cells, -(-n_cells // tiling.n_programs))
+    return [max(1, min(-(-size // each), MOST_SPLITS)) for size in sizes]
+
+
+def _in_steps(n_cells: int, tiling: Tiling) -> int:
+    """Return the next of some lengths, eight for each doubling: between them splits stay."""
+    step = max(2 * tiling.cells, rounded_up(n_cells) // 8)
+    return -(-n_cells // step) * step
 
 
 def _moving(
-    packed: PackedPlan, plan: StepPlan, lists: Sequence[CellList], limit: int, *, stores: bool
+    packed: PackedPlan,
+    plan: StepPlan,
+    lists: Sequence[CellList],
+    tiling: Tiling,
+    *,
+    stores: bool,
 ) -> Moving | None:
     """Say what is one more in the step after a plan's, where each token is a sequence's own.
 
@@ -214,7 +224,7 @@ def _moving(
         packed: the plan, packed.
         plan: the same, as it was.
         lists: in the order of the table.
-        limit: cells of a list from which on lists are split otherwise.
+        tiling: sizes of the launches.
         stores: false where nothing is written.
     """
     n_tokens, n_lists = plan.n_tokens, sum(bool(one.runs) for one in lists)
@@ -236,7 +246,8 @@ def _moving(
     grown = np.concatenate([at_lists + 4, at_lists + 5, at_runs + 2, at_writes])
     is_whole = n_lists == n_tokens and bool((n_runs == 1).all())
     slid = np.concatenate([at_runs, at_writes]) if is_whole else None
-    return Moving(grown, slid, limit - 1 - int(n_cells.max()))
+    n_left = min(_in_steps(n, tiling) - n for n in n_cells.tolist())
+    return Moving(grown, slid, n_left)
 
 
 def _tokens_of(one: CellList) -> IntArray:
@@ -269,15 +280,18 @@ def _slots(
     return slots, merged, int(stops[-1]) if n_tokens else 0
 
 
-def _tiles(lists: Sequence[CellList], first: int, rows: int, group: int) -> IntArray:
-    """Return (list, first row) of each tile, the longest lists first."""
+def _tiles(
+    lists: Sequence[CellList], first: int, rows: int, group: int, splits: Sequence[int]
+) -> IntArray:
+    """Return (list, first row, split) of each tile, the longest lists first."""
     order = sorted(range(len(lists)), key=lambda i: -lists[i].n_cells)
     found = [
-        (first + i, row)
+        (first + i, row, split)
         for i in order
         for row in reversed(range(0, lists[i].n_tokens * group, rows))
+        for split in range(splits[first + i])
     ]
-    return np.array(found, np.int64).reshape(-1, 2)
+    return np.array(found, np.int64).reshape(-1, 3)
 
 
 def _add_runs(
@@ -317,7 +331,7 @@ def _exact_cells(writes: Sequence[Write], n_tokens: int) -> IntArray:
 
 
 def _joined(
-    parts: Sequence[IntArray | Ints], n_splits: int, rows: int, n_slots: int, has_masks: bool
+    parts: Sequence[IntArray | Ints], rows: int, n_slots: int, has_masks: bool
 ) -> tuple[Form, Ints]:
     """Round the sections up, fill them with -1, and put them behind each other."""
     lengths = [rounded_up(len(part)) for part in parts]
@@ -329,4 +343,4 @@ def _joined(
     for part, size in zip(parts, sizes, strict=True):
         numbers[at : at + part.size] = part.reshape(-1)
         at += size
-    return Form(tuple(sizes), n_splits, rows, rounded_up(n_slots), has_masks), numbers
+    return Form(tuple(sizes), rows, rounded_up(n_slots), has_masks), numbers
