@@ -13,7 +13,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER := ccache
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: help demo serve test night quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel wheels smoke tag clean
+.PHONY: help demo serve test card night quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel wheels smoke tag clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -35,6 +35,16 @@ test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory -j4 check
 	@$(BIN)/python -m tests.real_models
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
+	$(ON_CARD)
+
+# Tests that know of no card, with all their models on one, or on what stands in for it (tests/card.py).
+ON_CARD = $(PYTEST) -n 0 --card -m card tests/engine/test_ahead.py tests/cli/test_generate.py \
+	tests/server/test_openai.py
+
+card: export TRITON_INTERPRET := $(if $(shell command -v nvidia-smi),0,1)
+card: $(VENV)/.dev ## A card's whole path, on a card where there is one, else on what stands in for it
+	HYPOTHESIS_PROFILE=night KVCELLAR_ALL_CASES=1 $(PYTEST) tests/backends/gpu
+	$(ON_CARD)
 
 night: $(VENV)/.dev ## All tests with every case of the suites and long random walks, drawn anew: hours
 	@$(BIN)/python -m tests.real_models

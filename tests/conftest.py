@@ -43,7 +43,12 @@ ROOM_BYTES = 4 << 30
 """What it must have left to be used."""
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let all models of a run be on a card; see ``tests/card.py``."""
+    parser.addoption("--card", action="store_true", help="run models on a card, or a stand-in")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Keep temporary files in memory where there is room for them, and libraries can be loaded.
 
     What kvcellar keeps for its user is kept apart, but for what takes long to build.
@@ -59,6 +64,10 @@ def pytest_configure() -> None:
         state = os.statvfs(MEMORY)
         if state.f_bavail * state.f_frsize > ROOM_BYTES and not state.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    if config.getoption("card"):
+        from tests.card import use_card
+
+        use_card()
 
 
 def pytest_collection_finish() -> None:

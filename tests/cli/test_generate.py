@@ -54,6 +54,7 @@ def n_prompt(*args: str) -> int:
     return int(generated(*args)["usage"]["prompt_tokens"])
 
 
+@pytest.mark.card
 def test_a_chat_model_gets_its_template_unless_raw(tiny):
     assert n_prompt(tiny, "-p", "hello") == 5 + FRAME
     assert n_prompt(tiny, "-p", "hello", "--chat") == 5 + FRAME

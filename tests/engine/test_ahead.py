@@ -84,6 +84,7 @@ def test_requests_that_come_and_go_are_answered_as_without(engines, make) -> Non
     assert ahead.n_available == plain.n_available == 512
 
 
+@pytest.mark.card
 def test_where_cells_are_short_nobody_ends_or_gives_way_earlier(engines) -> None:
     ahead, plain = engines(48)
     script = {0: [asked(0, 10, 60)], 3: [asked(20, 12, 30), asked(30, 5, 9)]}

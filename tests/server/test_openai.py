@@ -56,6 +56,7 @@ def test_models_are_listed(client):
         client.models.retrieve("other")
 
 
+@pytest.mark.card
 def test_a_stream_says_what_the_whole_answer_says(client):
     whole = ask(client)
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))

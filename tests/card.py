@@ -1,0 +1,105 @@
+"""A card for tests that know of none: ``pytest --card`` has all models run there.
+
+With a card and ``TRITON_INTERPRET=0`` it is that one. Elsewhere the CPU stands in for it: Triton's
+interpreter runs the kernels, a device that records Python's calls has the graphs, logits stay where
+they are, and the bundled model has one layer, since an interpreted step takes 30 ms for each.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ONE = threading.RLock()
+"""Held while a kernel is interpreted: the interpreter has one grid for all threads."""
+
+
+def use_card() -> None:
+    """Have models of this process run on a card from now on, or on what stands in for one."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _with_short_demo()
+        stand_in(pytest.MonkeyPatch())
+    else:
+        _on_card_by_default()
+
+
+def _on_card_by_default() -> None:
+    from kvcellar.models import LoadOptions
+
+    own: Any = LoadOptions.__init__
+
+    def init(self: Any, *args: Any, **fields: Any) -> None:
+        own(self, *args, **fields)
+        if self.device is None and self.backend == "torch":
+            object.__setattr__(self, "device", "cuda")
+
+    LoadOptions.__init__ = init  # type: ignore[method-assign]
+
+
+def _with_short_demo() -> None:
+    from kvcellar.models import hub
+
+    hub.DEMO_FOLDER = _short_demo(hub.DEMO_FOLDER)  # before anybody takes its name from there
+
+    from tests.server import live
+
+    live.PATIENCE_S = 600.0
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Have the CPU stand in for a card until a patch is undone."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    from kvcellar.backends.torch import loading
+    from kvcellar.backends.torch.gpu import choice, graphs, launch, lists, logits, multiply, plans
+    from tests.backends.gpu.fake_device import FakeDevice
+    from tests.backends.gpu.interpreter import hasten
+
+    def tiling(n_heads: int, pool: Any, dtype: Any, device: Any) -> plans.Tiling:
+        n_kv_heads = pool.k.data.shape[1]
+        return plans.Tiling(n_heads // n_kv_heads, n_kv_heads, 64, 64, 64, 2, 1)
+
+    hasten()
+    patch.setattr(loading, "_prove", lambda *_: None)  # it runs a model's twin on the CPU
+    patch.setattr(choice, "ON_CPU", True)
+    patch.setattr(choice, "has_graphs", lambda device: True)
+    patch.setattr(logits, "ON_CPU", True)
+    patch.setattr(graphs, "CudaGraphs", lambda device: FakeDevice())
+    patch.setattr(launch, "tiling_of", tiling)
+    patch.setattr(lists, "LEAST_SHARED", 64)
+    patch.setattr(multiply, "OUTPUTS_AT_ONCE", 256)  # few programs, which take long here
+    run = interpreter.GridExecutor.__call__
+
+    def run_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _ONE, np.errstate(all="ignore"):  # of what tiles throw away, and NaN
+            return run(self, *args, **kwargs)
+
+    patch.setattr(interpreter.GridExecutor, "__call__", run_alone)
+
+
+def _short_demo(folder: Path) -> Path:
+    """Write the bundled model with its first layer alone; return its folder."""
+    from safetensors.torch import load_file, save_file
+
+    short = Path(tempfile.mkdtemp(prefix="kvcellar-demo-"))
+    atexit.register(shutil.rmtree, short, ignore_errors=True)
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            shutil.copy(path, short)
+    config = json.loads((short / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (short / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    kept = {
+        name: one for name, one in weights.items() if ".layers." not in name or ".layers.0." in name
+    }
+    save_file(kept, short / "model.safetensors", metadata={"format": "pt"})
+    return short
