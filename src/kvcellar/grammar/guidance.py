@@ -7,7 +7,6 @@ from collections.abc import Collection
 from typing import Any
 
 from llguidance import LLTokenizer
-from llguidance.hf import from_tokenizer
 
 from kvcellar.models.templates import text_of_templates
 
@@ -21,7 +20,7 @@ def guidance_tokenizer(
     Some vocabularies have HTML's tags among them, so that a model could write no page.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: of the model.
         n_vocab: tokens of the model.
         eos_ids: those that end an answer.
         marks: of the model's dialect, which are no text.
@@ -29,15 +28,20 @@ def guidance_tokenizer(
     Raises:
         ValueError: the library has no way to read it.
     """
-    tags, backend = tags_of_text(tokenizer, marks), getattr(tokenizer, "backend_tokenizer", None)
-    value = json.loads(backend.to_str()) if tags and backend is not None else {}
-    if not value or not isinstance(value["model"].get("vocab"), dict):
-        return from_tokenizer(tokenizer, n_vocab=n_vocab, eos_token=eos_ids)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"a {type(tokenizer).__name__} has no tokenizer of the library tokenizers")
+    tags = tags_of_text(tokenizer, marks)
+    value = json.loads(backend.to_str())
+    value.update(padding=None, truncation=None)
+    if eos_ids is None and tokenizer.eos_token_id is not None:
+        eos_ids = [tokenizer.eos_token_id]
+    if not tags or not isinstance(value["model"].get("vocab"), dict):
+        return LLTokenizer(json.dumps(value), n_vocab=n_vocab, eos_token=eos_ids)
     vocabulary = value["model"]["vocab"]
     for token in value["added_tokens"]:  # one that the vocabulary lacks would get another id
         vocabulary.setdefault(token["content"], token["id"])
     value["added_tokens"] = [one for one in value["added_tokens"] if one["content"] not in tags]
-    value.update(padding=None, truncation=None)
     return LLTokenizer(json.dumps(value), n_vocab=n_vocab, eos_token=eos_ids)
 
 

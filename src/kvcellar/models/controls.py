@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from kvcellar.errors import ModelError, PromptError
+from kvcellar.models.loaded_tokenizer import LoadedTokenizer
 from kvcellar.models.rendering import ask_renderer
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDEE)]
@@ -141,8 +145,8 @@ _lock = threading.Lock()
 
 
 def controls_of(tokenizer: Any) -> Controls | None:
-    """Return the control tokens of a tokenizer; None: it has none, or is not of transformers."""
-    if not is_rendered_by_transformers(tokenizer):
+    """Return the control tokens of a tokenizer; None: it has none, or renders by itself."""
+    if not is_rendered_here(tokenizer):
         return None
     state = (str(tokenizer.chat_template), len(tokenizer))
     with _lock:
@@ -193,8 +197,6 @@ def _is_tag(content: str, added: Collection[str]) -> bool:
 
 def _twin_of(backend: Any, names: Mapping[str, str]) -> tuple[Any, dict[int, int]]:
     """Make a tokenizer that knows control tokens by other names; and its ids where they differ."""
-    from tokenizers import Tokenizer
-
     value = json.loads(backend.to_str())
     model = value["model"]
     if isinstance(model.get("vocab"), dict):
@@ -297,14 +299,18 @@ def _pattern_of(node: Mapping[str, Any]) -> str:
     return f"{run}(?:{'|'.join(branches)})" + ("?" if "" in node else "")
 
 
-def is_rendered_by_transformers(tokenizer: Any) -> bool:
-    """Return true if its template is Jinja that transformers renders; others do it themselves."""
-    from transformers import PreTrainedTokenizerBase
+def is_rendered_here(tokenizer: Any) -> bool:
+    """Return true if its template is Jinja that we render; others render theirs themselves.
 
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+    Those of transformers are, unless a class has a way of its own.
+    """
+    if isinstance(tokenizer, LoadedTokenizer):
+        return True
+    base = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerBase", None)
+    if base is None or not isinstance(tokenizer, base):
         return False
     own: Any = type(tokenizer).apply_chat_template
-    return own is PreTrainedTokenizerBase.apply_chat_template
+    return own is base.apply_chat_template
 
 
 def encode_text(tokenizer: Any, text: str, names: Collection[str] = ()) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvcellar.errors import ModelError, TemplateLimitError
-from kvcellar.models.controls import controls_of, free_mark, is_rendered_by_transformers
+from kvcellar.models.controls import controls_of, free_mark, is_rendered_here
 from kvcellar.models.fitting import (
     fit,
     in_parts,
@@ -204,7 +204,7 @@ def _apply(
     is_asking: bool,
 ) -> tuple[str, tuple[str, ...]]:
     """Render a conversation by ``apply_chat_template``, made so that the template takes it."""
-    if not is_rendered_by_transformers(tokenizer):
+    if not is_rendered_here(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=is_asking, tokenize=False, **more

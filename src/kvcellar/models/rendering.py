@@ -1,7 +1,8 @@
 """Chat templates are programs from strangers: they are run elsewhere, for so long and no longer.
 
-Rendering happens in a process of its own, by transformers' own function, so that the text is
-transformers' own. A template that takes too much ends with its process and raises an error here.
+Rendering happens in a process of its own, which gives a template what transformers gives it, so
+that the text is the same. A template that takes too much ends with its process and raises an error
+here.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class _Renderers:
                     return found
         raise ModelError(
             f"the process that renders chat templates ends at once; does "
-            f"`{sys.executable} -c 'import transformers'` work?"
+            f"`{sys.executable} -c 'import jinja2'` work?"
         )
 
     def close(self) -> None:
@@ -211,7 +212,7 @@ def ask_renderer(job: dict[str, Any]) -> str:
     """Have a template rendered, or read.
 
     Args:
-        job: the arguments of ``render_jinja_template`` for one conversation, or ``literals`` or
+        job: the arguments of ``render`` of the worker, or ``literals`` or
             ``variables`` with a template of which these are wanted, joined with null characters.
 
     Raises:

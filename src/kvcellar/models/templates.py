@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvcellar.errors import ModelError, PromptError, TemplateLimitError
-from kvcellar.models.controls import is_rendered_by_transformers
+from kvcellar.models.controls import is_rendered_here
 from kvcellar.models.fitting import reads_thoughts
 from kvcellar.models.rendering import ask_renderer
 
@@ -101,7 +101,7 @@ def template_for(
 
 
 def _templates_of(tokenizer: Any) -> list[str]:
-    if not is_rendered_by_transformers(tokenizer):
+    if not is_rendered_here(tokenizer):
         return []
     return list(templates_of(tokenizer).values())
 

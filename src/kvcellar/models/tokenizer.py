@@ -1,6 +1,6 @@
-"""Loads a tokenizer by transformers, whoever runs the model, and keeps that library quiet.
+"""Loads a model's tokenizer, whoever runs the model, and keeps transformers quiet where it is used.
 
-Needs no tensor library.
+Needs no tensor library, and transformers only for tokenizers that are not read here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import transformers
-from transformers.utils import logging as hf_logging
-
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.gguf.tokens import ends_of, tokenizer_of
+from kvcellar.models.tokenizer_classes import UnknownTokenizerError
+from kvcellar.models.tokenizer_files import read_tokenizer
 
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""
@@ -38,10 +37,14 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if folder.is_file():
         return tokenizer_of(read_gguf(folder))
+    tokenizer: Any
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        try:
+            tokenizer = read_tokenizer(folder)
+        except UnknownTokenizerError as what:
+            tokenizer = _by_transformers(folder, str(what))
+    except ModelError:
+        raise
     except Exception as error:  # of many kinds: JSON, tokenizers' own, missing packages
         raise ModelError(
             f"the tokenizer in {folder} cannot be read: {error}; copy its files again from where "
@@ -55,10 +58,32 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def _by_transformers(folder: Path, what: str) -> Any:
+    """Have transformers read a tokenizer of a kind that is not read here.
+
+    Raises:
+        ModelError: transformers is not installed.
+        Exception: of many kinds: it does not read it either.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(
+            f"the tokenizer in {folder} is {what}, which only transformers reads; install it with: "
+            f"pip install transformers sentencepiece protobuf, or convert the tokenizer where it "
+            f"is installed: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes "
+            f'tokenizer.json, and "tokenizer_class": "PreTrainedTokenizerFast" in '
+            f"tokenizer_config.json has that file read as it is"
+        ) from None
+    return transformers.AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+
+
 def opening_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before a text, such as a BOS; often none."""
-    whole = [int(token) for token in tokenizer("a")["input_ids"]]
-    plain = [int(token) for token in tokenizer("a", add_special_tokens=False)["input_ids"]]
+    whole = [int(token) for token in tokenizer.encode("a")]
+    plain = [int(token) for token in tokenizer.encode("a", add_special_tokens=False)]
     for at in range(len(whole) - len(plain) + 1):
         if whole[at : at + len(plain)] == plain:
             return whole[:at]
@@ -68,6 +93,7 @@ def opening_tokens(tokenizer: Any) -> list[int]:
 @contextmanager
 def quiet(progress: Callable[[float], None]) -> Iterator[None]:
     """Let transformers neither log nor draw bars; tell ``progress`` how far the weights are."""
+    from transformers.utils import logging as hf_logging
 
     class LoadingBar(hf_logging.EmptyTqdm):
         def __iter__(self) -> Iterator[Any]:

@@ -38,7 +38,7 @@ class EmbeddingModel:
 
     Attributes:
         name: what it was asked for by.
-        tokenizer: of transformers.
+        tokenizer: of the model.
         pooling: how its vectors are pooled where a request does not say.
         context: the longest text that it takes, in tokens.
         vocab_size: ids from 0 to ``vocab_size - 1`` exist.

@@ -1,6 +1,6 @@
 """Rules by which byte-level tokenizers cut a text before they encode it, by the format's names.
 
-A rule is patterns, one after the other. Those of transformers' own table are named by one of it.
+A rule is patterns, one after the other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -22,6 +24,18 @@ _CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _NO_HAN = r"&&[^\p{Han}]"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+def _by_case(short: str, digits: str) -> str:
+    """Write a rule that cuts before capitals; ``short`` ends words, ``digits`` are a number's."""
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{short}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{short}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_GPT4O = _by_case(_SHORT, r"\p{N}{1,3}")
 
 _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     (
@@ -48,10 +62,37 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
         "minerva-7b",
         "mellum2",
     ): (r"\p{N}", _GPT2),
-    ("glm4", "chatglm-bpe"): (_LLAMA3,),
-    ("stablelm2", "hunyuan", "solar-open", "grok-2"): ("qwen2",),
-    ("laguna",): (r"[^\n]+|[\n]+", "qwen2"),
-    ("tiny_aya", "cohere2moe"): (r"\d{1,3}(?=(?:\d{3})*\b)", "gpt-4o"),
+    (
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "jina-v5-nano",
+        "dbrx",
+        "smaug-bpe",
+        "glm4",
+        "chatglm-bpe",
+    ): (_LLAMA3,),
+    ("tekken",): (_by_case("", r"\p{N}"),),
+    (
+        "qwen2",
+        "deepseek-r1-qwen",
+        "kormo",
+        "f2llmv2",
+        "megrez",
+        "stablelm2",
+        "hunyuan",
+        "solar-open",
+        "grok-2",
+    ): (_QWEN2,),
+    ("qwen35",): (_QWEN35,),
+    ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): (_GPT4O,),
+    ("laguna",): (r"[^\n]+|[\n]+", _QWEN2),
+    ("tiny_aya", "cohere2moe"): (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
     ("minicpm5",): (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")),
     ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"): _DEEPSEEK3,
     ("deepseek-llm",): (

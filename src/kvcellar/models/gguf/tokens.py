@@ -1,12 +1,17 @@
-"""Tokenizers of GGUF files, made of the parts that transformers' own are made of."""
+"""Tokenizers of GGUF files, made for the library ``tokenizers``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from kvcellar.errors import ModelError
 from kvcellar.models.gguf.reader import GgufFile, wrong
 from kvcellar.models.gguf.splits import OPENED, SPLITS, WHOLE
+from kvcellar.models.loaded_tokenizer import LoadedTokenizer
 
 _LISTS = ("tokens", "merges", "scores", "token_type")
 _TEMPLATE = "tokenizer.chat_template"
@@ -51,30 +56,24 @@ _GO_ON = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
 """Pairs of which both are there where ``<|end|>`` ends a message, and the answer goes on."""
 
 
-def tokenizer_of(file: GgufFile) -> Any:
+def tokenizer_of(file: GgufFile) -> LoadedTokenizer:
     """Return the tokenizer that a GGUF file describes, with its chat template.
 
     Raises:
         ModelError: there is none, one of a kind that is not read, or one that cannot be right.
     """
     said = _said(file)
-    names = {name: _token(file, said["tokens"], key) for name, key in _NAMES.items()}
+    named = {name: _token(file, said["tokens"], key) for name, key in _NAMES.items()}
+    special = {name: token for name, token in named.items() if token is not None}
     try:
-        backend = _backend(file, said)
-        from transformers import PreTrainedTokenizerFast
-
-        tokenizer: Any = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
-        tokenizer._tokenizer = backend  # as an argument it would be copied, which takes a second
-        tokenizer.__init__(**names)
+        tokenizer = LoadedTokenizer(_backend(file, said), special, _templates(file))
     except ModelError:
         raise
-    except Exception as error:  # of many kinds: tokenizers' own, and what its converters trip over
+    except Exception as error:  # of many kinds, tokenizers' own
         raise wrong(file.path, f"has a tokenizer that cannot be made ({error})") from error
     if len(tokenizer) != len(said["tokens"]):
         n_all, n_known = len(said["tokens"]), len(tokenizer)
         raise wrong(file.path, f"has {n_all} tokens, of which {n_known} can be told apart")
-    tokenizer.clean_up_tokenization_spaces = False
-    tokenizer.chat_template = _templates(file)
     _open_and_close(file, tokenizer)
     return tokenizer
 
@@ -91,7 +90,7 @@ def _templates(file: GgufFile) -> str | dict[str, str] | None:
 
 
 def _said(file: GgufFile) -> dict[str, Any]:
-    """Return what a file says of its tokenizer, by transformers' names.
+    """Return what a file says of its tokenizer.
 
     Raises:
         ModelError: too little, or what cannot be.
@@ -138,76 +137,122 @@ def _token(file: GgufFile, tokens: list[str], key: str) -> str | None:
     return tokens[number]
 
 
-def _backend(file: GgufFile, said: dict[str, Any]) -> Any:
-    """Make the tokenizer of the library tokenizers.
+def _backend(file: GgufFile, said: dict[str, Any]) -> Tokenizer:
+    """Make what encodes and decodes.
 
     Raises:
         ModelError: it is of a kind, or cuts texts in a way, that is not known.
     """
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        GGUF_TOKENIZER_TYPES,
-        convert_gguf_tokenizer,
-    )
-
     kind = said["tokenizer_type"]
-    if kind == "gpt2":
-        return _byte_level(file, said)
-    if kind not in GGUF_TOKENIZER_TYPES:
-        known = ", ".join(GGUF_TOKENIZER_TYPES)
+    make = _KINDS.get(kind)
+    if make is None:
         raise ModelError(
-            f"{file.path} has a tokenizer of the kind {kind[:40]!r}, and {known} are read here; "
-            f"take the model's own safetensors"
+            f"{file.path} has a tokenizer of the kind {kind[:40]!r}, and {', '.join(_KINDS)} are "
+            f"read here; take the model's own safetensors"
         )
-    if kind == "llama" and file.architecture.startswith("gemma"):
-        return _of_gemma(said)
-    return convert_gguf_tokenizer(file.architecture, said)[0]
+    return make(file, said)
 
 
-def _of_gemma(said: dict[str, Any]) -> Any:
-    """Make a SentencePiece tokenizer of a Gemma, whose runs of spaces are tokens by themselves.
+def _sentencepiece(file: GgufFile, said: dict[str, Any]) -> Tokenizer:
+    """Make a SentencePiece tokenizer: spaces are part of the words, one is put before a text.
 
-    transformers' converter spells them as what spaces become, and so merges them in pairs where
-    SentencePiece takes the longest. Its merges come in the order of the vocabulary, and those of
-    one token by their left parts, the longest first.
+    Phi-3 has one before each part of a text between special tokens. Gemmas have none.
     """
-    from transformers import GemmaTokenizer
-
+    if file.architecture.startswith("gemma"):
+        return _gemma(file, said)
     tokens = said["tokens"]
-    vocabulary = {token: at for at, token in enumerate(tokens)}
-    merges = [
-        (left, right)
-        for token in tokens
-        for at in range(len(token) - 1, 0, -1)
-        if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
-    ]
-    make: Any = GemmaTokenizer
-    backend = make(vocab=vocabulary, merges=merges).backend_tokenizer
+    merges = _pairs(said) if "merges" in said else _merges_by_score(tokens, said["scores"])
+    backend = Tokenizer(models.BPE(_numbered(tokens), merges, fuse_unk=True, byte_fallback=True))
+    if file.architecture == "phi3":
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    _add_special(backend, ("<unk>", "<s>", "</s>"))
     _add_whole(backend, said)
     return backend
 
 
-def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
-    """Make a byte-level BPE, with its special tokens spelled as the file has them.
+def _gemma(file: GgufFile, said: dict[str, Any]) -> Tokenizer:
+    """Make a SentencePiece tokenizer of a Gemma, whose runs of spaces are tokens by themselves.
 
-    transformers' converter spells what is no letter of its alphabet anew, so that special tokens
-    with such letters, as DeepSeek's, would be cut into pieces.
+    Where the file lists no merges, they come in the order of the vocabulary, and those of one token
+    by their left parts, the longest first.
+    """
+    tokens = said["tokens"]
+    vocabulary = _numbered(tokens)
+    merges = (
+        _pairs(said)
+        if "merges" in said
+        else [
+            (left, right)
+            for token in tokens
+            for at in range(len(token) - 1, 0, -1)
+            if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
+        ]
+    )
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, fuse_unk=True, unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    _add_special(backend, ("<unk>", "<bos>", "<eos>", "<pad>", "<mask>"))
+    _add_whole(backend, said)
+    return backend
+
+
+def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Return the merges that a vocabulary with scores implies, best score first.
+
+    Of those that make tokens of one score, the one with the longest left part comes first.
+    """
+    vocabulary = _numbered(tokens)
+    found = []
+    for token, score in dict(zip(tokens, scores, strict=True)).items():
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(a, b, score) for a, b in pairs]
+    found.sort(key=lambda merge: (merge[2], len(merge[0]), len(merge[1])), reverse=True)
+    return [(a, b) for a, b, _ in found]
+
+
+def _pairs(said: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the merges that a file lists."""
+    return [(left, right) for left, right in (merge.split(" ") for merge in said["merges"])]
+
+
+def _numbered(tokens: Iterable[str]) -> dict[str, int]:
+    """Return the ids of tokens that come in their order."""
+    return {token: at for at, token in enumerate(tokens)}
+
+
+def _byte_level(file: GgufFile, said: dict[str, Any]) -> Tokenizer:
+    """Make a byte-level BPE, with its special tokens spelled as the file has them.
 
     Raises:
         ModelError: it cuts texts in a way that is not known.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
     cut = said["pre_tokenizer_type"]
-    rule = SPLITS.get(cut) or ((cut,) if cut in GGUF_PRE_TOKENIZER_SPLITS else None)
+    rule = SPLITS.get(cut)
     if rule is None:
         raise ModelError(
             f"{file.path} cuts texts by the rule {str(cut)[:40]!r}, which is not known here; with "
             f"another, the model would be asked something else; take its own safetensors"
         )
-    patterns = [GGUF_PRE_TOKENIZER_SPLITS.get(one, one) for one in rule]
-    tokens = said["tokens"]
-    vocabulary = {token: at for at, token in enumerate(tokens)}
+    vocabulary = _numbered(said["tokens"])
     merges = [tuple(merge.split(" ")) for merge in said["merges"]]
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
@@ -216,10 +261,10 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
                 f"has the merge {' '.join(merge)[:80]!r}, which is not of two tokens of its own "
                 f"that make a third",
             )
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in WHOLE))
+    backend = Tokenizer(models.BPE(vocabulary, _pairs(said), ignore_merges=cut in WHOLE))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in patterns),
+            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in rule),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -228,10 +273,23 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Any:
     return backend
 
 
-def _add_whole(backend: Any, said: dict[str, Any]) -> None:
-    """Tell a tokenizer of which tokens a text is never cut inside."""
-    from tokenizers import AddedToken
+_KINDS: dict[str, Callable[[GgufFile, dict[str, Any]], Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "gemma4": _gemma,
+}
+"""Makers by the format's names of kinds of tokenizers."""
 
+
+def _add_special(backend: Tokenizer, names: Iterable[str]) -> None:
+    """Tell a tokenizer of special tokens, as far as its vocabulary has them."""
+    backend.add_tokens(
+        [AddedToken(name, special=True) for name in names if backend.token_to_id(name) is not None]
+    )
+
+
+def _add_whole(backend: Tokenizer, said: dict[str, Any]) -> None:
+    """Tell a tokenizer of which tokens a text is never cut inside."""
     tokens = said["tokens"]
     kinds = said.get("token_type") or [0] * len(tokens)
     backend.add_tokens(
@@ -243,22 +301,21 @@ def _add_whole(backend: Any, said: dict[str, Any]) -> None:
     )
 
 
-def _open_and_close(file: GgufFile, tokenizer: Any) -> None:
+def _open_and_close(file: GgufFile, tokenizer: LoadedTokenizer) -> None:
     """Have the tokenizer put the tokens before and behind a text that the file wants there."""
-    from tokenizers.processors import TemplateProcessing
-
     model = file.text("tokenizer.ggml.model")
     is_opened = file.flag("tokenizer.ggml.add_bos_token")
     if is_opened is None:
         is_opened = model == "llama" or file.text("tokenizer.ggml.pre") in OPENED
     is_closed = bool(file.flag("tokenizer.ggml.add_eos_token"))
-    first = tokenizer.bos_token if is_opened and model != "gemma4" else None
-    last = tokenizer.eos_token if is_closed else None
+    special, backend = tokenizer.special_tokens_map, tokenizer.backend_tokenizer
+    first = special.get("bos_token") if is_opened and model != "gemma4" else None
+    last = special.get("eos_token") if is_closed else None
     around = [one for one in (first, last) if one is not None]
     parts = [first, "$A", last]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+    backend.post_processor = TemplateProcessing(
         single=[one for one in parts if one is not None],
-        special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in around],
+        special_tokens=[(one, backend.token_to_id(one)) for one in around],
     )
 
 
