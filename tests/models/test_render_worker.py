@@ -80,7 +80,8 @@ TRICKS = {
     "blocks are trimmed": "  {% if true %}\n  a\n  {% endif %}\n  {{ 1 }}\n",
     "loop controls": "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}"
     "{% if i == 5 %}{% break %}{% endif %}{{ i }}{% endfor %}",
-    "generation": "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.role }}"
+    "{% endgeneration %}{% endfor %}",
     "generation is a scope": "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}"
     "{% endgeneration %}{{ a }}",
     "namespace": "{% set ns = namespace(n=0, self=3) %}{% for m in messages %}"
