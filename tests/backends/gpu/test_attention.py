@@ -29,6 +29,7 @@ GROUPS = {
     "latent": LayerGroup((0,), 1, 6, 16, is_latent=True),
     "rows-of-a-group": LayerGroup((0,), 2, 64, 64),
     "latent-rows-of-a-group": LayerGroup((0,), 1, 32, 64, is_latent=True),
+    "window-of-a-group": LayerGroup((0,), 2, 32, 32, window=7, softcap=2.0),
 }
 HEADS = {
     "mha": 2,
@@ -40,6 +41,7 @@ HEADS = {
     "latent": 3,
     "rows-of-a-group": 4,
     "latent-rows-of-a-group": 2,
+    "window-of-a-group": 4,
 }
 STORAGES = ("bfloat16", "float16", "fp8", "int8", "int4", "k8v4")
 CASES = (
@@ -51,6 +53,7 @@ CASES = (
     ("rows-of-a-group", "int8", "layer_first"),
     ("rows-of-a-group", "int4:g64", "block_first"),
     ("latent-rows-of-a-group", "int8", "layer_first"),
+    ("window-of-a-group", "int8", "layer_first"),
     ("window", "int4", "block_first"),
     ("mha", "bfloat16", "block_first"),
 )

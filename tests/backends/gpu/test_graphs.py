@@ -75,14 +75,15 @@ class Pair:
 
     def __init__(self, model: LoadedModel, ours: Player, plain: Player) -> None:
         self.ours, self.plain, self.device = ours, plain, FakeDevice()
+        self.apart = 2e-5
         self.graphs = ours.runner.graphs = StepGraphs(model.network, self.device)
 
     def step(self, tokens: Sequence[tuple[int, int]], rows: Any = "all") -> None:
-        """Bring (sequence, token) to both; their logits are the same."""
+        """Bring (sequence, token) to both; their logits are the same, but for ``apart``."""
         found = self.ours.batch(tokens, rows=rows)
         with on_cpu():
             wanted = self.plain.batch(tokens, rows=rows)
-        np.testing.assert_allclose(found, wanted, atol=2e-5)
+        np.testing.assert_allclose(found, wanted, atol=self.apart)
 
     def decode(self, n: int, times: int = 1) -> None:
         """Bring a token to each of the first sequences."""
@@ -174,6 +175,7 @@ def test_layers_with_windows_caps_and_quantised_cells_are_recorded_too(tmp_path)
     with on_cpu():
         model = load_model(make_checkpoint("gemma2", tmp_path / "gemma2"))
     with both(model, kv_dtype="int8") as pair:
+        pair.apart = 0.02  # a number between two codes may be rounded to either
         pair.step(prompt(10))
         pair.decode(1, 3)
         assert pair.device.n_played >= 1
