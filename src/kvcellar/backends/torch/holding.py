@@ -43,8 +43,14 @@ def hold_parts(
         facts: of the model.
 
     Returns:
-        What is held, None where torch has all weights; and the parts that are a kernel's.
+        What is held, None where torch has all weights but a card's of experts; and the parts that
+        are a kernel's.
     """
+    if weights is None and is_gpu(device):
+        from kvcellar.backends.torch.gpu.hold import hold_experts_on_card  # it imports Triton
+
+        hold_experts_on_card(network, device)
+        return None, {}
     if weights is None:
         return None, hold_mixers(network, known)
     if is_gpu(device):

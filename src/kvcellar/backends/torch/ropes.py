@@ -8,10 +8,11 @@ of others beside a long one. Here whoever runs a forward says of each token how 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvcellar.backends.torch.positions import current_rope_length
 
@@ -61,12 +62,43 @@ def _chosen(of_all: dict[int, Any], lengths: tuple[int, ...]) -> Any:
     return found
 
 
+class KeptFactors:
+    """The factors of a rotary embedding whose forward would make them anew, in main memory.
+
+    A step that is recorded as a graph copies nothing from there.
+    """
+
+    def __init__(self, module: Any) -> None:
+        """Stand in for the function by which a module of transformers makes its factors."""
+        self._module, self._make = module, module.rope_init_fn
+        self._made: tuple[Tensor, Any] | None = None
+
+    def __call__(self, config: Any) -> tuple[Tensor, Any]:
+        """Return the factors where the module is, and what they are scaled by."""
+        device = self._module.inv_freq.device
+        if self._made is None or self._made[0].device != device:
+            factors, scaling = self._make(config)
+            self._made = factors.to(device), scaling
+        return self._made
+
+
 def hold_ropes(network: Any) -> None:
-    """Replace the rotary embeddings of a network whose factors would move, in place."""
+    """Replace what makes or moves factors in the forwards of a network's rotary embeddings."""
+    for module in network.modules():
+        if _makes_factors(module):
+            module.rope_init_fn = KeptFactors(module)
     for parent in list(network.modules()):
         for name, module in list(parent.named_children()):
             if not isinstance(parent, SessionRope) and any(map(_moves, _kinds(module).values())):
                 setattr(parent, name, SessionRope(module))
+
+
+def _makes_factors(module: Any) -> bool:
+    """Return true if a module's forward makes the factors that it turns by."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    made_by = getattr(module, "rope_init_fn", None)
+    is_known = made_by is None or isinstance(made_by, KeptFactors)
+    return not is_known and "rope_init_fn" in forward.__code__.co_names
 
 
 def _kinds(module: Any) -> dict[str | None, str]:

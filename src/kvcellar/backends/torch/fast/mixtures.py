@@ -102,7 +102,7 @@ def replace_experts(
     """Put what holds and runs their experts into a model's mixtures; others stay as they are.
 
     Args:
-        model: of transformers, on a CPU, in evaluation mode.
+        model: of transformers, in evaluation mode.
         make: makes it of what was found; None: it cannot.
         stored: as ``hold_experts`` has them.
 
@@ -345,7 +345,7 @@ def find_experts(module: Any, stored: Mapping[int, StoredExperts]) -> FoundExper
     """Return what a module's experts are; None where it computes something else.
 
     Args:
-        module: of experts, on a CPU.
+        module: of experts.
         stored: parameters that stay as a file has them, by their ids.
     """
     gate, between = None, _between(module)
@@ -394,15 +394,15 @@ def _is_understood(
     """Return true if a module makes of a few tokens what its parts, as they were found, do."""
     n_experts = int(module.num_experts)
     floats = (each.dtype for each in module.parameters() if each.is_floating_point())
-    dtype = next(floats, torch.float32)
+    dtype, device = next(floats, torch.float32), next(module.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, parts[0][0].shape[1], generator=generator).to(dtype)
+    x = torch.randn(3, parts[0][0].shape[1], generator=generator).to(device, dtype)
     some = sorted({0, n_experts // 2, n_experts - 1})
     slots = range(min(2, len(some)))
     chosen = torch.tensor([[some[(i + j) % len(some)] for j in slots] for i in range(3)])
-    shares = torch.rand(chosen.shape, generator=generator).to(dtype)
+    shares = torch.rand(chosen.shape, generator=generator).to(device, dtype)
     with torch.inference_mode():
-        want = _eager(module, x, chosen, shares, stored).float()
+        want = _eager(module, x, chosen.to(device), shares, stored).float()
         found = torch.zeros_like(want)
         for token, slot in torch.cartesian_prod(torch.arange(3), torch.arange(chosen.shape[1])):
             expert = int(chosen[token, slot])

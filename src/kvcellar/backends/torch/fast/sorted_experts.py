@@ -80,7 +80,7 @@ def replace_sorted(model: nn.Module, make: Callable[[FoundExperts], HeldExperts 
     """Put what holds and runs such experts into a model; return how many numbers are held.
 
     Args:
-        model: of transformers, on a CPU, in evaluation mode.
+        model: of transformers, in evaluation mode.
         make: makes it of what was found; None: it cannot.
     """
     n_held = 0
@@ -151,7 +151,7 @@ def _is_it(module: Any, up: ExpertRows, down: ExpertRows, between: Rows) -> bool
     some = sorted({0, n_experts // 2, n_experts - 1})
     x = torch.zeros(n_experts, _N_ROWS, hidden)
     x[some] = torch.randn(len(some), _N_ROWS, hidden, generator=torch.Generator().manual_seed(0))
-    x = x.to(up[0].dtype)
+    x = x.to(up[0])
     with torch.inference_mode():
         try:
             want = module(x.view(-1, hidden)).view(x.shape).float()

@@ -96,6 +96,21 @@ def hold_on_card(
     return Held(None, n_weights, holder.n_held, 0, parts, why_none)
 
 
+def hold_experts_on_card(model: Any, device: torch.device) -> None:
+    """Put the experts of a model on a card, in the types that they have; all else stays torch's.
+
+    torch multiplies groups of float32 and float16 rows one after the other, whose sizes it copies
+    to main memory: for these every layer would wait, and no step could be a graph.
+
+    Args:
+        model: of transformers, in evaluation mode.
+        device: where they go.
+    """
+    make = partial(card_experts, weights="bf16", device=device)
+    replace_experts(model, make, {})
+    replace_sorted(model, make)
+
+
 class _CardHolder:
     """Replaces modules of a model by some of a card.
 
