@@ -196,7 +196,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _places_of(pool: Any) -> steps.Places:
-    """As ``steps.places_of``, by storages: all addresses of the meta device are 0."""
+    """Return what ``steps.places_of`` does, by storages: addresses of the meta device are 0."""
     there = [one for one in steps.placed_of(pool) if one is not None]
     parts = [part for placed in there for part in (*placed.k, *placed.v)]
     return tuple((part.untyped_storage()._cdata, part.stride(1)) for part in parts)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.codecs import rotate, rotate_queries
@@ -216,6 +217,18 @@ class PlannedForward(StateKeeper):
             raise StepError(f"{', '.join(sorted(self._left))} had no turn in this forward")
 
 
+class FilledNumbers(TorchFunctionMode):
+    """Has single numbers come to a device by being filled in, where modules would copy them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch's; of a number's tensor on a device, the one that fills it."""
+        named: dict[str, Any] = kwargs or {}
+        is_number = func is torch.tensor and len(args) == 1 and isinstance(args[0], int | float)
+        if is_number and named.get("device") is not None and named.keys() <= {"device", "dtype"}:
+            return torch.full((), args[0], **named)
+        return func(*args, **named)
+
+
 class BufferedForward:
     """A whole forward over the buffer: call it to launch it."""
 
@@ -259,7 +272,8 @@ class BufferedForward:
         """Run the step that is in the buffer."""
         layers = PlannedForward(self._cache, self._plans, self._stretches)
         positions = Positions(self._at, self._rope_length)
-        with use_cache(cast(Any, layers)), inputs_of(self._modules) as seen, positions:
+        cached = use_cache(cast(Any, layers))
+        with cached, inputs_of(self._modules) as seen, positions, FilledNumbers():
             logits: Tensor = self._network(
                 input_ids=self._ids,
                 position_ids=self._at,
