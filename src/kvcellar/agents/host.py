@@ -130,6 +130,17 @@ class ModelHost:
         """
         return await asyncio.wrap_future(self.service.run(function))
 
+    def prepare(self, report: ProgressFn) -> None:
+        """Have what the first requests need be compiled and recorded, and wait for it.
+
+        Args:
+            report: called in the engine's thread with how much is done, 0 to 1, and what comes now.
+
+        Raises:
+            EngineClosedError: the engine has stopped.
+        """
+        self.service.run(lambda engine: engine.prepare(report)).result()
+
     def called(self, name: str) -> None:
         """Take another name, and have it with each adapter take one that follows from it."""
         self.name = name

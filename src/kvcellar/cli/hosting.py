@@ -47,10 +47,25 @@ def hosting_of(
         return Hosting.within(limit_bytes, loading, config)
 
 
-def open_shown(hosting: Hosting, name: str, bar: AbstractContextManager[ProgressFn]) -> ModelHost:
-    """Load a model and start its engine; what was found on the way is told behind the bar."""
+def open_shown(
+    hosting: Hosting,
+    name: str,
+    bar: AbstractContextManager[ProgressFn],
+    *,
+    is_prepared: bool = False,
+) -> ModelHost:
+    """Load a model and start its engine; what was found on the way is told behind the bar.
+
+    Args:
+        hosting: which loads it.
+        name: of the model.
+        bar: that shows how far it is.
+        is_prepared: true to compile and record what the first requests need on a card.
+    """
     with shown_warnings(), bar as report:
         opened = hosting.open(name, report)
+        if is_prepared:
+            opened.prepare(lambda part, what: report(part, f"{name}: {what}"))
     for found in opened.template.findings if opened.template is not None else ():
         print_note(f"chat template: {found}")
     if opened.resumes:

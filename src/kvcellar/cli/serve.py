@@ -94,8 +94,8 @@ def serve_command(
 ) -> None:
     """Serve models and agents over HTTP, as OpenAI and Anthropic do, with a page to look at.
 
-    Agents are in the store, so they are there again after a restart. Ctrl-C saves them all and
-    ends.
+    Agents are in the store, so they are there again after a restart. On a card kernels are compiled
+    before a model answers, and kept for the next start. Ctrl-C saves all agents and ends.
     """
     check_installed()
     offered = offered_models(models or ["demo"])
@@ -302,7 +302,7 @@ def _served(
     from kvcellar.server.models import ServedModels
 
     def load(path: str, progress: ProgressFn) -> ModelHost:
-        opened = open_shown(hosting, path, _told_twice(path, progress))
+        opened = open_shown(hosting, path, _told_twice(path, progress), is_prepared=True)
         facts = {"weights": opened.weights, "cache": str(opened.capacity)}
         if opened.resumes:
             facts["resumes"] = opened.resumes

@@ -23,6 +23,7 @@ from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
 from kvcellar.engine.choosing_kept import choose_kept
+from kvcellar.engine.first_use import run_first_steps
 from kvcellar.engine.moved import moved_out
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Policy, make_policy
@@ -32,9 +33,9 @@ from kvcellar.engine.restore import HeldPrefix, Restore, hold
 from kvcellar.engine.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
-from kvcellar.errors import ConfigError, EngineFailedError, RankLostError
+from kvcellar.errors import ConfigError, DeviceMemoryError, EngineFailedError, RankLostError
 from kvcellar.history import History
-from kvcellar.models.kept_logits import KeptLogits, PreparingRunner, SamplingRunner
+from kvcellar.models.kept_logits import CompilingRunner, KeptLogits, PreparingRunner, SamplingRunner
 from kvcellar.models.runner import (
     AdaptingRunner,
     FeatureRunner,
@@ -222,6 +223,25 @@ class Engine:
             raise failure
         _check_adapter(self.runner, request.space.adapter)
         return self.scheduler.add(request, self._clock())
+
+    def prepare(self, report: Callable[[float, str], None]) -> None:
+        """Have what a card compiles or records for the first request be there before it.
+
+        To be called before anything is submitted; nothing is cached afterwards. Where the card has
+        no memory for it requests find what is there.
+
+        Args:
+            report: called with how much is done, 0 to 1, and what comes now.
+        """
+        assert self.is_idle, "nothing was submitted yet"
+        if not isinstance(self.runner, CompilingRunner):
+            return
+        limits = self.scheduler.limits
+        most = limits.max_num_batched_tokens, limits.max_num_seqs
+        try:
+            run_first_steps(self.runner, self.cache, *most, report)
+        except DeviceMemoryError as error:
+            log.warning("not all was prepared that the first requests need: %s", error)
 
     def cancel(self, request_id: int) -> bool:
         """End a request, waiting or running; what it prefilled stays reusable. False: unknown."""

@@ -135,6 +135,36 @@ class PreparingRunner(SamplingRunner, Protocol):
         ...
 
 
+class FirstStep(NamedTuple):
+    """A step that is run before there are requests, so that what it needs is there afterwards.
+
+    Attributes:
+        n_tokens: of a prompt.
+        has_logits: true if the logits of its last token are wanted.
+        n_sequences: that have a token each behind the prompt; 0: there is nothing behind it.
+        n_times: how often these come, each time with the next token.
+    """
+
+    n_tokens: int
+    has_logits: bool
+    n_sequences: int = 0
+    n_times: int = 0
+
+
+@runtime_checkable
+class CompilingRunner(SamplingRunner, Protocol):
+    """A runner whose device compiles kernels, or records work, when it first needs them."""
+
+    def first_steps(self, most_tokens: int, most_rows: int) -> Sequence[FirstStep]:
+        """Return the steps behind which nothing is left to be compiled for ordinary ones.
+
+        Args:
+            most_tokens: of one forward.
+            most_rows: sequences that run at a time.
+        """
+        ...
+
+
 def no_probabilities(row: int, best: float) -> ModelError:
     """Return the error of a row of logits whose maximum is no number."""
     return ModelError(

@@ -24,6 +24,7 @@ from kvcellar.backends.torch.fast.hold import Held
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gguf import makers_of, other_types
 from kvcellar.backends.torch.gpu.choice import is_gpu
+from kvcellar.backends.torch.gpu.compiled import keep_compiled
 from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
 from kvcellar.backends.torch.holding import hold_parts
 from kvcellar.backends.torch.model import TorchModel
@@ -109,6 +110,8 @@ class _Found:
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
     """Load a model and its tokenizer; see :func:`kvcellar.models.load_model`."""
     asked = parse_weights(options.weights, options.dtype)
+    if is_gpu(_device(options)):
+        keep_compiled()
     start = 0.0  # where reading and loading begin, behind a download
 
     def downloading(part: float, what: str) -> None:

@@ -17,6 +17,12 @@ import torch
 from torch import Tensor
 
 _KERNEL_DEVICES = ("cuda", "xpu")
+_TUNED = ("fla", "mamba_ssm", "causal_conv1d")
+"""Packages whose kernels Triton compiles, and tunes by measuring them."""
+
+MOST_TUNED = 6
+"""Settings of a kernel that are measured."""
+
 _DTYPES = (torch.bfloat16, torch.float16)
 """Types that the packages' kernels are for: float32 is wanted exactly, and is transformers'."""
 
@@ -37,6 +43,25 @@ def choose_by_device(classes: Iterable[type[Any]]) -> None:
             own = _replaced(value)
             if own is not None:
                 setattr(module, key, _chosen(value, own))
+    bound_tuning()
+
+
+def bound_tuning() -> None:
+    """Have kernels of other packages choose between few settings, spread over those they offer.
+
+    Each is compiled and measured when a kernel first runs: all of them took a minute of silence.
+    """
+    loaded = [one for name, one in list(sys.modules.items()) if name.split(".")[0] in _TUNED]
+    if not loaded:
+        return
+    from triton.runtime import Autotuner, KernelInterface  # Triton is there where these are
+
+    for kernel in [value for module in loaded for value in vars(module).values()]:
+        while isinstance(kernel, KernelInterface):
+            if isinstance(kernel, Autotuner) and len(kernel.configs) > MOST_TUNED:
+                n, last = len(kernel.configs), MOST_TUNED - 1
+                kernel.configs = [kernel.configs[i * (n - 1) // last] for i in range(MOST_TUNED)]
+            kernel = getattr(kernel, "fn", None)
 
 
 def _replaced(function: Any) -> Callable[..., Any] | None:

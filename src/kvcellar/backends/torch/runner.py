@@ -18,6 +18,7 @@ from kvcellar.backends.torch.inputs import inputs_of, modules_given
 from kvcellar.backends.torch.positions import Positions, RopeLength
 from kvcellar.backends.torch.shortage import within_memory
 from kvcellar.errors import StepError
+from kvcellar.models.kept_logits import FirstStep
 from kvcellar.models.runner import BoundRunner, FloatArray, Turned
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
@@ -291,6 +292,14 @@ class SamplingTorchRunner(TorchRunner):
             if isinstance(length := self._rope_lengths(len(at)), int):
                 with suppress(torch.OutOfMemoryError):  # the forward itself will say it
                     self.graphs.prepare(self._session.cache, at, wanted, length)
+
+    def first_steps(self, most_tokens: int, most_rows: int) -> Sequence[FirstStep]:
+        """See :meth:`kvcellar.models.kept_logits.CompilingRunner.first_steps`."""
+        if self.graphs is None:
+            return ()
+        from kvcellar.backends.torch.gpu.first import first_steps  # few runners have graphs
+
+        return first_steps(most_tokens, most_rows)
 
     def _run_kept(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
