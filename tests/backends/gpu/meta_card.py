@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvcellar.backends.torch import holding
-from kvcellar.backends.torch.gpu import choice, graphs, launch, layers, linears, multiply, steps
+from kvcellar.backends.torch.gpu import choice, launch, layers, linears, multiply
 
 CARD = torch.device("meta")
 
@@ -195,13 +195,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
 
 
-def _places_of(pool: Any) -> steps.Places:
-    """Return what ``steps.places_of`` does, by storages: addresses of the meta device are 0."""
-    there = [one for one in steps.placed_of(pool) if one is not None]
-    parts = [part for placed in there for part in (*placed.k, *placed.v)]
-    return tuple((part.untyped_storage()._cdata, part.stride(1)) for part in parts)
-
-
 @contextmanager
 def meta_card() -> Iterator[None]:
     """Have the meta device be a card, with kernels that do nothing."""
@@ -212,7 +205,5 @@ def meta_card() -> Iterator[None]:
             patch.setattr(module, "is_interpreted", lambda: False)
         for module in (launch, multiply, linears, layers):
             patch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
-        for module in (graphs, steps):
-            patch.setattr(module, "places_of", _places_of)
         patch.setattr(InterpretedFunction, "run", lambda *args, **named: None)
         yield
