@@ -59,10 +59,10 @@ def hold_parts(
         held = hold_on_card(network, weights, device, known=known, blocks=blocks)
         return held, held.parts
     is_first = not known.is_file()
-    held = hold_weights(network, weights, known=known, blocks=blocks)
+    held = hold_weights(network, weights, known=known, blocks=blocks, facts=facts)
     if is_first and held.decoder is not None and not _says_the_same(network, held, facts):
         known.unlink(missing_ok=True)  # the next load looks again
-        held = replace(held, decoder=None)
+        held = replace(held, decoder=None, plan=None)
     return held, held.parts
 
 

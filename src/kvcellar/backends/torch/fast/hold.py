@@ -40,11 +40,14 @@ from kvcellar.backends.torch.fast.linears import (
 )
 from kvcellar.backends.torch.fast.mixtures import hold_experts, n_numbers
 from kvcellar.backends.torch.fast.parts import LayerPart, Part, Parts, build
+from kvcellar.backends.torch.fast.planning import plan_of
 from kvcellar.backends.torch.fast.sorted_experts import hold_sorted_experts
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.backends.torch.mixers import Mixer
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
+from kvcellar.models.facts import ModelFacts
+from kvcellar.models.plan import ModelPlan
 from kvcellar.models.weights import FILE, MOST_EXACT_BITS, can_pack, is_fitted, is_packed
 
 
@@ -59,6 +62,7 @@ class Held:
         n_compiled: decoder layers that are two calls of the kernel each for a few tokens.
         parts: modules of the model that are the kernel's, by name.
         why_none: what kept parts from being looked for; None: nothing did.
+        plan: of the model, where the decoder is all of it and a plan can say so.
     """
 
     decoder: KernelDecoder | None
@@ -67,6 +71,7 @@ class Held:
     n_compiled: int
     parts: dict[str, Part]
     why_none: str | None
+    plan: ModelPlan | None = None
 
     def said(self, weights: str) -> str:
         """Say in one line how much of a model the kernel has.
@@ -89,6 +94,7 @@ def hold_weights(
     leave: Container[nn.Module] = (),
     known: Path | None = None,
     blocks: Mapping[str, Kept] | None = None,
+    facts: ModelFacts | None = None,
 ) -> Held:
     """Put what the kernel computes in the place of a model's own modules. Others stay.
 
@@ -100,6 +106,7 @@ def hold_weights(
         leave: linear layers whose weights others read; they stay as they are.
         known: where its parts are kept once they are found; None: they are found again.
         blocks: for ``file``, parameters that stay as a file has them, by name; others stay plain.
+        facts: of the model, for its plan; None: no plan is made.
 
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
@@ -108,6 +115,7 @@ def hold_weights(
     holder = _Holder(model, weights, leave, blocks or {})
     n_weights = n_numbers(model)
     parts, whole, why_none = find_parts(model, holder.linears, known)
+    plan = None if whole is None or facts is None else plan_of(model, whole, parts, facts)
     holder.hold_embeddings()
     for name in outermost(parts):
         holder.put(name, build(name, model.get_submodule(name), parts, holder.make))
@@ -125,7 +133,7 @@ def hold_weights(
     layers = [model.get_submodule(name) for name in (() if whole is None else whole.layers)]
     is_whole = all(layer.is_native for layer in layers)
     decoder = KernelDecoder(model, whole) if whole is not None and is_whole else None
-    return Held(decoder, n_weights, holder.n_held, n_compiled, parts, why_none)
+    return Held(decoder, n_weights, holder.n_held, n_compiled, parts, why_none, plan)
 
 
 def hold_mixers(model: Any, known: Path | None = None) -> Mapping[str, Part]:

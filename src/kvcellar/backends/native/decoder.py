@@ -1,0 +1,147 @@
+"""A planned model as one call of the CPU kernel, from ids to logits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.backends.native.caches import NativeCache
+from kvcellar.backends.native.weights import Holder
+from kvcellar.backends.reference.pools import to_bfloat16_bits
+from kvcellar.kernel import attend, layers
+from kvcellar.models.plan import ModelPlan, RopePlan
+from kvcellar.types import IntArray
+
+FloatArray = NDArray[np.float32]
+
+_FEW = 64
+"""Tokens for whose rows there is memory at first."""
+
+_STRETCH = 256
+"""Positions whose rotations are worked out together."""
+
+
+class Rotations:
+    """Cosines and sines of positions, kept by stretches of positions."""
+
+    def __init__(self, plan: RopePlan, dtype: attend.Dtype) -> None:
+        """Keep rotations for q and k of a type."""
+        self._plan, self._is_bf16 = plan, dtype == attend.Dtype.bfloat16
+        self._frequencies = np.array(plan.frequencies, np.float32)
+        self._stretches: dict[int, NDArray[np.generic]] = {}
+
+    def of(self, positions: IntArray) -> NDArray[np.generic]:
+        """Return cosines and sines ``[2, T, head_dim]``, contiguous, in the type of q and k."""
+        stretches, at = np.divmod(positions, _STRETCH)
+        parts = [self._stretch(int(one)) for one in np.unique(stretches)]
+        if len(parts) == 1:
+            return np.ascontiguousarray(parts[0][:, at])
+        places = np.searchsorted(np.unique(stretches), stretches) * _STRETCH + at
+        return np.ascontiguousarray(np.concatenate(parts, axis=1)[:, places])
+
+    def _stretch(self, number: int) -> NDArray[np.generic]:
+        found = self._stretches.get(number)
+        if found is None:
+            positions = np.arange(number * _STRETCH, (number + 1) * _STRETCH, dtype=np.float32)
+            angles = (positions[:, None] * self._frequencies).astype(np.float64)
+            both = np.concatenate((angles, angles), axis=1)
+            sides = np.stack((np.cos(both), np.sin(both))) * self._plan.scale
+            found = to_bfloat16_bits(sides) if self._is_bf16 else sides.astype(np.float32)
+            self._stretches[number] = found
+        return found
+
+
+class NativeDecoder:
+    """A model's weights, and the kernel's call that runs a forward of it."""
+
+    def __init__(self, plan: ModelPlan, holder: Holder) -> None:
+        """Hold the weights of a planned model.
+
+        Raises:
+            ModelError: a tensor is missing, or is in a type that is not multiplied so.
+        """
+        self.holder = holder
+        self.hidden_size, self.vocab_size = plan.facts.hidden_size, plan.facts.vocab_size
+        self._rotations = Rotations(plan.rope, holder.dtype)
+        made = [
+            layers.DecoderLayer(
+                holder.linear(one.qkv),
+                holder.linear(one.o),
+                holder.linear(one.gate_up),
+                holder.linear(one.down),
+                holder.norm(one.before),
+                holder.norm(one.between),
+                holder.norm(one.q_norm),
+                holder.norm(one.k_norm),
+                *one.heads,
+                holder.dtype,
+                one.scale,
+            )
+            for one in plan.layers
+        ]
+        self._embedding = holder.embedding(plan.embedding)
+        is_tied = plan.head.weights == (plan.embedding,) and not any(plan.head.biases)
+        head = self._embedding.layer() if is_tied else holder.linear(plan.head, is_most_exact=True)
+        self._parts = made, holder.norm(plan.norm), head
+        self._local = threading.local()
+
+    def _embedded(self, ids: IntArray) -> layers.Decoder:
+        """Look tokens up; return what reads their rows, this thread's own."""
+        rows = getattr(self._local, "rows", None)
+        if rows is None or len(rows) < len(ids):
+            made, norm, head = self._parts
+            n_rows = max(len(ids), _FEW)
+            dtype = np.uint16 if self.holder.dtype == attend.Dtype.bfloat16 else np.float32
+            rows = self._local.rows = np.empty((n_rows, self.hidden_size), dtype)
+            self._local.decoder = layers.Decoder(made, rows.ctypes.data, norm, head)
+        self._embedding.look_up(ids, rows)
+        found: layers.Decoder = self._local.decoder
+        return found
+
+    def forward(
+        self,
+        cache: NativeCache,
+        ids: IntArray,
+        positions: IntArray,
+        rows: IntArray,
+        feature_layers: Sequence[int] = (),
+    ) -> tuple[FloatArray, FloatArray]:
+        """Run the tokens; the step is complete afterwards.
+
+        Args:
+            cache: of this backend, whose K is not stored rotated.
+            ids: int64 ``[T]``, in the vocabulary.
+            positions: ``[T]``.
+            rows: int64 ``[R]``: tokens whose logits are wanted.
+            feature_layers: whose inputs are wanted too; behind the last layer, its result.
+
+        Returns:
+            Logits ``[R, vocab_size]`` and features ``[T, n_features * hidden_size]``.
+
+        Raises:
+            StepError, PositionError, CacheFullError: as ``plan``; nothing was written.
+        """
+        n_tokens = len(ids)
+        steps = cache.plan_forward(n_tokens, positions)
+        decoder = self._embedded(ids)
+        cos, sin = self._rotations.of(positions)
+        logits = np.empty((len(rows), self.vocab_size), np.float32)
+        features = np.empty((n_tokens, len(feature_layers) * self.hidden_size), np.float32)
+        numbers = np.arange(n_tokens, dtype=np.int64)
+        decoder.run(
+            steps,
+            numbers.ctypes.data,
+            n_tokens,
+            cos.ctypes.data,
+            sin.ctypes.data,
+            rows.ctypes.data,
+            len(rows),
+            logits.ctypes.data,
+            list(feature_layers),
+            features.ctypes.data,
+        )
+        cache.finish_forward()
+        return logits, features

@@ -1,0 +1,171 @@
+"""Models from a checkpoint and a plan, without a network and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvcellar.backends.native.decoder import NativeDecoder
+from kvcellar.backends.native.runner import NativeRunner
+from kvcellar.backends.native.weights import Holder, tensors_of
+from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.kernel import levels
+from kvcellar.models.checkpoint import (
+    check_tokenizer_files,
+    check_weights,
+    pick_dtype,
+    read_config,
+)
+from kvcellar.models.facts import ModelFacts
+from kvcellar.models.generation import sampling_defaults
+from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.loading import DeviceMemory
+from kvcellar.models.model import LoadedModel
+from kvcellar.models.options import LoadOptions, ProgressFn, no_progress
+from kvcellar.models.plan import ModelPlan, kept_plan
+from kvcellar.models.runner import Runner
+from kvcellar.models.sizing import size_checkpoint
+from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet
+from kvcellar.models.weights import BETWEEN_BLOCKS, FILE, PLAIN, parse_weights
+from kvcellar.registry import CacheSession
+from kvcellar.spec import ModelCacheSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeModel(LoadedModel):
+    """A planned model in memory; attributes as in :class:`LoadedModel`.
+
+    Attributes:
+        decoder: its weights, and what runs them.
+    """
+
+    decoder: NativeDecoder = field(repr=False)
+
+    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
+        """Make a runner; session and model were found to fit."""
+        return NativeRunner(self.decoder, self.params, session, feature_layers)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        return self.touch_weights()
+
+    def touch_weights(self) -> int:
+        """Return the bytes of the weights: loading has read them all."""
+        return self.decoder.holder.arena.n_bytes
+
+
+def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
+    """Load a model and its tokenizer; see :func:`kvcellar.models.load_model`."""
+    with quiet(lambda part: None):
+        folder = find_checkpoint(options.model, lambda part, what: report(0.9 * part, what))
+        report(0.9, "reading the config")
+        raw, plan = _planned(folder, options)
+        dtype, weights = _types(folder, raw, options)
+        report(0.91, "reading the tokenizer")
+        tokenizer = load_tokenizer(folder)
+    report(0.92, "loading weights")
+    decoder = NativeDecoder(plan, Holder(tensors_of(folder, plan), weights, dtype))
+    check_vocabulary(tokenizer, plan.facts.vocab_size, folder)
+    report(1.0, "ready")
+    return NativeModel(
+        name=options.name,
+        path=folder,
+        backend=options.backend,
+        params=plan.facts.params,
+        config=SimpleNamespace(**(raw.get("text_config") or raw)),
+        tokenizer=tokenizer,
+        vocab_size=plan.facts.vocab_size,
+        eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
+        max_positions=plan.facts.max_positions,
+        dtype=dtype,
+        weights=weights,
+        sampling=sampling_defaults(folder),
+        chat_template=None,
+        decoder=decoder,
+    )
+
+
+def _planned(folder: Path, options: LoadOptions) -> tuple[dict[str, Any], ModelPlan]:
+    """Return a checkpoint's config and the plan of its model.
+
+    Raises:
+        ModelError: there is no plan, or the checkpoint is incomplete.
+        BackendError: the kernel is not built here.
+        ConfigError: another device than the CPU was asked for.
+    """
+    if not levels.is_available():
+        raise BackendError(f"the native backend is the CPU kernel: {levels.why_not()}")
+    if options.device not in (None, "cpu"):
+        raise ConfigError(
+            f"device {options.device!r} was asked for, and the native backend runs on the CPU; "
+            f"choose the backend torch, or leave device out"
+        )
+    raw = read_config(folder)
+    plan = kept_plan(raw)
+    if plan is None:
+        raise ModelError(
+            f"{options.name!r} has no plan yet, by which the native backend runs a model; load it "
+            f"once with torch on the CPU, as with: kvcellar generate {options.name} --weights "
+            f"{'file' if folder.is_file() else 'bf16'} --max-tokens 1"
+        )
+    check_tokenizer_files(folder)
+    return raw, plan
+
+
+def _types(folder: Path, raw: Mapping[str, Any], options: LoadOptions) -> tuple[str, str]:
+    """Return the type that a model computes in, and how its weights are held.
+
+    Raises:
+        ConfigError: what was asked for are plain weights, which the kernel has no products for.
+    """
+    asked = parse_weights(options.weights, options.dtype)
+    stored = check_weights(folder)
+    if folder.is_file() and asked is None and options.dtype in (None, "auto"):
+        asked = FILE
+    if asked == FILE:
+        dtype = BETWEEN_BLOCKS if options.dtype in (None, "auto") else options.dtype
+        return pick_dtype(dtype, raw, stored, is_cpu=True), FILE
+    dtype = pick_dtype("bfloat16" if asked == "bf16" else options.dtype, raw, stored, is_cpu=True)
+    if asked is None and dtype == "bfloat16":
+        asked = "bf16"
+    if asked in (None, PLAIN) or dtype == "float16":
+        raise ConfigError(
+            f"{options.name!r} would compute in {dtype} with plain weights, which the native "
+            f"backend does not; choose weights bf16, int8 or int4, or the backend torch"
+        )
+    return dtype, asked
+
+
+def check_model(options: LoadOptions) -> None:
+    """Find what is wrong with a model; see :func:`kvcellar.models.check_model`."""
+    if is_local(options.model):
+        folder = find_checkpoint(options.model, no_progress)
+        _types(folder, _planned(folder, options)[0], options)
+
+
+def size_model(options: LoadOptions) -> ModelCacheSpec:
+    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+    return size_checkpoint(options, model_facts, has_kernel=levels.is_available())
+
+
+def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of a model by its plan.
+
+    Raises:
+        ModelError: there is none.
+    """
+    plan = kept_plan(raw)
+    if plan is None:
+        raise ModelError(
+            f"a model of {raw.get('model_type')!r} has no plan yet; load it once with torch"
+        )
+    return plan.facts
+
+
+def device_memory(device: Any) -> DeviceMemory | None:
+    """Return None: the memory of a CPU is the main memory."""
+    return None
