@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.testing import CASES, BackendAdapter, Case, cases_named
+from kvcellar.testing import CASES, BackendAdapter, Case, NumpyAdapter, cases_named
 from tests.backends.gpu.interpreter import hasten
 
 needs_mlx = pytest.mark.skipif(
@@ -45,6 +45,9 @@ SHARED_OR_CHUNKED = (
     "latent-beside-heads",
 )
 """Cases of what the cases above have none of."""
+
+TWO_ROWS = ("latent-int8-rotated",)
+"""Cases whose latent and rotary rows are stored each in its own way."""
 
 FEW = (
     "mixed-three-groups",
@@ -125,6 +128,18 @@ class TorchAdapter(BackendAdapter):
         if tensor.dim() != 4:
             return tensor.to(dtype)
         return tensor.transpose(1, 2).contiguous().transpose(1, 2).to(dtype)
+
+
+class NativeAdapter(NumpyAdapter):
+    """NumPy arrays and the CPU kernel, of what it reads: no fp8, latent rows stored as one."""
+
+    def __init__(self) -> None:
+        there = unless_all(*SPLITTABLE, *SHARED_OR_CHUNKED)
+        ours = [case for case in there if "fp8" not in case.name and case.name not in TWO_ROWS]
+        super().__init__("native", cases=ours, walked=[case for case in ours if case in WALKED])
+
+    def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
+        return TorchAdapter().tolerance(in_dtype, kv_dtype)
 
 
 class TorchHalfByKernel(TorchAdapter):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvcellar.kernel import levels
 from kvcellar.testing import CASES, STATE_CASES, ConformanceSuite, NumpyAdapter
 from tests.backends.adapters import (
     MlxAdapter,
     MlxInSmallPieces,
+    NativeAdapter,
     TorchAdapter,
     TorchHalfByKernel,
     TorchInSmallPieces,
@@ -42,6 +46,11 @@ class TestTorchWithoutKernel(ConformanceSuite):
 
 class TestTorchInSmallPieces(ConformanceSuite):
     adapter = TorchInSmallPieces()
+
+
+@pytest.mark.skipif(not levels.is_available(), reason="needs the CPU kernel")
+class TestNative(ConformanceSuite):
+    adapter = NativeAdapter()
 
 
 @needs_mlx

@@ -107,8 +107,10 @@ class NativeCache(RowMoves):
         out = np.empty((q.shape[2], q.shape[1], group.v_head_dim), dtype)
         rows = self.pools.of_layer[layer_id]
         name = attend.Dtype["float16" if is_half else "float32"]
-        strides = [_strides(part[0]) for part in (q, k, v)]
-        layout = attend.Layout(q.shape[1], name, name, *strides, _strides(out.swapaxes(0, 1)))
+        of_q, of_k, of_v = (_strides(part[0]) for part in (q, k, v))
+        layout = attend.Layout(
+            q.shape[1], name, name, of_q, of_k, of_v, _strides(out.swapaxes(0, 1))
+        )
         at_k, at_v = k.ctypes.data, v.ctypes.data
         if prepared.to_exact is not None:
             assert rows.exact is not None, "the storage type has exact cells"

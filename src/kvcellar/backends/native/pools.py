@@ -71,11 +71,11 @@ class SideForm:
             dim: numbers of a row as the kernel reads it.
             has_blocks: false where there is one block for all cells.
         """
-        at = [array.ctypes.data for array in parts]
+        at = [int(array.ctypes.data) for array in parts]
         (blocks, heads, cells), *beside = [array.strides[:3] for array in parts]
         if not beside:
             return attend.Side(
-                attend.Dtype[self.dtype], dim, *at, heads, cells, blocks if has_blocks else 0
+                attend.Dtype[self.dtype], dim, at[0], heads, cells, blocks if has_blocks else 0
             )
         affine_blocks, affine_heads, affine_cells = beside[0]
         return attend.Side(
@@ -309,7 +309,7 @@ class LayerRows:
     def size_bytes(self) -> int:
         """Bytes that are allocated; of arrays that layers share, this one's part."""
         beside = 0 if self.exact is None else self.exact.size_bytes
-        n_layers = self.arrays.k[0].shape[1]
+        n_layers = int(self.arrays.k[0].shape[1])
         return self.arrays.size_bytes // n_layers + beside
 
     def ensure(self, n_cells: int) -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
 from kvcellar.errors import ModelError
-from kvcellar.kernel import attend, blocks, layers, linear
+from kvcellar.kernel import attend, blocks, layers
+from kvcellar.kernel import linear as products
 from kvcellar.models.checkpoint import read_header, tensor_places
 from kvcellar.models.gguf.families import FAMILIES
 from kvcellar.models.gguf.reader import GgufFile, read_gguf
@@ -209,7 +210,7 @@ class Embedding:
     """Rows of tokens, which may be the weights of the head as well."""
 
     def __init__(
-        self, weights: linear.LinearWeights, table: Array | None, dtype: attend.Dtype
+        self, weights: products.LinearWeights, table: Array | None, dtype: attend.Dtype
     ) -> None:
         """Take the rows as the kernel reads them.
 
@@ -266,7 +267,9 @@ class Holder:
             return layers.Norm(0, 0.0)
         return layers.Norm(self.numbers(self._tensors.vector(plan.weight)).ctypes.data, plan.eps)
 
-    def matrices(self, names: Sequence[str], *, is_most_exact: bool) -> list[linear.LinearWeights]:
+    def matrices(
+        self, names: Sequence[str], *, is_most_exact: bool
+    ) -> list[products.LinearWeights]:
         """Hold matrices of the same inputs; their outputs come one behind the other.
 
         Args:
@@ -284,8 +287,8 @@ class Holder:
         if self._weights == "bf16":
             held = self.arena.copy([_as_bf16(one) for one in rows])
             self.kept.append(held)
-            weights = linear.LinearWeights(
-                linear.WeightFormat.bf16, n_in, len(held), held.ctypes.data
+            weights = products.LinearWeights(
+                products.WeightFormat.bf16, n_in, len(held), held.ctypes.data
             )
             return [weights]
         if is_fitted(self._weights, n_in, is_most_exact):
@@ -312,7 +315,7 @@ class Holder:
         table = self.kept[-1] if self._weights == "bf16" else None
         return Embedding(weights, table, self.dtype)
 
-    def _blocks(self, one: Matrix, name: str) -> linear.LinearWeights:
+    def _blocks(self, one: Matrix, name: str) -> products.LinearWeights:
         if one.kind not in blocks.INPUTS:
             raise ModelError(
                 f"the tensor {name} is in {one.kind}, which the kernel does not multiply as it is; "
@@ -320,7 +323,7 @@ class Holder:
             )
         return self._placed(one.kind, one.rows, one.n_in)
 
-    def _placed(self, kind: str, rows: Array, n_in: int) -> linear.LinearWeights:
+    def _placed(self, kind: str, rows: Array, n_in: int) -> products.LinearWeights:
         rows = np.ascontiguousarray(rows)
         block, n_out = blocks.block_type(kind), len(rows)
         n_stored, n_data, n_beside = blocks.block_sizes(block, n_in, n_out)
@@ -331,17 +334,17 @@ class Holder:
         blocks.place_blocks(block, rows.ctypes.data, n_in, n_out, *to)
         return blocks.block_weights(block, n_in, n_out, *to)
 
-    def _packed(self, rows: Array, bits: int) -> linear.LinearWeights:
+    def _packed(self, rows: Array, bits: int) -> products.LinearWeights:
         n_out, n_in = rows.shape
         n_blocks = -(-n_out // BLOCK)
         data = self.arena.take(n_blocks * BLOCK * n_in * bits // 8)
         scales = self.arena.take(2 * n_blocks * -(-n_in // SHARED[bits]) * BLOCK)
         self.kept += data, scales
-        kind = linear.format_of(bits)
+        kind = products.format_of(bits)
         dtype = attend.Dtype["bfloat16" if rows.dtype == np.uint16 else "float32"]
         to = data.ctypes.data, scales.ctypes.data
-        linear.pack(rows.ctypes.data, dtype, kind, n_in, n_out, *to)
-        return linear.LinearWeights(kind, n_in, n_out, *to)
+        products.pack(rows.ctypes.data, dtype, kind, n_in, n_out, *to)
+        return products.LinearWeights(kind, n_in, n_out, *to)
 
 
 def _plain(one: Matrix, name: str) -> Array:

@@ -1,0 +1,212 @@
+"""The native backend: planned models without torch, held to torch's path on the same weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcellar as kv
+from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.kernel import levels
+from kvcellar.models import LoadedModel, LoadOptions, load_model
+from kvcellar.models.checkpoint import read_config
+from kvcellar.models.loading import check_model
+from kvcellar.models.plan import ModelPlan, kept_plan, plan_path
+from kvcellar.models.sizing import size_model
+from tests.models.players import Oracle
+from tests.real_models import SMOLLM2
+
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason="needs the CPU kernel")
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+FAMILIES = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("qwen2", {"layer_types": ["full_attention"] * 2}),
+    "norms-of-heads": ("qwen3", {"layer_types": ["full_attention"] * 2}),
+    "window": ("mistral", {"sliding_window": 6}),
+}
+FORMATS = ("bf16", "int8", "int4")
+IDS = tuple(b"def first(items):\n    return items[0]\n")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: Any) -> Iterator[Path]:
+    """A folder of its own for what is learnt."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCELLAR_HOME", str(folder))
+        yield folder
+
+
+Pair = tuple[Path, LoadedModel, LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def pair(home: Path, tmp_path_factory: Any) -> Callable[[str, str], Pair]:
+    """Make a checkpoint of a family, and load it by torch, which learns its plan, and natively."""
+    made: dict[tuple[str, str], Pair] = {}
+
+    def load(family: str, weights: str) -> Pair:
+        if (family, weights) not in made:
+            kind, fields = FAMILIES[family]
+            folder = tmp_path_factory.mktemp(family)
+            write_tiny(kind, folder, **{**SHAPE, **fields})
+            by_torch = load_model(folder, weights=weights)
+            made[family, weights] = (
+                folder,
+                by_torch,
+                load_model(folder, weights=weights, backend="native"),
+            )
+        return made[family, weights]
+
+    return load
+
+
+def logits(model: LoadedModel, make: Any = kv.make_seq_session, **config: Any) -> np.ndarray:
+    """Run a prompt in two chunks and some tokens one by one, ``[len(IDS), vocab]``."""
+    with make(model.backend, kv.make_config(model.params, 256, **config)) as session:
+        runner, cache, out = model.bind(session), session.cache, []
+        for start, stop in ((0, 9), (9, 20), *((at, at + 1) for at in range(20, len(IDS)))):
+            if hasattr(cache, "begin_step"):
+                cache.begin_step([0] * (stop - start))
+            at = list(range(start, stop))
+            out.append(runner.forward(IDS[start:stop], at, list(range(stop - start))))
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", FORMATS)
+def test_logits_are_those_of_torchs_path(pair, family, weights):
+    folder, by_torch, ours = pair(family, weights)
+    want, got = logits(by_torch, kv_dtype="float32"), logits(ours, kv_dtype="float32")
+    assert got.shape == want.shape and np.isfinite(got).all()
+    # Both round in bfloat16, and what they are meant to compute is transformers' in float32.
+    true = Oracle(folder).logits(IDS)
+    off, own = np.abs(got - true).max(), np.abs(want - true).max()
+    assert off <= 1.5 * own + 1e-3 and np.abs(got - want).max() <= 1.5 * own + 1e-3
+    assert (got[0] == want[0]).all(), "one token attends itself alone: nothing differs"
+
+
+@pytest.mark.parametrize(
+    "make", [kv.make_decode_session, kv.make_paged_session, kv.make_tree_session]
+)
+def test_any_cache_stands_behind_it(pair, make):
+    _, _, ours = pair("llama", "bf16")
+    want = logits(ours, kv_dtype="bfloat16")
+    assert np.abs(logits(ours, make, kv_dtype="bfloat16") - want).max() <= 2e-2
+    quantised = logits(ours, make, kv_dtype="int8:first4:last64")
+    assert np.abs(quantised - want).max() <= 0.2 * np.abs(want).max()
+
+
+def test_forks_and_wanted_rows(pair):
+    _, _, ours = pair("llama", "int8")
+    with kv.make_seq_session("native", kv.make_config(ours.params, 256)) as session:
+        runner, cache = ours.bind(session, feature_layers=(0, 2)), session.cache
+        cache.begin_step([0] * 20)
+        none, features = runner.forward_with_features(IDS[:20], range(20), [])
+        assert none.shape == (0, ours.vocab_size) and features.shape == (20, 2 * 64)
+        cache.seq_cp(0, 1)
+        cache.begin_step([1, 0])
+        both = runner.forward([IDS[20], 65], [20, 20], [0, 1])
+        cache.seq_rm(1)
+        cache.seq_cp(0, 1, 0, 20)
+        cache.begin_step([1])
+        again = runner.forward([IDS[20]], [20])
+    assert np.abs(both[0] - again[0]).max() <= 2e-2 and np.abs(both[0] - both[1]).max() > 0.1
+
+
+def test_a_plan_is_a_value_that_is_kept(pair):
+    folder, _, _ = pair("norms-of-heads", "bf16")
+    raw = read_config(folder)
+    plan = kept_plan(raw)
+    assert plan is not None and ModelPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert len(plan.layers) == 2 and plan.layers[0].heads == (4, 2, 16)
+    assert plan.layers[1].q_norm is not None and len(plan.rope.frequencies) == 8
+    path = plan_path(raw)
+    whole = path.read_bytes()
+    for damaged in (b"{}", whole[: len(whole) // 2], b"[" * 100_000, whole.replace(b"eps", b"epS")):
+        path.write_bytes(damaged)
+        assert kept_plan(raw) is None
+    path.write_bytes(whole)
+    assert kept_plan(raw) == plan
+
+
+def test_what_it_cannot_run_is_refused_by_name(home, pair, tmp_path):
+    gemma = write_tiny("gemma", tmp_path / "gemma", **SHAPE)
+    load_model(gemma, weights="bf16")
+    with pytest.raises(ModelError, match=r"has no plan yet.*load it once with torch"):
+        load_model(gemma, backend="native", weights="bf16")
+    folder, _, ours = pair("llama", "bf16")
+    with pytest.raises(ConfigError, match="would compute in float32 with plain weights"):
+        load_model(folder, backend="native")
+    with pytest.raises(ConfigError, match="runs on the CPU"):
+        check_model(LoadOptions(folder, backend="native", weights="bf16", device="cuda"))
+    with pytest.raises(ConfigError, match="K and V in fp8 are not read by the CPU kernel"):
+        kv.make_seq_session("native", kv.make_config(ours.params, 64, "fp8"))
+    rotated = kv.make_config(ours.params, 64, "int8:rot")
+    stored_rotated = pytest.raises(ConfigError, match="stores K rotated")
+    with kv.make_seq_session("native", rotated) as session, stored_rotated:
+        ours.bind(session)
+    elsewhere = pytest.raises(BackendError, match="was loaded for 'native'")
+    with kv.make_seq_session("torch", kv.make_config(ours.params, 64)) as session, elsewhere:
+        ours.bind(session)
+
+
+def test_its_size_is_told_before_it_is_loaded(pair):
+    folder, _, ours = pair("llama", "int8")
+    spec = size_model(LoadOptions(folder, backend="native", weights="int8"))
+    assert spec.params.groups == ours.params.groups
+    assert spec.weight_bytes == pytest.approx(ours.size_bytes, rel=0.1)
+
+
+def test_agents_sleep_with_torch_and_wake_up_without(pair, tmp_path):
+    folder, _, _ = pair("llama", "bf16")
+    greedy = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    settings = {"store": tmp_path, "capacity": 512, "weights": "bf16"}
+    restored = []
+    for backend in ("torch", "native", "torch"):
+        with kv.open(folder, backend=backend, **settings) as cellar:
+            friend = cellar.agent("friend")
+            restored.append(friend.say("Go on: ", **greedy).usage.restored_tokens)
+            assert friend.say("Go on: ", **greedy).usage.cached_tokens > 0
+    assert restored[0] == 0 and 0 < restored[1] < restored[2]
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_and_nothing_imports_torch(home):
+    model = SMOLLM2.found()
+    load_model(model)  # it learns the plan
+    program = (
+        "import sys\n"
+        "import kvcellar as kv\n"
+        "from kvcellar.engine import SamplingParams, generate, last\n"
+        "from kvcellar.models import load_model\n"
+        f"model = load_model({str(model)!r}, backend='native')\n"
+        "ids = model.tokenizer.encode('The capital of France is')\n"
+        "with kv.make_seq_session('native', kv.make_config(model.params, 256)) as session:\n"
+        "    params = SamplingParams(max_tokens=6, temperature=0.0)\n"
+        "    runner = model.bind(session)\n"
+        "    print(last(generate(runner, session.cache, model.tokenizer, ids, params)).text)\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
