@@ -142,5 +142,5 @@ class World:
     def shell(self, line: str) -> str | None:
         """Run a line in a shell; return what is wrong with it."""
         line = re.sub("^curl ", "curl --fail-with-body --silent --show-error ", line)
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
         return None if done.returncode == 0 else done.stdout + done.stderr

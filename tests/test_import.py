@@ -32,7 +32,7 @@ def run(code):
         env={"PYTHONPATH": str(Path(kvcellar.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

@@ -111,12 +111,12 @@ def noted_port() -> queue.Queue[int]:
 
 def ask_and_stop(ports: queue.Queue[int]) -> None:
     """Ask a server for one answer, and send it Ctrl-C."""
-    url = f"http://127.0.0.1:{ports.get(timeout=60)}/v1/chat/completions"
+    url = f"http://127.0.0.1:{ports.get(timeout=300)}/v1/chat/completions"
     body = {"messages": [{"role": "user", "content": "import re"}], "max_tokens": 4}
     headers = {"X-Agent-Id": "poet", "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             print(json.dumps(json.load(answer)), flush=True)
     finally:
         os.kill(os.getpid(), signal.SIGINT)

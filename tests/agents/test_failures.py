@@ -28,7 +28,7 @@ from tests.agents.fakes import (
     turn,
 )
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 ENDLESS = SamplingParams(max_tokens=500, ignore_eos=True)
 
 

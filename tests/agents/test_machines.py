@@ -23,9 +23,16 @@ from tests.agents.fakes import manager, run, turn
 from tests.agents.test_two_processes import said_to
 from tests.processes import started
 from tests.store.fakes import QUICK
+from tests.store.shared.servers import wait_long
 
 LONG = "one " * 20
 Machine = Callable[[str], AgentManager]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places may be slow."""
+    wait_long(monkeypatch)
 
 
 @pytest.fixture
@@ -68,7 +75,7 @@ def tier_of(agents: AgentManager) -> SharedTier:
 
 
 def flushed(agents: AgentManager) -> None:
-    assert tier_of(agents).flush()
+    assert tier_of(agents).flush(180)
 
 
 def answering(agents: AgentManager) -> None:

@@ -174,16 +174,28 @@ class Expiring:
         """Nothing is held."""
 
 
+def outlives(leases: Expiring) -> None:
+    """Wait until a lease was renewed so often that it had ended otherwise."""
+    deadline = time.monotonic() + 180
+    while leases.n_renewed < 16:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_turn_that_outlives_its_lease_is_in_a_branch(tmp_path: Path, is_kept: bool) -> None:
+def test_a_turn_that_outlives_its_lease_is_in_a_branch(
+    tmp_path: Path, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leasing, "_RENEWALS", 15)
+
     async def both(ours: AgentManager) -> None:
         await ours.lifecycle.create("poet")
         await turn(ours, "poet", "one")
-        ours.store.leases = leases = Expiring(0.1)
+        ours.store.leases = leases = Expiring(1.5 if is_kept else 0.1)
         leases.is_reachable = is_kept
         host = ours.models.host("hash")
         assert host is not None
-        host.service.run(lambda _: time.sleep(0.3))
+        host.service.run(lambda _: outlives(leases) if is_kept else time.sleep(0.3))
         async with ours.turns.running(Turn("poet", "two", params=GREEDY)) as running:
             async for event in running.events:
                 running.take(event)

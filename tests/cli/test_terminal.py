@@ -23,7 +23,7 @@ pty = pytest.importorskip("pty")
 pytest.importorskip("torch")
 
 KVCELLAR = [sys.executable, "-m", "kvcellar"]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 class Terminal:

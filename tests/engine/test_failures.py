@@ -37,7 +37,7 @@ from tests.engine.fakes import (
 )
 from tests.engine.test_engine import Heard, make_engine, nothing_is_left, plain_loop
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
 

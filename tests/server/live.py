@@ -28,7 +28,7 @@ T = TypeVar("T")
 # that a process of tests has loaded a collection takes a second.
 models.gc = SimpleNamespace(collect=int, freeze=int, unfreeze=int)
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 """For whatever has to happen at some time; a test never depends on how soon."""
 
 

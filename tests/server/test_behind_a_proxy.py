@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.processes import free_port
 from tests.server.live import serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
@@ -27,12 +27,6 @@ http {{ access_log off; client_body_temp_path {folder}/body; proxy_temp_path {fo
 fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
 {server} }}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
@@ -82,9 +76,9 @@ def test_a_proxy_hands_on_names_keys_and_streams(tmp_path):
         tls = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
         client = httpx.Client(
             base_url=f"https://127.0.0.1:{port}",
-            transport=httpx.HTTPTransport(verify=tls, retries=8),
+            transport=httpx.HTTPTransport(verify=tls, retries=10),
             headers={"Host": NAME, "Authorization": "Bearer secret"},
-            timeout=60,
+            timeout=180,
         )
         with proxy(path), client:
             to = {"extensions": {"sni_hostname": NAME}}

@@ -84,10 +84,11 @@ def test_whoever_asks_for_nothing_gives_way_to_who_asks(bounded, sent):
 @pytest.mark.parametrize("sent", [HEAD, b"G", HEAD + b"X-Slow: "])
 def test_half_a_head_is_waited_for_so_long_and_no_longer(bounded, sent):
     with opened(bounded, 20, sent) as connections:
-        for connection in connections:
-            said = received(connection)
-            assert said.startswith(b"HTTP/1.1 408 ") and b"within 1.5 s" in said
-            assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_slow"
+        found = [said for said in map(received, connections) if said]
+    assert found, "all were closed before they had sent it: by a busy machine, one or two"
+    for said in found:
+        assert said.startswith(b"HTTP/1.1 408 ") and b"within 1.5 s" in said
+        assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_slow"
 
 
 def test_a_head_that_comes_in_drops_has_no_more_time(bounded):
@@ -109,13 +110,24 @@ def test_a_connection_that_never_says_a_word_is_closed_without_one(bounded):
 
 
 def test_an_idle_connection_is_closed_after_its_time_also_with_half_of_the_next_request(bounded):
-    for begun, said in ((b"", b""), (HEAD, b"HTTP/1.1 408 ")):
-        with opened(bounded, 1, HEAD + b"\r\n") as (connection,):
-            first = connection.recv(65536)
-            assert first.startswith(b"HTTP/1.1 200 ")
-            connection.sendall(begun)
-            rest = received(connection)
-            assert rest.endswith(b"}" if begun else b"") and said in rest
+    assert not behind_an_answer(bounded, b"")
+    for _ in range(5):  # on a busy machine its time may be over before the half is sent
+        rest = behind_an_answer(bounded, HEAD)
+        if rest:
+            break
+    assert rest.startswith(b"HTTP/1.1 408 ") and rest.endswith(b"}")
+
+
+def behind_an_answer(live, sent):
+    """Return what comes behind the answer to a request, to a connection that has sent this."""
+    with opened(live, 1, HEAD + b"\r\n") as (connection,):
+        said = b""
+        while not said.endswith(b"}"):  # head and body may come apart
+            said += connection.recv(65536)
+        assert said.startswith(b"HTTP/1.1 200 ")
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        return received(connection)
 
 
 def test_two_requests_in_one_piece_are_both_answered(bounded):

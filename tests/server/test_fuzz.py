@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from tests.server.live import load_demo, serving
+from tests.server.live import PATIENCE_S, load_demo, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -48,7 +48,7 @@ def test_every_route_answers_whatever_comes(fuzzed):
             )
             @given(case=operation.as_strategy(generation_mode=mode))
             def answers(case):
-                response = case.call(timeout=60)
+                response = case.call(timeout=PATIENCE_S)
                 said = f"{case.method} {case.path}: {response.status_code} {response.text[:500]}"
                 # 507: it does not fit in the few cells; 503: nothing is ready. Both with numbers.
                 assert response.status_code < 500 or response.status_code in (503, 507), said
@@ -248,7 +248,8 @@ def test_no_value_of_any_field_is_an_error_of_the_servers(fuzzed, path):
     bodies = list(bodies_of(document, path))
     assert len(bodies) >= 3 * len(WRONG)
     headers = {"content-type": "application/json"}
-    with httpx.Client(base_url=fuzzed.url, timeout=60) as client, ThreadPoolExecutor(4) as pool:
+    client = httpx.Client(base_url=fuzzed.url, timeout=PATIENCE_S)
+    with client, ThreadPoolExecutor(4) as pool:
 
         def send(body):
             return body, client.post(path, content=body, headers=headers)

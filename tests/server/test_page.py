@@ -368,7 +368,7 @@ def test_an_answer_that_was_cut_goes_on_at_a_click(open_page, shown):
 def test_an_answer_goes_on_while_the_page_is_loaded_again_and_so_does_what_waits(
     open_page, shown, monkeypatch
 ):
-    slowed(monkeypatch, shown)
+    goes_on = slowed(monkeypatch, shown)
     shown.post("/v1/agents", {"id": "joined"})
     page = open_page()
     chosen(page, "joined")
@@ -384,6 +384,7 @@ def test_an_answer_goes_on_while_the_page_is_loaded_again_and_so_does_what_waits
     page.locator("#prompt").fill("And then?")
     page.keyboard.press("Enter")
     expect(page.locator("#queue li")).to_have_count(1)
+    goes_on.set()
     shown.until(lambda: shown.get("/v1/agents/joined")["n_turns"] == 2, "both answers")
     expect(page.locator("#talk .place")).to_have_count(2)
     found = shown.get("/v1/agents/joined")
@@ -604,7 +605,7 @@ def oklab(rgb):
 
 
 def test_what_another_client_is_told_is_seen_as_it_comes(open_page, shown, monkeypatch):
-    slowed(monkeypatch, shown)
+    goes_on = slowed(monkeypatch, shown)
     shown.post("/v1/agents", {"id": "watched"})
     page = open_page()
     chosen(page, "watched")
@@ -615,6 +616,7 @@ def test_what_another_client_is_told_is_seen_as_it_comes(open_page, shown, monke
     expect(page.locator("#talk .now")).to_be_visible()
     expect(page.locator("#talk .user")).to_contain_text("Say it to somebody else.")
     expect(page.locator("#talk .now .body")).not_to_have_text("")
+    goes_on.set()
     other.join()
     expect(page.locator("#talk .now")).to_have_count(0)
     expect(page.locator("#talk .place")).to_contain_text("turn 1")

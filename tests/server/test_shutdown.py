@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ ASKS: dict[str, dict[str, Any]] = {
 WHY = "the server is being stopped"
 
 
-@contextmanager
+@contextlib.contextmanager
 def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     started = subprocess.Popen(
         [
@@ -128,6 +128,14 @@ def the_history_was_saved(folder: Path) -> None:
         assert len(store.get(name).tokens) > 40
 
 
+def until_stopping(url: str) -> None:
+    """Wait until a server that was signalled takes no more requests."""
+    deadline = time.monotonic() + PATIENCE_S
+    with contextlib.suppress(httpx.TransportError):
+        while httpx.get(f"{url}/ready", timeout=PATIENCE_S).is_success:
+            assert time.monotonic() < deadline
+
+
 @pytest.mark.parametrize("how", ["after its time", "by a second signal"])
 @pytest.mark.slow
 def test_streams_of_a_server_that_is_stopped_end_with_an_error_that_says_why(how, tmp_path):
@@ -140,7 +148,7 @@ def test_streams_of_a_server_that_is_stopped_end_with_an_error_that_says_why(how
             assert listener.has_begun.wait(PATIENCE_S)
         server.send_signal(signal.SIGTERM)
         if is_hurried:
-            time.sleep(0.5)
+            until_stopping(url)
             assert server.poll() is None, "answers have their time after the first signal"
             server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0

@@ -134,5 +134,5 @@ def test_the_library_reads_half_a_pair_as_the_server_does(live):
             pass
         return live.service.agents.directory.conversation(made.agent_id)
 
-    messages = live.run(asyncio.wait_for(turn(), 60))
+    messages = live.run(asyncio.wait_for(turn(), 180))
     assert [m["content"] for m in messages[:2]] == ["a \ufffd b", "a \ufffd b"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -416,21 +417,32 @@ def test_each_agent_has_a_draft_and_a_line_of_its_own(open_page, shown):
     expect(page.locator("#prompt")).to_have_value("For the right.")
 
 
+N_SLOW = 20
+"""Tokens after which an answer waits."""
+
+
 def slowed(monkeypatch, live):
-    """Have the answers of a server come slowly, and not end by themselves."""
+    """Have the answers of a server come slowly and wait in their midst, until the event is set.
+
+    Nor do they end by themselves.
+    """
     engine = live.service.models.hosts()[0].engine
-    step = engine.step
+    step, goes_on = engine.step, threading.Event()
 
     def slowly():
-        time.sleep(0.03)
+        is_far = any(one.n_computed >= one.n_prompt + N_SLOW for one in engine.scheduler.running)
+        if not goes_on.is_set() and is_far and not goes_on.wait(0.05):
+            return []
+        time.sleep(0.01)
         return step()
 
     monkeypatch.setattr(engine, "step", slowly)
     monkeypatch.setattr(engine.outcomes, "eos_token_ids", frozenset())
+    return goes_on
 
 
 def test_what_is_sent_during_an_answer_waits_for_its_end(open_page, shown, monkeypatch):
-    slowed(monkeypatch, shown)
+    goes_on = slowed(monkeypatch, shown)
     shown.post("/v1/agents", {"id": "talking"})
     page = open_page()
     chosen(page, "talking")
@@ -451,6 +463,7 @@ def test_what_is_sent_during_an_answer_waits_for_its_end(open_page, shown, monke
     expect(page.locator("#queue")).to_be_hidden()
     chosen(page, "talking")
     expect(page.locator("#talk .now")).to_be_visible()
+    goes_on.set()
     expect(page.locator("#talk .user").last).to_have_text(re.compile("Next."))
     expect(page.locator("#queue")).to_be_hidden()
     shown.until(lambda: shown.get("/v1/agents/talking")["n_turns"] == 2, "two turns")

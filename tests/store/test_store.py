@@ -373,7 +373,7 @@ class Gate:
             self._event.wait(120)
 
         assert writer.offer(wait, 0)
-        self.reached.wait(30)
+        self.reached.wait(120)
 
     def open(self) -> None:
         self._event.set()

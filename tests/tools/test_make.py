@@ -29,7 +29,7 @@ def make(folder: Path, *args: str, rc: int = 0) -> subprocess.CompletedProcess[s
         os.utime(folder / stamp, (since, since))
     command = ["make", "--no-print-directory", "-C", str(ROOT), f"VENV={folder}", *args]
     env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def play(url: str, project: Path, requests: list[Any]) -> str:
         messages.append({"role": "user", "content": request.text})
         while messages[-1]["role"] != "assistant":
             body = {"messages": messages, "tools": TOOLS, "max_tokens": 400}
-            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
             messages.append(answer.json()["choices"][0]["message"])
             for call in messages[-1].get("tool_calls") or ():
                 name, given = call["function"]["name"], json.loads(call["function"]["arguments"])

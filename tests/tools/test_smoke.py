@@ -33,7 +33,7 @@ def test_a_block_that_fails_ends_it_and_what_it_started(tmp_path):
         ["bash", "-c", smoke.script_of(page).replace("python -", "python3 -")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 3 and "more" not in done.stdout

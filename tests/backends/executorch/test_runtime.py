@@ -22,7 +22,7 @@ from kvcellar.registry import CacheRegistry, use_cache
 from tests.backends.executorch.programs import quietly
 from tests.models.players import assert_close, text
 
-WAIT_S = 60
+WAIT_S = 180
 
 
 def inputs(tokens: Any, start: int, rows: Any = None) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.shared.servers import S3_KEYS, s3_server, valkey_server
+from tests.store.shared.servers import S3_KEYS, s3_server, valkey_server, wait_long
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places may be slow, unless a test says otherwise."""
+    wait_long(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
-START_S = 60.0
+from kvcellar.store.shared import blocks, histories, leases, tier
+from tests.processes import free_port
+
+START_S = 180.0
 S3_KEYS = {
     "AWS_ACCESS_KEY_ID": "cellar-key",
     "AWS_SECRET_ACCESS_KEY": "cellar-secret",
@@ -23,10 +26,16 @@ S3_KEYS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def wait_long(patch: pytest.MonkeyPatch) -> None:
+    """Wait for a place however busy the machine is; one that fails is still left at once."""
+    for module, name in (
+        (histories, "ASK_S"),
+        (leases, "ASK_S"),
+        (blocks, "PROBE_S"),
+        (tier, "DURABLE_S"),
+        (tier, "CLOSE_S"),
+    ):
+        patch.setattr(module, name, START_S)
 
 
 @contextmanager
