@@ -22,8 +22,8 @@ from typing import Any
 from harness import run
 
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, open_host
-from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.engine import SamplingParams
+from kvcellar.hosting.costs import Costs, Estimate
 from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.store import Store, StoreConfig
 

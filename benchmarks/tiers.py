@@ -22,8 +22,8 @@ from harness import run
 from restore import agents_of, make_model, turn
 
 from kvcellar.agents import AgentManager, ModelHost, Turn, TurnEnd, open_host
-from kvcellar.agents.costs import START_S_PER_BYTE
 from kvcellar.engine import SamplingParams
+from kvcellar.hosting.costs import START_S_PER_BYTE
 from kvcellar.store import Store
 
 ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -33,7 +33,7 @@ ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
 def without_store() -> Iterator[None]:
     """Have managers save nothing and find nothing meanwhile, as if there were no store."""
     from kvcellar.agents import publishing, turn
-    from kvcellar.agents.residence import BroughtBack
+    from kvcellar.agents.kv.residence import BroughtBack
 
     async def nothing(*_: Any, **__: Any) -> BroughtBack:
         return BroughtBack(0)

@@ -92,7 +92,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model loads whatever is stored: whether that is faster depends on the machine."""
-    from kvcellar.agents.costs import Costs
+    from kvcellar.hosting.costs import Costs
     from tests.agents.fakes import Eager
 
     for name in ("estimate", "patience_s"):

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, check_template
-from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
+from kvcellar.hosting.costs import Costs, Estimate
 from kvcellar.store import ModelKey, RowLayout, Store, StoreConfig
 from tests.engine.fakes import (
     CHUNK_PARAMS,

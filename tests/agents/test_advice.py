@@ -12,12 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 import kvcellar as kv
-from kvcellar.agents import Hosting, hosting
-from kvcellar.agents.memory import MemoryPlan, choose_capacity, least_cells
+from kvcellar.agents import Hosting
 from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.budget import format_size, parse_size, round_up
 from kvcellar.cli import app
 from kvcellar.errors import ConfigError
+from kvcellar.hosting import loader
+from kvcellar.hosting.memory import MemoryPlan, choose_capacity, least_cells
 from kvcellar.models import LoadOptions
 from kvcellar.models.sizing import size_model
 from kvcellar.spec import PROCESS_BYTES
@@ -29,7 +30,7 @@ KINDS = ("demo", "lfm2", "qwen3_moe", "gemma3_text")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """Have a process as a command is: this one holds what many tests have loaded."""
-    monkeypatch.setattr(hosting, "resident_bytes", lambda: 250_000_000)
+    monkeypatch.setattr(loader, "resident_bytes", lambda: 250_000_000)
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
 
 
@@ -139,7 +140,7 @@ def test_a_limit_between_what_fits_and_the_whole_context_has_fewer_cells_and_run
 
 def test_a_process_that_holds_more_is_advised_more_than_it_holds(monkeypatch, model_of):
     held = 2_000_000_000
-    monkeypatch.setattr(hosting, "resident_bytes", lambda: held)
+    monkeypatch.setattr(loader, "resident_bytes", lambda: held)
     options = LoadOptions(model_of("demo"))
 
     def size(limit: int) -> int:

@@ -167,7 +167,7 @@ def test_an_unknown_way_to_verify_is_refused(tmp_path):
 
 
 def test_errors_are_shares_of_a_rows_length():
-    from kvcellar.agents.canary import _errors
+    from kvcellar.agents.kv.verify_restore import _errors
 
     had = np.ones((2, 1, 3, 4), np.float32)
     got = had.copy()

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents import Hosting, hosting
-from kvcellar.agents.hosting import limit_of
-from kvcellar.agents.memory import budgets_of_host
+from kvcellar.agents import Hosting
 from kvcellar.errors import ConfigError
+from kvcellar.hosting import loader
+from kvcellar.hosting.loader import limit_of
+from kvcellar.hosting.memory import budgets_of_host
 from kvcellar.models import LoadOptions
 from kvcellar.store import StoreConfig
 
@@ -48,7 +49,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     def memory(options: LoadOptions) -> Any:
         return None if options.device is None else CardMemory(torch.device(options.device), fake)
 
-    monkeypatch.setattr(hosting, "accelerator_memory", memory)
+    monkeypatch.setattr(loader, "accelerator_memory", memory)
     return fake
 
 
@@ -96,6 +97,6 @@ def test_a_limit_beyond_the_card_or_below_its_runtime_is_refused(cuda: FakeCuda)
 
 
 def test_a_device_whose_memory_nobody_knows_cannot_be_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(hosting, "accelerator_memory", lambda _: None)
+    monkeypatch.setattr(loader, "accelerator_memory", lambda _: None)
     with pytest.raises(ConfigError, match="KV on 'mps' is neither"):
         limit_of("8GB", LoadOptions("demo", device="mps"))

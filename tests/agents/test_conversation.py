@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import RULES, check_template
-from kvcellar.agents.conversation import plan_messages
-from kvcellar.agents.volatile import match_key
 from kvcellar.engine import SamplingParams
 from kvcellar.history import History
+from kvcellar.hosting.conversation import plan_messages
+from kvcellar.hosting.volatile import match_key
 from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.models.prompts import encode, render
 from kvcellar.models.tokenizer import load_tokenizer

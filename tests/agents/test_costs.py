@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents import Turn, residence
-from kvcellar.agents.costs import Costs, Estimate
+from kvcellar.agents import Turn
+from kvcellar.agents.kv import residence
 from kvcellar.engine import Restore
+from kvcellar.hosting.costs import Costs, Estimate
 from kvcellar.store import Store, StoreConfig
 from tests.agents.fakes import (
     FULL_PARAMS,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvcellar.agents import ModelRegistry, Turn
-from kvcellar.agents.race import Ahead, Front
-from kvcellar.agents.residence import _Job
+from kvcellar.agents.kv.overlap_restore import Ahead, Front
+from kvcellar.agents.kv.residence import _Job
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.residency import Residency
 from kvcellar.errors import EngineFailedError

@@ -16,12 +16,12 @@ import torch
 import transformers
 
 from kvcellar.agents import MemoryPlan, open_host
-from kvcellar.agents.host import check_host
-from kvcellar.agents.memory import budgets_of_host, choose_capacity
 from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.budget import parse_size
 from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.errors import ConfigError
+from kvcellar.hosting.host import check_host
+from kvcellar.hosting.memory import budgets_of_host, choose_capacity
 from kvcellar.models import LoadOptions
 from kvcellar.models.sizing import size_model
 from tests.models.tiny_checkpoints import COMMON, randomize, save

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents.residence import MIN_GAIN
+from kvcellar.agents.kv.residence import MIN_GAIN
 from kvcellar.store import StoreConfig
 from tests.agents.fakes import (
     engine_of,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcellar.agents.stops import TextStops
+from kvcellar.agents.text.stops import TextStops
 from kvcellar.dialects import DIALECTS, AnswerParser, TextPart
 from kvcellar.engine.text import StopMatcher
 from tests.dialects.corpus import FORMATS, TOOLS, outputs

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import ModelHost
-from kvcellar.agents.costs import Costs
-from kvcellar.agents.residence import MIN_GAIN
-from kvcellar.agents.templates import check_template
+from kvcellar.agents.kv.residence import MIN_GAIN
+from kvcellar.hosting.costs import Costs
+from kvcellar.hosting.templates import check_template
 from kvcellar.store import StoreConfig
 from tests.agents.fakes import (
     ByteTokenizer,

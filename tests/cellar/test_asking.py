@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import kvcellar as kv
-from kvcellar.agents.hosting import Hosting
 from kvcellar.cellar import Asking, Cellar, ToolCall
 from kvcellar.errors import AgentError, ConfigError, GrammarError, PromptError
+from kvcellar.hosting.loader import Hosting
 from tests.server.scripted import scripted_host
 
 pytestmark = pytest.mark.kernel

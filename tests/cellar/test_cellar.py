@@ -14,7 +14,6 @@ import pytest
 
 import kvcellar as kv
 from kvcellar.agents import AgentInfo, leasing
-from kvcellar.agents.hosting import Hosting
 from kvcellar.cellar import Cellar, Sampling
 from kvcellar.cellar.answers import params_of
 from kvcellar.cellar.settings import Settings
@@ -27,6 +26,7 @@ from kvcellar.errors import (
     PromptError,
     UnknownAgentError,
 )
+from kvcellar.hosting.loader import Hosting
 from kvcellar.models import LoadOptions
 from kvcellar.models.hub import DEMO_FOLDER
 from tests.cellar import program

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.agents import host, leasing
+from kvcellar.agents import leasing
 from kvcellar.cli import agent_turns, app
+from kvcellar.hosting import host
 from kvcellar.store import Store
 
 pytestmark = pytest.mark.usefixtures("eager")

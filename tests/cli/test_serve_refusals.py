@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcellar.agents import hosting
 from kvcellar.cli import app, serve
 from kvcellar.cli.options import read_adapters
 from kvcellar.errors import ConfigError
+from kvcellar.hosting import loader
 from kvcellar.models import LoadOptions
 from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.server import run
@@ -170,7 +170,7 @@ def test_bodies_take_a_small_part_of_the_memory(tmp_path, monkeypatch, arguments
     kept = []
     monkeypatch.setattr(run, "serve", lambda config, *_, **__: kept.append(config.max_body_bytes))
     monkeypatch.setattr(run, "log_to_stderr", lambda: None)
-    monkeypatch.setattr(hosting, "resident_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(loader, "resident_bytes", lambda: 1 << 20)
     command = ["serve", "--store", str(tmp_path / "s"), *arguments]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, (result.stderr, result.exception)
@@ -197,7 +197,7 @@ def test_each_model_runs_where_it_was_put_and_memory_is_of_one_device():
     offered = {"small": "/a", "large": "/b", "third": "/c"}
     device, devices = serve.devices_of("small=cuda:0,large=cuda:1", offered, None)
     assert device is None and devices == {"/a": "cuda:0", "/b": "cuda:1"}
-    made = hosting.Hosting(LoadOptions("demo"), devices=devices)
+    made = loader.Hosting(LoadOptions("demo"), devices=devices)
     assert [made.options_of(path).device for path in offered.values()] == ["cuda:0", "cuda:1", None]
     assert serve.devices_of("cuda:1", offered, "8GB") == ("cuda:1", {})
     with pytest.raises(ConfigError, match="--memory bounds one device"):

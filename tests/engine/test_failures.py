@@ -414,11 +414,11 @@ def test_every_thread_of_ours_is_known_to_a_test_of_its_failure():
     assert dict(threads_of_ours()) == {
         "kvcellar-engine": "engine/service.py",  # here
         "kvcellar-store": "store/writer.py",  # tests/store/test_faults.py
-        "kvcellar-restore": "agents/race.py",  # tests/agents/test_failures.py
+        "kvcellar-restore": "agents/kv/overlap_restore.py",  # tests/agents/test_failures.py
         "kvcellar-release": "agents/leasing.py",  # ends with what it gives back
         "kvcellar-render": "models/rendering.py",  # tests/server/test_templates.py
         "kvcellar-shared-push": "store/shared/pusher.py",  # tests/store/shared/test_tier.py
-        "kvcellar-models": "agents/models.py",  # tests/agents/test_failures.py
+        "kvcellar-models": "hosting/models.py",  # tests/agents/test_failures.py
         "kvcellar-cellar": "cellar/sync.py",  # tests/cellar/test_cellar.py
         "kvcellar-close": "cellar/sync.py",  # ends with what it closes
         "progress": "cli/terminal.py",  # tests/cli/test_terminal.py

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 import kvcellar as kv
-from kvcellar.agents.host import ModelHost, open_host
 from kvcellar.backends.torch.fast.rotations import Rotations
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.backends.torch.ropes import SessionRope, hold_ropes
@@ -19,6 +18,7 @@ from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, Sampling
 from kvcellar.engine.generate import generate, last
 from kvcellar.engine.sequence import SequenceView
 from kvcellar.errors import ConfigError
+from kvcellar.hosting.host import ModelHost, open_host
 from kvcellar.models import LoadedModel, load_model
 from tests.agents.fakes import Eager, manager, run, tokens_of, turn
 from tests.models.players import Oracle, Player, assert_close, text

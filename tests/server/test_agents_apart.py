@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import Turn
-from kvcellar.agents.live import Begun, LiveText, Said
-from kvcellar.agents.reading import Reading
-from kvcellar.agents.records import Agent
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.text.live_text import Begun, LiveText, Said
+from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import DIALECTS, CallPart, ReasoningPart, TextPart, choose_dialect
 from kvcellar.dialects.messages import apart, say_tools
 from kvcellar.engine import SamplingParams

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvcellar.agents import leasing, open_host
-from kvcellar.agents.residence import MIN_GAIN
+from kvcellar.agents.kv.residence import MIN_GAIN
 from kvcellar.server import conversations
 from tests.server.live import serving
 

@@ -14,10 +14,10 @@ import time
 
 import pytest
 
-from kvcellar.agents.lengths import PIECE_CHARACTERS, longest_token, refuse_text
-from kvcellar.agents.work import Work, check_wanted
 from kvcellar.budget import resident_bytes
 from kvcellar.errors import ContextError, EngineClosedError
+from kvcellar.hosting.text_limits import PIECE_CHARACTERS, longest_token, refuse_text
+from kvcellar.hosting.thread_lanes import Work, check_wanted
 from kvcellar.server import bodies, models
 from tests.server.live import PATIENCE_S, load_demo, serving
 

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from kvcellar.agents import Turn
-from kvcellar.agents.reading import Reading
+from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import choose_dialect
 from kvcellar.engine import SamplingParams
 from tests.server.live import PATIENCE_S, serving

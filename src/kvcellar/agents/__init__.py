@@ -4,18 +4,12 @@ Start in ``manager.py`` for what there is, in ``turn.py`` for what a turn does.
 """
 
 from kvcellar.agents.accounting import AgentUsage, TurnEnd
-from kvcellar.agents.conversation import Message
 from kvcellar.agents.dropped import Dropped
-from kvcellar.agents.gate import Gate
-from kvcellar.agents.host import ModelHost, check_host, open_host
-from kvcellar.agents.hosting import Hosting
-from kvcellar.agents.infos import AgentInfo, TurnRecord
-from kvcellar.agents.joining import Joined, n_system_of
+from kvcellar.agents.kv.residence import BroughtBack
 from kvcellar.agents.manager import AgentManager
-from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
-from kvcellar.agents.misses import CAUSES, Miss
-from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import (
+from kvcellar.agents.planning import Turn
+from kvcellar.agents.records.misses import CAUSES, Miss
+from kvcellar.agents.records.names import (
     checked_id,
     is_unnamed,
     salt_of,
@@ -23,11 +17,17 @@ from kvcellar.agents.names import (
     unnamed_id,
     without_salt,
 )
-from kvcellar.agents.places import Place
-from kvcellar.agents.planning import Turn
-from kvcellar.agents.residence import BroughtBack
-from kvcellar.agents.templates import TemplateReport, check_template
-from kvcellar.agents.volatile import DEFAULT_RULES, RULES, RuleChange, in_order
+from kvcellar.agents.records.views import AgentInfo, TurnRecord
+from kvcellar.agents.text.find_by_text import Place
+from kvcellar.agents.text.match_messages import Joined, n_system_of
+from kvcellar.hosting.conversation import Message
+from kvcellar.hosting.fair_lock import Gate
+from kvcellar.hosting.host import ModelHost, check_host, open_host
+from kvcellar.hosting.loader import Hosting
+from kvcellar.hosting.memory import Capacity, MemoryPlan, choose_capacity, planned_context
+from kvcellar.hosting.models import ModelRegistry
+from kvcellar.hosting.templates import TemplateReport, check_template
+from kvcellar.hosting.volatile import DEFAULT_RULES, RULES, RuleChange, in_order
 
 __all__ = [
     "CAUSES",

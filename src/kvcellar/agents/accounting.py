@@ -6,16 +6,15 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from kvcellar.agents.alike import n_alike
-from kvcellar.agents.conversation import what_changed
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.infos import Took
-from kvcellar.agents.misses import Miss, explain, miss_beside
+from kvcellar.agents.kv.residence import MIN_GAIN, BroughtBack
 from kvcellar.agents.planning import Turn
-from kvcellar.agents.records import Agent
-from kvcellar.agents.residence import MIN_GAIN, BroughtBack
-from kvcellar.agents.volatile import RuleChange, match_key
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.misses import Miss, explain, miss_beside
+from kvcellar.agents.records.views import Took
 from kvcellar.engine import FinishEvent
+from kvcellar.hosting.conversation import n_alike, what_changed
+from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.volatile import RuleChange, match_key
 from kvcellar.store import SaveTicket
 
 

@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from kvcellar.agents.conversation import Message
-from kvcellar.agents.families import partings
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.infos import AgentInfo, TurnRecord, damaged_info
+from kvcellar.agents.external_changes import News, NewsReader
 from kvcellar.agents.leasing import changing
-from kvcellar.agents.misses import Miss
-from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import is_made_up, model_tag, reference_name, salt_of
-from kvcellar.agents.news import News, NewsReader
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.families import partings
+from kvcellar.agents.records.misses import Miss
+from kvcellar.agents.records.names import is_made_up, model_tag, reference_name, salt_of
+from kvcellar.agents.records.views import AgentInfo, TurnRecord, damaged_info
 from kvcellar.checks import seen
 from kvcellar.engine import Engine
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
 from kvcellar.history import History
+from kvcellar.hosting.conversation import Message
+from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.models import ModelRegistry
 from kvcellar.space import Space
 from kvcellar.store import Store
 

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcellar.agents.directory import Directory
-from kvcellar.agents.infos import AgentInfo
 from kvcellar.agents.leasing import changing
-from kvcellar.agents.names import derived_id
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.names import derived_id
+from kvcellar.agents.records.views import AgentInfo
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Store
 

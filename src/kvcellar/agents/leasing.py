@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvcellar.agents.kv.residence import ProgressFn
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent
-from kvcellar.agents.residence import ProgressFn
+from kvcellar.agents.records.agent import Agent
 from kvcellar.errors import AgentHeldError, LeaseHeldError, LeaseLostError, StoreError
 from kvcellar.store import Lease, Leases
 

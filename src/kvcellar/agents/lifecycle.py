@@ -13,17 +13,17 @@ from typing import Any
 from kvcellar.agents.directory import Directory, name_taken
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.freeing import free_cells
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.infos import AgentInfo
-from kvcellar.agents.joining import Joined
 from kvcellar.agents.leasing import changing
-from kvcellar.agents.lengths import refuse_bytes, size_of
-from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import checked_id, derived_id, new_ids, salt_of
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent
-from kvcellar.agents.titles import checked_title
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.names import checked_id, derived_id, new_ids, salt_of
+from kvcellar.agents.records.titles import checked_title
+from kvcellar.agents.records.views import AgentInfo
+from kvcellar.agents.text.match_messages import Joined
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
+from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.models import ModelRegistry
+from kvcellar.hosting.text_limits import refuse_bytes, size_of
 from kvcellar.store import Store
 from kvcellar.valid import valid_json
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvcellar.agents.directory import Directory
-from kvcellar.agents.joining import Joined, join
-from kvcellar.agents.lengths import size_of
-from kvcellar.agents.names import salt_of
-from kvcellar.agents.places import MOST_NEAR, Place, Places, nearest
-from kvcellar.agents.records import Agent
-from kvcellar.agents.work import Work
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.names import salt_of
+from kvcellar.agents.text.find_by_text import MOST_NEAR, Place, Places, nearest
+from kvcellar.agents.text.match_messages import Joined, join
+from kvcellar.hosting.text_limits import size_of
+from kvcellar.hosting.thread_lanes import Work
 
 
 class Lookup:

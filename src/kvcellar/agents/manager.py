@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.lifecycle import Lifecycle
-from kvcellar.agents.live import LiveText
 from kvcellar.agents.lookup import Lookup
-from kvcellar.agents.models import ModelRegistry
+from kvcellar.agents.pause_resume import Sleep
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.sleep import Sleep
+from kvcellar.agents.text.live_text import LiveText
 from kvcellar.agents.turn import Turns
-from kvcellar.agents.volatile import DEFAULT_RULES, RULES
-from kvcellar.agents.work import Work
 from kvcellar.errors import AgentError
+from kvcellar.hosting.models import ModelRegistry
+from kvcellar.hosting.thread_lanes import Work
+from kvcellar.hosting.volatile import DEFAULT_RULES, RULES
 from kvcellar.moved import no_such_name
 from kvcellar.store import Store
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcellar.agents.conversation import Prefixes, Spoken, plan_messages
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.infos import Took, TurnRecord
-from kvcellar.agents.misses import Miss
-from kvcellar.agents.models import model_notes
-from kvcellar.agents.reading import Reading, worded
-from kvcellar.agents.records import Agent
-from kvcellar.agents.residence import ProgressFn
+from kvcellar.agents.kv.residence import ProgressFn
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.misses import Miss
+from kvcellar.agents.records.views import Took, TurnRecord
+from kvcellar.agents.text.reading import Reading, worded
 from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.history import History
+from kvcellar.hosting.conversation import Prefixes, Spoken, plan_messages
+from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.models import model_notes
 
 StartFn = Callable[[History, int], None]
 """Called with a turn's tokens and how many of them the cache holds; it may refuse by raising."""

@@ -8,12 +8,12 @@ import threading
 import time
 from dataclasses import replace
 
-from kvcellar.agents.checking import checked_facts, key_of
-from kvcellar.agents.durable import entry_of, stored_state
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.records import Agent
-from kvcellar.agents.residence import save_history
+from kvcellar.agents.kv.residence import save_history
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.checking import checked_facts, key_of
+from kvcellar.agents.records.durable import entry_of, stored_state
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
+from kvcellar.hosting.host import ModelHost
 from kvcellar.store import Reference, SaveState, SaveTicket, Store
 
 REST_EVERY_S = 5.0

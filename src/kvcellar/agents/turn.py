@@ -16,25 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents.accounting import TurnEnd, miss_of, took_of, usage_of
-from kvcellar.agents.checking import check_said
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.joining import continues, join
+from kvcellar.agents.kv.residence import BroughtBack, bring_back
 from kvcellar.agents.leasing import Hold, changing
-from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.agents.lifecycle import Lifecycle
-from kvcellar.agents.live import LiveEvent, LiveText, Over
 from kvcellar.agents.lookup import Lookup
-from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import derived_id, salt_of
 from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.reading import reading_of
-from kvcellar.agents.records import Agent
-from kvcellar.agents.residence import BroughtBack, bring_back
-from kvcellar.agents.volatile import apply_rules
-from kvcellar.agents.work import OTHER_BYTES, Work
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.checking import check_said
+from kvcellar.agents.records.names import derived_id, salt_of
+from kvcellar.agents.text.live_text import LiveEvent, LiveText, Over
+from kvcellar.agents.text.match_messages import continues, join
+from kvcellar.agents.text.reading import reading_of
 from kvcellar.engine import Event, EventStream, FinishEvent, Request, TokenEvent
 from kvcellar.engine.text import StopMatcher, StopsFn
 from kvcellar.errors import (
@@ -47,6 +42,11 @@ from kvcellar.errors import (
     StoreError,
 )
 from kvcellar.history import History
+from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.models import ModelRegistry
+from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
+from kvcellar.hosting.thread_lanes import OTHER_BYTES, Work
+from kvcellar.hosting.volatile import apply_rules
 from kvcellar.models.prompts import encode, render
 from kvcellar.store import SaveTicket, Store
 from kvcellar.valid import valid_json

@@ -20,8 +20,7 @@ from kvcellar.agents import (
     Turn,
     TurnEnd,
 )
-from kvcellar.agents.hosting import limit_of
-from kvcellar.agents.reading import conversation_apart, worded
+from kvcellar.agents.text.reading import conversation_apart, worded
 from kvcellar.cellar.answers import Answer, Asking, Why, answer_of_request
 from kvcellar.cellar.asking import Said, Wishes, each_of, messages_of
 from kvcellar.cellar.html import agent_html, cellar_html
@@ -31,6 +30,7 @@ from kvcellar.engine import EngineStats, FinishEvent, GeneratedToken, Request, T
 from kvcellar.errors import AgentError, ConfigError, NameTakenError, PromptError
 from kvcellar.grammar.grammars import Grammars
 from kvcellar.history import History
+from kvcellar.hosting.loader import limit_of
 from kvcellar.models import LoadOptions
 from kvcellar.models.adapter_names import adapted
 from kvcellar.models.places import full_path

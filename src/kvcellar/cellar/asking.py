@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvcellar.agents import ModelHost
-from kvcellar.agents.reading import Reading, reading_of
+from kvcellar.agents.text.reading import Reading, reading_of
 from kvcellar.cellar.answers import Asking, params_of
 from kvcellar.dialects.messages import read_arguments
 from kvcellar.engine import Guide, SamplingParams

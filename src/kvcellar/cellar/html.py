@@ -10,8 +10,8 @@ import numpy as np
 
 from kvcellar.agents import Message, ModelHost
 from kvcellar.agents.directory import Directory
-from kvcellar.agents.reading import conversation_apart
-from kvcellar.agents.transcripts import arguments_of
+from kvcellar.agents.text.reading import conversation_apart
+from kvcellar.agents.text.transcripts import arguments_of
 from kvcellar.engine import CellMap, CellState
 from kvcellar.types import IntArray
 

@@ -333,8 +333,8 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write an agent with its KV to one file; to FILE.md or FILE.json what was said, to be read."""
-    from kvcellar.agents.reading import conversation_apart
-    from kvcellar.agents.transcripts import write_transcript
+    from kvcellar.agents.text.reading import conversation_apart
+    from kvcellar.agents.text.transcripts import write_transcript
 
     kind = _TRANSCRIPTS.get(file.suffix.lower())
     if kind is not None:

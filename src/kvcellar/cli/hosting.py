@@ -34,7 +34,7 @@ def hosting_of(
     """
     with progress_bar(f"starting {loading.backend}"):
         from kvcellar.agents import Hosting
-        from kvcellar.agents.hosting import limit_of
+        from kvcellar.hosting.loader import limit_of
 
         limit_bytes = limit_of(memory, loading)
         if limit_bytes is not None and loading.device in (None, "cpu"):

@@ -187,14 +187,14 @@ class View:
     @property
     def plan(self) -> MemoryPlan:
         """Shares of a process with this limit, as every command that runs a model divides it."""
-        from kvcellar.agents.memory import MemoryPlan  # here, since most figures need no engine
+        from kvcellar.hosting.memory import MemoryPlan  # here, since most figures need no engine
 
         return MemoryPlan.divide(self.limit_bytes, PROCESS_BYTES)
 
     @cached_property
     def scratch_bytes(self) -> int:
         """Bytes that forwards and restores take and give back, of as long a context as fits."""
-        from kvcellar.agents.memory import least_cells, parts_of
+        from kvcellar.hosting.memory import least_cells, parts_of
 
         left = self.plan.models_bytes - self.spec.weight_bytes
 
@@ -223,7 +223,7 @@ class View:
     @cached_property
     def why_not(self) -> str:
         """That the model itself does not fit, with what would do; empty where it does."""
-        from kvcellar.agents.memory import least_cells, parts_of
+        from kvcellar.hosting.memory import least_cells, parts_of
 
         spec = self.spec
         if self.n_snapshots and self.kv_bytes <= 0:

@@ -134,7 +134,7 @@ def _row(model: FoundModel) -> Row:
         spec = sized(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
     except KVCellarError as error:
         return Row(model, None, None, str(error))
-    from kvcellar.agents.memory import MemoryPlan, parts_of
+    from kvcellar.hosting.memory import MemoryPlan, parts_of
 
     parts = parts_of(spec, min(CONTEXT, spec.max_positions), LoadOptions(spec.name))
     needed = MemoryPlan.divide(0, PROCESS_BYTES).limit_for(spec.weight_bytes + sum(parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.budget import MemoryBudget
@@ -17,7 +17,7 @@ from kvcellar.registry import load_backend
 from kvcellar.types import ModelCacheParams
 
 if TYPE_CHECKING:
-    from kvcellar.agents import Capacity
+    from kvcellar.hosting.memory import Capacity
     from kvcellar.models import LoadedModel, LoadOptions, Runner
 
 
@@ -52,7 +52,7 @@ def bound_model(
             memory that does not hold the model.
         BackendError, ModelError: from loading.
     """
-    from kvcellar.agents.hosting import limit_of
+    from kvcellar.hosting.loader import limit_of
 
     limit_bytes = limit_of(memory, options)
     adapter = one_adapter(options.adapters)
@@ -71,23 +71,14 @@ def bound_model(
 def _load(
     options: LoadOptions, limit_bytes: int | None, n_sequences: int
 ) -> tuple[LoadedModel, Capacity, MemoryBudget | None]:
-    """Load a model; return it, the capacity of its cache, and the budget of that.
-
-    Memory is shared out as among agents, so that a limit that does for one command does for all.
-    """
+    """Load a model; return it, the capacity of its cache, and the budget of that."""
     with progress_bar(f"starting {options.backend}") as report:
         load_backend(options.backend)
-        from kvcellar.agents import Hosting, choose_capacity
-        from kvcellar.agents.memory import budgets_of_host
+        from kvcellar.hosting.loader import budget_of_one
+        from kvcellar.hosting.memory import choose_capacity
         from kvcellar.models import load_model
 
-        chosen = budget = None
-        plan = Hosting.within(limit_bytes, options).plan
-        if plan is not None:
-            plan.size_of(options)  # refuses what does not fit
-            inside = replace(options, memory_bytes=plan.models_bytes)
-            chosen = choose_capacity(inside, most_sequences=n_sequences)
-            budget, _ = budgets_of_host(replace(inside, capacity=chosen.cells))
+        chosen, budget = budget_of_one(options, limit_bytes, n_sequences)
         with shown_warnings():
             model = load_model(
                 options, progress=lambda part, what: report(part, f"{options.name}: {what}")

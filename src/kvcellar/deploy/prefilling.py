@@ -6,8 +6,8 @@ import asyncio
 import itertools
 
 from kvcellar.agents import ModelHost
-from kvcellar.agents.residence import bring_back
-from kvcellar.agents.rows import CellRows
+from kvcellar.agents.kv.kv_transfer import CellRows
+from kvcellar.agents.kv.residence import bring_back
 from kvcellar.engine import Engine, FinishEvent, Request, RowCache, SamplingParams
 from kvcellar.history import History
 from kvcellar.server.service import Service

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from starlette.types import Message
 
 from kvcellar.agents import ModelHost, Turn
-from kvcellar.agents.lengths import size_of
-from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.deploy.routing import Wanted, prompt_hashes
 from kvcellar.errors import KVCellarError, UnknownAgentError
 from kvcellar.history import History
+from kvcellar.hosting.text_limits import size_of
+from kvcellar.hosting.thread_lanes import OTHER_BYTES
 from kvcellar.prefix import key_of
 from kvcellar.server.app import create_api
 from kvcellar.server.conversations import Conversations, Seat, Whose

@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
-from kvcellar.agents.work import SHORT_BYTES
 from kvcellar.errors import KVCellarError
+from kvcellar.hosting.thread_lanes import SHORT_BYTES
 from kvcellar.server.encodings import Unpacking, unpacking_of
 from kvcellar.server.errors import ApiError, ContextExceeded, as_api_error
 from kvcellar.server.service import Service, service_of

@@ -8,8 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from kvcellar.agents import ModelHost, Turn, TurnEnd, without_salt
-from kvcellar.agents.lengths import size_of
-from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.dialects import (
     AnswerParser,
     Call,
@@ -24,6 +22,8 @@ from kvcellar.errors import ModelError
 from kvcellar.grammar.beginning import begin_guide
 from kvcellar.grammar.grammars import MOST_CALLS, Constraint
 from kvcellar.history import History
+from kvcellar.hosting.text_limits import size_of
+from kvcellar.hosting.thread_lanes import OTHER_BYTES
 from kvcellar.models.prompts import begun_of
 from kvcellar.server.conversations import Seat
 from kvcellar.server.dialogue import (

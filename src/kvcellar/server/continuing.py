@@ -11,11 +11,11 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.agents import ModelHost, Turn, without_salt
-from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import Choice, FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.history import History
+from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.prompts import encode_plain
 from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine.embedding import Embedder, TextEmbedder
+from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.pooling import Pooling
 from kvcellar.server.errors import ApiError, ContextExceeded
 from kvcellar.server.service import Service

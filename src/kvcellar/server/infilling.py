@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcellar.agents import ModelHost
-from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
+from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.infill import fill_prompt, fill_tokens
 from kvcellar.server.errors import ApiError
 from kvcellar.server.service import Service

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents import ModelHost, ModelRegistry
-from kvcellar.agents.lengths import longest_token
 from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import KVCellarError
+from kvcellar.hosting.text_limits import longest_token
 from kvcellar.server.errors import ApiError, as_api_error
 
 LoadFn = Callable[[str, Callable[[float, str], None]], ModelHost]

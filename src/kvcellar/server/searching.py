@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcellar.agents import salt_of, without_salt
-from kvcellar.agents.reading import conversation_apart
+from kvcellar.agents.text.reading import conversation_apart
 from kvcellar.errors import UnknownAgentError
 from kvcellar.server.service import Service
 from kvcellar.server.snapshot import agent_as_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcellar.agents.reading import Reading
+from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, dialect_for
 from kvcellar.models.templates import reads_reasoning
 

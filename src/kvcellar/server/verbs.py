@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvcellar.agents import AgentInfo, AgentManager, ModelHost, Turn, TurnEnd
-from kvcellar.agents.reading import conversation_apart, reading_of
+from kvcellar.agents.text.reading import conversation_apart, reading_of
 from kvcellar.engine import (
     DEFAULTABLE,
     FinishEvent,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents import ModelHost, RuleChange, Turn, in_order, n_system_of
-from kvcellar.agents.lengths import refuse_bytes, size_of
-from kvcellar.agents.reading import Reading, knows_calls, knows_tools
+from kvcellar.agents.text.reading import Reading, knows_calls, knows_tools
 from kvcellar.dialects import dialect_for
 from kvcellar.dialects.messages import say_tools, without_tools
+from kvcellar.hosting.text_limits import refuse_bytes, size_of
 from kvcellar.models.prompts import begun_of
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service

@@ -70,7 +70,9 @@ from kvcellar.models.weights import (
 from kvcellar.spec import ModelCacheSpec
 
 if TYPE_CHECKING:
+    from kvcellar.backends.torch.eagle3.head import Eagle3Head
     from kvcellar.backends.torch.ranks.leading import Leader
+    from kvcellar.models import LoadedModel
 
 _BY = f"transformers {transformers.__version__}"
 """Whose rules a model's facts and parts are learnt by."""
@@ -433,6 +435,13 @@ def pick_types(
 def device_memory(device: Any) -> CardMemory | None:
     """Return the memory of a card; see :func:`~kvcellar.backends.torch.card.card_memory`."""
     return card_memory(device)
+
+
+def load_eagle3(name_or_path: str | Path | None, target: LoadedModel) -> Eagle3Head:
+    """Load an EAGLE-3 head for a model; see :func:`kvcellar.backends.torch.eagle3.loading`."""
+    from kvcellar.backends.torch.eagle3 import loading
+
+    return loading.load_eagle3(name_or_path, target)
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:

@@ -28,9 +28,9 @@ from kvcellar.agents import (
     salt_of,
     without_salt,
 )
-from kvcellar.agents.live import Begun, LiveEvent, Said
-from kvcellar.agents.reading import reading_of
-from kvcellar.agents.transcripts import write_transcript
+from kvcellar.agents.text.live_text import Begun, LiveEvent, Said
+from kvcellar.agents.text.reading import reading_of
+from kvcellar.agents.text.transcripts import write_transcript
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import GeneratedToken, PromptProgress, TokenEvent
 from kvcellar.errors import StoreError

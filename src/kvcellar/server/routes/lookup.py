@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import ModelHost
-from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import Engine, SamplingParams
 from kvcellar.engine.token_bytes import TokenBytes, token_bytes
+from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.controls import encode_text
 from kvcellar.models.prompts import encode_plain
 from kvcellar.models.templates import templates_of

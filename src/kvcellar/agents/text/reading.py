@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcellar.agents.conversation import AgentTokenizer, Message
-from kvcellar.agents.stops import TextStops
+from kvcellar.agents.text.stops import TextStops
 from kvcellar.dialects import AnswerParser, Dialect, choose_dialect, dialect_for, is_whole
 from kvcellar.dialects.messages import (
     apart,
@@ -22,12 +21,13 @@ from kvcellar.dialects.messages import (
 )
 from kvcellar.engine.text import StopFinder
 from kvcellar.history import History
+from kvcellar.hosting.conversation import AgentTokenizer, Message
 from kvcellar.models.prompts import begun_of
 from kvcellar.models.templates import text_of_templates
 
 if TYPE_CHECKING:
-    from kvcellar.agents.host import ModelHost
-    from kvcellar.agents.records import Agent
+    from kvcellar.agents.records.agent import Agent
+    from kvcellar.hosting.host import ModelHost
 
 
 @dataclass(slots=True, eq=False)

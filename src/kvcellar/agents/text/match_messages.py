@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.alike import n_alike
-from kvcellar.agents.conversation import Message, split_begun
-from kvcellar.agents.records import Agent
-from kvcellar.agents.volatile import apply_rules, match_key
+from kvcellar.agents.records.agent import Agent
+from kvcellar.hosting.conversation import Message, n_alike, split_begun
+from kvcellar.hosting.volatile import apply_rules, match_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 
-from kvcellar.agents.reading import Reading
-from kvcellar.agents.records import Agent
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import AnswerParser, Call, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import PromptProgress
 from kvcellar.engine.mailbox import Mailbox

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.agents.alike import n_alike
-from kvcellar.agents.conversation import AgentTokenizer, Message
 from kvcellar.errors import ModelError, TemplateLimitError
+from kvcellar.hosting.conversation import AgentTokenizer, Message, n_alike
 from kvcellar.models.prompts import render
 from kvcellar.models.templates import reads_reasoning, template_kwargs_of, texts_of
 

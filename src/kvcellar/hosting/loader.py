@@ -7,11 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvcellar.agents.host import ModelHost, check_host, open_host
-from kvcellar.agents.memory import MemoryPlan, planned_context
-from kvcellar.budget import parse_size, resident_bytes
+from kvcellar.budget import MemoryBudget, parse_size, resident_bytes
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError, ModelError
+from kvcellar.hosting.host import ModelHost, check_host, open_host
+from kvcellar.hosting.memory import (
+    Capacity,
+    MemoryPlan,
+    budgets_of_host,
+    choose_capacity,
+    planned_context,
+)
 from kvcellar.models import LoadOptions
 from kvcellar.models.adapter_names import MARK, NAME
 from kvcellar.models.loading import accelerator_memory
@@ -164,3 +170,30 @@ class Hosting:
                 f"{error}; or, for the model {model} with an adapter, load it beside it: "
                 f"--adapter {adapter}=FOLDER"
             ) from error
+
+
+def budget_of_one(
+    options: LoadOptions, limit_bytes: int | None, n_sequences: int
+) -> tuple[Capacity | None, MemoryBudget | None]:
+    """Return the capacity and the budget of the cache of one model, alone in a process.
+
+    Memory is shared out as among agents, so that a limit that does for one command does for all.
+    The model's backend is loaded for that; both are None where nothing bounds the process.
+
+    Args:
+        options: of the model.
+        limit_bytes: what the process may hold; None: any number.
+        n_sequences: conversations of the model's context, for the default capacity.
+
+    Raises:
+        ConfigError: the model does not fit, or a card has less.
+        BackendError: there is no such backend.
+    """
+    plan = Hosting.within(limit_bytes, options).plan
+    if plan is None:
+        return None, None
+    plan.size_of(options)  # refuses what does not fit
+    inside = replace(options, memory_bytes=plan.models_bytes)
+    chosen = choose_capacity(inside, most_sequences=n_sequences)
+    budget, _ = budgets_of_host(replace(inside, capacity=chosen.cells))
+    return chosen, budget

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvcellar.agents.costs import Costs
-from kvcellar.agents.host import ModelHost
 from kvcellar.engine import FinishEvent, HeldPrefix, Request, SamplingParams
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
+from kvcellar.hosting.costs import Costs
+from kvcellar.hosting.host import ModelHost
 from kvcellar.store import Loaded, Match, Store
 from kvcellar.types import IntArray
 

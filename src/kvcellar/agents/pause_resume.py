@@ -10,15 +10,15 @@ from pathlib import Path
 
 from kvcellar.agents.directory import Directory, name_taken
 from kvcellar.agents.freeing import demote_cells, free_cells
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.infos import AgentInfo
+from kvcellar.agents.kv.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.agents.leasing import changing
-from kvcellar.agents.models import ModelRegistry
-from kvcellar.agents.names import checked_id, salt_of
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent
-from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.names import checked_id, salt_of
+from kvcellar.agents.records.views import AgentInfo
 from kvcellar.errors import AgentError, StoreError
+from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.models import ModelRegistry
 from kvcellar.store import Reference, Store
 
 log = logging.getLogger("kvcellar.agents")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcellar.agents.durable import stored_state
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.durable import stored_state
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Reference, Store
 

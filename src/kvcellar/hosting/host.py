@@ -9,11 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcellar.agents.conversation import AgentTokenizer
-from kvcellar.agents.costs import Costs
-from kvcellar.agents.gate import Gate
-from kvcellar.agents.memory import NGRAM, Capacity, budgets_of_host, choose_capacity, head_of
-from kvcellar.agents.templates import TemplateReport, check_template
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService
@@ -27,9 +22,15 @@ from kvcellar.engine.speculate import (
 )
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
+from kvcellar.hosting.conversation import AgentTokenizer
+from kvcellar.hosting.costs import Costs
+from kvcellar.hosting.fair_lock import Gate
+from kvcellar.hosting.memory import NGRAM, Capacity, budgets_of_host, choose_capacity, head_of
+from kvcellar.hosting.templates import TemplateReport, check_template
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.adapter_names import adapted
 from kvcellar.models.eagle3.finding import size_eagle3
+from kvcellar.models.loading import loader_of
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.pooling import Pooling, pooling_of
 from kvcellar.models.rendering import prepare_renderer
@@ -341,9 +342,8 @@ def _make_drafter(
         return NgramDrafter() if config.budget is None else NgramDrafter(max_tokens=config.capacity)
     path = head_of(name)
     if path is not None:
-        from kvcellar.backends.torch.eagle3.loading import load_eagle3
-
-        head = load_eagle3(path or None, target)
+        torch_loader: Any = loader_of("torch")  # the backend that has such heads
+        head = torch_loader.load_eagle3(path or None, target)
         own = make_config(head.params, config.capacity, budget=budget)
         session = stack.enter_context(make_tree_session("torch", own))
         return Eagle3Drafter(head.bind(session), session.cache)

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvcellar.agents.gate import Gate
-from kvcellar.agents.host import ModelHost, open_host
 from kvcellar.budget import format_size
 from kvcellar.errors import ConfigError
+from kvcellar.hosting.fair_lock import Gate
+from kvcellar.hosting.host import ModelHost, open_host
 
 log = logging.getLogger("kvcellar.agents")
 

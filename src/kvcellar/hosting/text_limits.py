@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvcellar.agents.work import check_wanted
 from kvcellar.errors import ContextError
+from kvcellar.hosting.thread_lanes import check_wanted
 
 PIECE_CHARACTERS = 32 << 10
 

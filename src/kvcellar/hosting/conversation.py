@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvcellar.agents.alike import n_alike
-from kvcellar.agents.lengths import refuse_text
-from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
 from kvcellar.errors import ModelError, PromptError
 from kvcellar.history import History
+from kvcellar.hosting.text_limits import refuse_text
+from kvcellar.hosting.volatile import RuleChange, apply_rules, match_key
 from kvcellar.models.prompts import PromptTokenizer, Rendered, begun_of, encode, render
 
 Message = dict[str, Any]
@@ -246,6 +245,12 @@ def plan_messages(
     return Spoken(
         ruled.messages, n_known, ruled.tools, kwargs, changed, ruled.changes, prefixes, begun
     )
+
+
+def n_alike(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return how many messages or digests two sequences begin with in common."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def split_begun(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcellar.agents.conversation import AgentTokenizer
 from kvcellar.history import History, common_prefix
+from kvcellar.hosting.conversation import AgentTokenizer
 
 CAUSES = {
     "system": "the system message changed; keep it constant, and put what changes behind it",

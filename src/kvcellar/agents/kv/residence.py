@@ -19,13 +19,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvcellar.agents.canary import MAX_TAIL, check_restored
-from kvcellar.agents.costs import Estimate
-from kvcellar.agents.host import ModelHost
-from kvcellar.agents.memory import IN_FLIGHT
-from kvcellar.agents.race import Ahead, Front
-from kvcellar.agents.records import Agent
-from kvcellar.agents.rows import CellRows, boundary_positions, write_boundaries, write_loaded
+from kvcellar.agents.kv.kv_transfer import (
+    CellRows,
+    boundary_positions,
+    write_boundaries,
+    write_loaded,
+)
+from kvcellar.agents.kv.overlap_restore import Ahead, Front
+from kvcellar.agents.kv.verify_restore import MAX_TAIL, check_restored
+from kvcellar.agents.records.agent import Agent
 from kvcellar.engine import (
     Engine,
     HeldPrefix,
@@ -34,6 +36,9 @@ from kvcellar.engine import (
 )
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
+from kvcellar.hosting.costs import Estimate
+from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.memory import IN_FLIGHT
 from kvcellar.store import BoundaryState, Loaded, Match, SaveTicket, Store
 from kvcellar.types import IntArray
 

@@ -8,10 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.alike import n_alike
-from kvcellar.agents.conversation import Message
-from kvcellar.agents.records import Agent
-from kvcellar.agents.volatile import apply_rules, match_key
+from kvcellar.agents.records.agent import Agent
+from kvcellar.hosting.conversation import Message, n_alike
+from kvcellar.hosting.volatile import apply_rules, match_key
 
 MOST_NEAR = 16
 """Agents among which a conversation's nearest is looked for."""

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvcellar.agents.alike import n_alike
-from kvcellar.agents.marks import Mark
-from kvcellar.agents.records import Agent
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.durable_marks import Mark
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
+from kvcellar.hosting.conversation import n_alike
 from kvcellar.store import EventKind, Reference, Store
 from kvcellar.store.facts import BadFactError, items, object_of, parse_json, plain, text, whole
 from kvcellar.store.format import VERSION, DamagedError, Tensor, pack, read_from

@@ -6,16 +6,16 @@ import time
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from kvcellar.agents.checking import KIND, VERSION, checked_facts, is_agent, key_of
-from kvcellar.agents.conversation import Message
-from kvcellar.agents.gate import Gate
-from kvcellar.agents.infos import AgentInfo, Took, TurnRecord
-from kvcellar.agents.marks import Mark, next_serial
-from kvcellar.agents.misses import Miss
-from kvcellar.agents.names import is_chosen, model_tag, reference_name
-from kvcellar.agents.titles import said_title
+from kvcellar.agents.records.checking import KIND, VERSION, checked_facts, is_agent, key_of
+from kvcellar.agents.records.durable_marks import Mark, next_serial
+from kvcellar.agents.records.misses import Miss
+from kvcellar.agents.records.names import is_chosen, model_tag, reference_name
+from kvcellar.agents.records.titles import said_title
+from kvcellar.agents.records.views import AgentInfo, Took, TurnRecord
 from kvcellar.errors import AgentError, MovedOnError
 from kvcellar.history import History
+from kvcellar.hosting.conversation import Message
+from kvcellar.hosting.fair_lock import Gate
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.references import SERIAL
 

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.conversation import Message
-from kvcellar.agents.infos import TurnRecord
+from kvcellar.agents.records.views import TurnRecord
 from kvcellar.history import History
+from kvcellar.hosting.conversation import Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
