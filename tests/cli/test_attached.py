@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from kvcellar.cli import app
 from kvcellar.cli.attached import RunningServer
 from kvcellar.home import SERVER_LOCK
-from kvcellar.server.presence import Presence, find_server, held_store
+from kvcellar.server.commands.presence import Presence, find_server, held_store
 from kvcellar.version import __version__
 from tests.server.live import Live, serving
 from tests.server.scripted import scripted_host

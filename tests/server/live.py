@@ -14,12 +14,12 @@ import httpx
 
 from kvcellar.agents import ModelHost, open_host
 from kvcellar.engine import EngineStats
-from kvcellar.server import models
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.connections import Connections
-from kvcellar.server.models import ServedModels
+from kvcellar.server.front.connections import Connections
 from kvcellar.server.run import Server, listen
-from kvcellar.server.service import Service
+from kvcellar.server.state import models
+from kvcellar.server.state.models import ServedModels
+from kvcellar.server.state.service import Service
 from kvcellar.store import Store, StoreConfig
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from kvcellar.agents import Hosting
 from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.models import LoadOptions
 from kvcellar.models.adapter_names import adapted
-from kvcellar.server.snapshot import take_snapshot
+from kvcellar.server.look.snapshot import take_snapshot
 from tests.models.adapters import logits_of, merged, write_adapter
 from tests.server.live import Live, serving
 

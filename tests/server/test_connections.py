@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from kvcellar.server import bodies
+from kvcellar.server.front import bodies
 from tests.server.live import PATIENCE_S, serving
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

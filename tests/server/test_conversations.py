@@ -9,7 +9,7 @@ import pytest
 
 from kvcellar.agents import leasing, open_host
 from kvcellar.agents.kv.residence import MIN_GAIN
-from kvcellar.server import conversations
+from kvcellar.server.state import conversations
 from tests.server.live import serving
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}

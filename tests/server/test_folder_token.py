@@ -12,8 +12,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.entrance import FOLDER_OWNER, Entrance
 from kvcellar.server.errors import ApiError
+from kvcellar.server.front.entrance import FOLDER_OWNER, Entrance
 from tests.server.live import Live, serving
 
 TOKEN = "of-the-folder"

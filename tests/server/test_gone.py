@@ -14,8 +14,8 @@ import threading
 import pytest
 
 from kvcellar.budget import resident_bytes
-from kvcellar.server.replies import Frames, SseResponse
-from kvcellar.server.streams import Stream
+from kvcellar.server.stream.replies import Frames, SseResponse
+from kvcellar.server.stream.streams import Stream
 from tests.server.live import PATIENCE_S, load_demo, serving
 
 N_GONE = int(os.environ.get("KVCELLAR_DISCONNECTS", "60"))

@@ -14,7 +14,7 @@ from kvcellar.dialects import DIALECTS, AnswerParser
 from kvcellar.engine import SamplingParams, SamplingState, sample
 from kvcellar.errors import GrammarError, PromptError
 from kvcellar.grammar.grammars import MOST_KNOWN, Grammars
-from kvcellar.grammar.loosening import loosened
+from kvcellar.grammar.schema_relax import loosened
 from kvcellar.server.errors import as_api_error
 from tests.dialects.writing import CALL_BEGIN, CALL_END, call_head
 

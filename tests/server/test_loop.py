@@ -18,7 +18,8 @@ from kvcellar.budget import resident_bytes
 from kvcellar.errors import ContextError, EngineClosedError
 from kvcellar.hosting.text_limits import PIECE_CHARACTERS, longest_token, refuse_text
 from kvcellar.hosting.thread_lanes import Work, check_wanted
-from kvcellar.server import bodies, models
+from kvcellar.server.front import bodies
+from kvcellar.server.state import models
 from tests.server.live import PATIENCE_S, load_demo, serving
 
 MOST_STALL_S = 0.5

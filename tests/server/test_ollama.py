@@ -9,9 +9,9 @@ import ollama
 import pytest
 
 import kvcellar
-from kvcellar.server.dialogue import Question
+from kvcellar.server.answer.dialogue import Question
+from kvcellar.server.answer.tools import ToolChoice
 from kvcellar.server.routes.ollama import parsing
-from kvcellar.server.tools import ToolChoice
 from tests.server.live import serving
 from tests.server.scripted import scripted_host
 

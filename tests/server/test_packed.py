@@ -10,7 +10,7 @@ import zlib
 import pytest
 
 from kvcellar.deploy.gateway import unpacked
-from kvcellar.server.encodings import Unpacking
+from kvcellar.server.front.encodings import Unpacking
 
 SAID = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 2, "temperature": 0}
 ROUTE = "/v1/chat/completions"

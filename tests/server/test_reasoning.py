@@ -14,7 +14,7 @@ import pytest
 
 from kvcellar.dialects import ReasoningMarks
 from kvcellar.grammar.thought_budget import ThoughtBound, ThoughtBudget
-from kvcellar.server.signing import signer_of
+from kvcellar.server.state.signing import signer_of
 from kvcellar.store import Store
 from kvcellar.store.shared.tier import SharedTier
 from tests.engine.fakes import STATE_PARAMS

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvcellar.server import streams
-from kvcellar.server.streams import Stream
+from kvcellar.server.stream import streams
+from kvcellar.server.stream.streams import Stream
 from tests.server.live import PATIENCE_S
 
 

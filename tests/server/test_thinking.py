@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import check_template
+from kvcellar.server.answer.thinking import Thinking, wish_of
 from kvcellar.server.errors import ApiError
-from kvcellar.server.thinking import Thinking, wish_of
 from tests.server.scripted import chat_tokenizer
 
 SWITCH = "{{ enable_thinking }}"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvcellar.server.tools import plain_name
+from kvcellar.server.answer.tools import plain_name
 
 ODD = ["mcp server/read file", "読む", "a" * 300, "files…open?", '"quoted"\n</tool_call>', "x{y}"]
 SCHEMA = {

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from kvcellar.errors import ConfigError, StoreError
+from kvcellar.server.commands.presence import held_store
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.guard import log
-from kvcellar.server.presence import held_store
+from kvcellar.server.front.guard import log
 from kvcellar.server.run import listen, listeners
 from tests.server.live import PATIENCE_S, load_demo, serving
 

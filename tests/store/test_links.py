@@ -10,7 +10,7 @@ import pytest
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
-from kvcellar.server.presence import held_store
+from kvcellar.server.commands.presence import held_store
 from kvcellar.store import Store, StoreConfig
 from kvcellar.store.blocks import Kind
 from kvcellar.store.reports import EventKind

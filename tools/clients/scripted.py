@@ -28,9 +28,9 @@ from kvcellar.engine import EngineService, EventStream, FinishEvent, Request
 from kvcellar.engine.guide import Guide
 from kvcellar.history import History
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.models import ServedModels
 from kvcellar.server.run import Server, listen
-from kvcellar.server.service import Service
+from kvcellar.server.state.models import ServedModels
+from kvcellar.server.state.service import Service
 from kvcellar.store import Store, StoreConfig
 
 CONTEXT = 131072

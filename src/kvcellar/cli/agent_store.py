@@ -24,7 +24,7 @@ from kvcellar.models.options import DEMO, LoadOptions
 if TYPE_CHECKING:
     from kvcellar.agents import AgentManager
     from kvcellar.cli.groups import ModelOptions
-    from kvcellar.server.verbs import Tell
+    from kvcellar.server.commands.verbs import Tell
 
 AgentId = Annotated[str, typer.Argument(metavar="ID", help="The agent's name.")]
 ModelName = Annotated[
@@ -47,7 +47,7 @@ class OwnAgents:
 
     def ask(self, verb: str, tell: Tell | None = None, **given: Any) -> Any:
         """Do a verb; see :class:`kvcellar.cli.attached.Asked`."""
-        from kvcellar.server.verbs import VERBS
+        from kvcellar.server.commands.verbs import VERBS
 
         return asyncio.run(_done(VERBS[verb](self.manager, tell or _to_nobody, **given)))
 

@@ -365,7 +365,7 @@ def import_command(
     as_json: AsJson = False,
 ) -> None:
     """Take in an agent from a file; all of it is verified first."""
-    from kvcellar.server.verbs import agent_object
+    from kvcellar.server.commands.verbs import agent_object
 
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; give one that `kvcellar agents export` wrote")

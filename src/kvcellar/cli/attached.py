@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 from kvcellar import errors
 from kvcellar.cli.store import StorePlace
 from kvcellar.cli.terminal import print_line
-from kvcellar.server.presence import Presence, find_server
+from kvcellar.server.commands.presence import Presence, find_server
 from kvcellar.version import __version__
 
 if TYPE_CHECKING:
     from kvcellar.cli.groups import ModelOptions
-    from kvcellar.server.verbs import Tell
+    from kvcellar.server.commands.verbs import Tell
 
 SILENT_S = 120.0
 """A server that says nothing for so long has gone: it tells every few seconds that it lives."""
@@ -31,7 +31,7 @@ class Asked(Protocol):
     """Protocol of whom a command asks: agents of its own, or those of a server."""
 
     def ask(self, verb: str, tell: Tell | None = None, **given: Any) -> Any:
-        """Do a verb of :mod:`kvcellar.server.verbs` and return its value.
+        """Do a verb of :mod:`kvcellar.server.commands.verbs` and return its value.
 
         Args:
             verb: its name.

@@ -24,7 +24,7 @@ from kvcellar.models.snapshots import what_resumes
 
 if TYPE_CHECKING:
     from kvcellar.engine import SamplingParams
-    from kvcellar.server.verbs import Tell
+    from kvcellar.server.commands.verbs import Tell
 
 
 def register(app: typer.Typer) -> None:
@@ -124,7 +124,7 @@ class _OwnChat(_Chat):
 
     def __init__(self, bound: Bound, system: str | None, params: SamplingParams) -> None:
         from kvcellar.engine import Conversation
-        from kvcellar.server.thoughts import reading_for
+        from kvcellar.server.commands.thoughts import reading_for
 
         self._bound = bound
         self._reading = reading_for(bound.model.tokenizer)
@@ -150,7 +150,7 @@ class _OwnChat(_Chat):
 
     def say(self, text: str, tell: Tell) -> dict[str, Any]:
         """Say something; see the class above."""
-        from kvcellar.server.thoughts import ReadAnswer, stops_for
+        from kvcellar.server.commands.thoughts import ReadAnswer, stops_for
 
         reading = self._reading
         events = self._conversation.say(

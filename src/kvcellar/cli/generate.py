@@ -26,8 +26,8 @@ from kvcellar.valid import valid_text
 
 if TYPE_CHECKING:
     from kvcellar.engine import GeneratedToken, Generation, SamplingParams
-    from kvcellar.server.thoughts import ReadAnswer
-    from kvcellar.server.verbs import Tell
+    from kvcellar.server.commands.thoughts import ReadAnswer
+    from kvcellar.server.commands.verbs import Tell
 
 
 def register(app: typer.Typer) -> None:
@@ -135,7 +135,7 @@ def _run(
 ) -> dict[str, Any]:
     """Answer with a model of this process."""
     from kvcellar.engine import encode_chat, generate
-    from kvcellar.server.thoughts import ReadAnswer, reading_for, stops_for
+    from kvcellar.server.commands.thoughts import ReadAnswer, reading_for, stops_for
 
     tokenizer = bound.model.tokenizer
     reading = reading_for(tokenizer if is_chat else None)
@@ -179,7 +179,7 @@ def followed(
         tell: told its pieces.
     """
     from kvcellar.engine import Generation
-    from kvcellar.server.verbs import generation_object
+    from kvcellar.server.commands.verbs import generation_object
 
     result = None
     with closing(events):  # type: ignore[type-var]  # a generator, as all iterators of generate

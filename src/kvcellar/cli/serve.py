@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from kvcellar.engine import EngineConfig
     from kvcellar.engine.embedding import TextEmbedder
     from kvcellar.server.config import ServerConfig
-    from kvcellar.server.models import ServedModels
-    from kvcellar.server.service import Service
+    from kvcellar.server.state.models import ServedModels
+    from kvcellar.server.state.service import Service
     from kvcellar.store import StoreEvent
 
 
@@ -299,7 +299,7 @@ def _served(
     said: dict[str, Any],
 ) -> ServedModels:
     """Make the models that clients may name; none is loaded yet."""
-    from kvcellar.server.models import ServedModels
+    from kvcellar.server.state.models import ServedModels
 
     def load(path: str, progress: ProgressFn) -> ModelHost:
         opened = open_shown(hosting, path, _told_twice(path, progress), is_prepared=True)

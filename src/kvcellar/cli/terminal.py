@@ -77,7 +77,7 @@ class ShownAnswer:
     """Shows an answer as it comes: its text, and at a terminal its thoughts before it, dim.
 
     In a pipe there is the text alone. Call it with the pieces of
-    :mod:`kvcellar.server.thoughts`, or with ``{"report": [share, what]}``.
+    :mod:`kvcellar.server.commands.thoughts`, or with ``{"report": [share, what]}``.
     """
 
     def __init__(self, report: ProgressFn, *, is_quiet: bool) -> None:

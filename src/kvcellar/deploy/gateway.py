@@ -17,13 +17,13 @@ from kvcellar.agents import salted_id
 from kvcellar.deploy.reading import PROMPTS, Asked
 from kvcellar.deploy.replica import HEADER
 from kvcellar.deploy.routing import Holdings, Wanted
-from kvcellar.server.bodies import BODY_S
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.encodings import unpacking_of
-from kvcellar.server.entrance import Entrance
 from kvcellar.server.errors import ApiError, error_response
-from kvcellar.server.salts import GUEST, salt_for
-from kvcellar.server.streams import disconnected, ended
+from kvcellar.server.front.bodies import BODY_S
+from kvcellar.server.front.encodings import unpacking_of
+from kvcellar.server.front.entrance import Entrance
+from kvcellar.server.state.isolation import GUEST, salt_for
+from kvcellar.server.stream.streams import disconnected, ended
 
 _KEPT = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 _MORE = ("root_path", "headers", "client", "server", GUEST)

@@ -10,7 +10,7 @@ from kvcellar.agents.kv.kv_transfer import CellRows
 from kvcellar.agents.kv.residence import bring_back
 from kvcellar.engine import Engine, FinishEvent, Request, RowCache, SamplingParams
 from kvcellar.history import History
-from kvcellar.server.service import Service
+from kvcellar.server.state.service import Service
 from kvcellar.store import SaveTicket
 
 N_KEPT = 16

@@ -21,9 +21,9 @@ from kvcellar.hosting.text_limits import size_of
 from kvcellar.hosting.thread_lanes import OTHER_BYTES
 from kvcellar.prefix import key_of
 from kvcellar.server.app import create_api
-from kvcellar.server.conversations import Conversations, Seat, Whose
 from kvcellar.server.errors import ApiError
-from kvcellar.server.service import Service
+from kvcellar.server.state.conversations import Conversations, Seat, Whose
+from kvcellar.server.state.service import Service
 
 PROMPTS = frozenset(
     (

@@ -25,10 +25,10 @@ from kvcellar.prefix import PrefixDigest, digest_of
 from kvcellar.prefix.digest import MOST
 from kvcellar.server.app import create_app
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.models import ServedModels
 from kvcellar.server.run import MAX_WAITING, log_to_stderr
-from kvcellar.server.service import Service
-from kvcellar.server.streams import ended
+from kvcellar.server.state.models import ServedModels
+from kvcellar.server.state.service import Service
+from kvcellar.server.stream.streams import ended
 from kvcellar.store import Store
 
 HEADER = b"x-replica"

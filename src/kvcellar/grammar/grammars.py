@@ -26,13 +26,13 @@ from kvcellar.errors import GrammarError
 from kvcellar.grammar.form import Form
 from kvcellar.grammar.guidance import guidance_tokenizer
 from kvcellar.grammar.guide import GuideFn, TokenGuide, one_line
-from kvcellar.grammar.holding import (
+from kvcellar.grammar.schema_relax import ANYTHING
+from kvcellar.grammar.schema_support import (
     KeywordChecks,
     answer_schema,
     check_promise,
     held_arguments,
 )
-from kvcellar.grammar.loosening import ANYTHING
 
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""

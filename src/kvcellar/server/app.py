@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.errors import KVCellarError
-from kvcellar.server.bodies import Bodies, what_is_wrong
 from kvcellar.server.errors import ApiError, ClientGone, as_api_error, error_response
-from kvcellar.server.events import Watch
-from kvcellar.server.guard import Guard
+from kvcellar.server.front.bodies import Bodies, what_is_wrong
+from kvcellar.server.front.guard import Guard
+from kvcellar.server.look.events import Watch
 from kvcellar.server.routes import (
     agents,
     anthropic,
@@ -31,7 +31,7 @@ from kvcellar.server.routes import (
     responses,
     viewer,
 )
-from kvcellar.server.service import Service
+from kvcellar.server.state.service import Service
 from kvcellar.version import __version__
 
 _ROUTES = (

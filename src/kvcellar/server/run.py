@@ -24,12 +24,12 @@ import uvicorn
 
 from kvcellar.errors import ConfigError
 from kvcellar.server.app import create_app
+from kvcellar.server.commands.presence import held_store
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.connections import Connections, ConnectionsConfig
-from kvcellar.server.entrance import MOST_HEADER_BYTES
-from kvcellar.server.models import ServedModels
-from kvcellar.server.presence import held_store
-from kvcellar.server.service import Service
+from kvcellar.server.front.connections import Connections, ConnectionsConfig
+from kvcellar.server.front.entrance import MOST_HEADER_BYTES
+from kvcellar.server.state.models import ServedModels
+from kvcellar.server.state.service import Service
 from kvcellar.store import Store
 
 log = logging.getLogger("kvcellar.server")

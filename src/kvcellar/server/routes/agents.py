@@ -34,13 +34,14 @@ from kvcellar.agents.text.transcripts import write_transcript
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import GeneratedToken, PromptProgress, TokenEvent
 from kvcellar.errors import StoreError
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import check_calls, reason_of
+from kvcellar.server.answer.answer_facts import call_delta, calls_of, note, usage_extra
+from kvcellar.server.answer.chat import check_calls, reason_of
+from kvcellar.server.answer.parsing import sampling_of
 from kvcellar.server.errors import ApiError
-from kvcellar.server.events import PERIOD_S
-from kvcellar.server.parsing import sampling_of
-from kvcellar.server.replies import Frames, frame, sse
-from kvcellar.server.salts import OwnAgent, own_id, salt_for
+from kvcellar.server.front.bodies import BodyRoute
+from kvcellar.server.look.events import PERIOD_S
+from kvcellar.server.look.searching import find_text, messages_of
+from kvcellar.server.look.snapshot import agent_as_json
 from kvcellar.server.schemas.agents import (
     CreateRequest,
     ForkRequest,
@@ -48,11 +49,10 @@ from kvcellar.server.schemas.agents import (
     RenameRequest,
     RewindRequest,
 )
-from kvcellar.server.searching import find_text, messages_of
-from kvcellar.server.service import Service, service_of
-from kvcellar.server.snapshot import agent_as_json
-from kvcellar.server.streams import Stream, ended, kept_on, until_gone
-from kvcellar.server.telling import call_delta, calls_of, note, usage_extra
+from kvcellar.server.state.isolation import OwnAgent, own_id, salt_for
+from kvcellar.server.state.service import Service, service_of
+from kvcellar.server.stream.replies import Frames, frame, sse
+from kvcellar.server.stream.streams import Stream, ended, kept_on, until_gone
 
 router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
 

@@ -13,34 +13,7 @@ from starlette.responses import JSONResponse, Response
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.grammar.form import Form
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import answer, read_prompt, whole
-from kvcellar.server.conversations import Whose
-from kvcellar.server.dialogue import (
-    CallEvent,
-    ChatEvent,
-    Ended,
-    PinWish,
-    Question,
-    ReasoningEvent,
-    Started,
-    TextEvent,
-)
-from kvcellar.server.errors import ApiError
-from kvcellar.server.media import MEDIA, THOUGHT, LeftOut
-from kvcellar.server.parsing import READS_AGENT, unset_in, whose_of
-from kvcellar.server.replies import frame, sse
-from kvcellar.server.schemas.anthropic import (
-    CacheControl,
-    ContentBlock,
-    CountRequest,
-    MessagesRequest,
-    Source,
-)
-from kvcellar.server.service import Service, new_id, service_of
-from kvcellar.server.signing import Signer
-from kvcellar.server.streams import Stream, until_gone
-from kvcellar.server.telling import (
+from kvcellar.server.answer.answer_facts import (
     AnswerFrames,
     agent_facts,
     answer_headers,
@@ -50,9 +23,36 @@ from kvcellar.server.telling import (
     notes_of,
     predictions,
 )
-from kvcellar.server.thinking import Thinking
-from kvcellar.server.threads import PREFIX, Thread, thread_of
-from kvcellar.server.tools import Toolbox, ToolChoice, told
+from kvcellar.server.answer.chat import answer, read_prompt, whole
+from kvcellar.server.answer.dialogue import (
+    CallEvent,
+    ChatEvent,
+    Ended,
+    PinWish,
+    Question,
+    ReasoningEvent,
+    Started,
+    TextEvent,
+)
+from kvcellar.server.answer.media import MEDIA, THOUGHT, LeftOut
+from kvcellar.server.answer.parsing import READS_AGENT, unset_in, whose_of
+from kvcellar.server.answer.thinking import Thinking
+from kvcellar.server.answer.threads import PREFIX, Thread, thread_of
+from kvcellar.server.answer.tools import Toolbox, ToolChoice, told
+from kvcellar.server.errors import ApiError
+from kvcellar.server.front.bodies import BodyRoute
+from kvcellar.server.schemas.anthropic import (
+    CacheControl,
+    ContentBlock,
+    CountRequest,
+    MessagesRequest,
+    Source,
+)
+from kvcellar.server.state.conversations import Whose
+from kvcellar.server.state.service import Service, new_id, service_of
+from kvcellar.server.state.signing import Signer
+from kvcellar.server.stream.replies import frame, sse
+from kvcellar.server.stream.streams import Stream, until_gone
 from kvcellar.valid import valid_json
 
 router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)

@@ -12,15 +12,21 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import ModelHost
 from kvcellar.engine.generate import GeneratedToken
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.continuing import Continuation, Continuations, Pieces, continued, to_the_end
-from kvcellar.server.logprobs import LegacyLogprobs, prompt_logprobs
-from kvcellar.server.parsing import READS_AGENT, refuse_streamed_scores, whose_of
-from kvcellar.server.replies import Frames, frame, sse
+from kvcellar.server.answer.answer_facts import ignored_of, note, predictions
+from kvcellar.server.answer.completions import (
+    Continuation,
+    Continuations,
+    Pieces,
+    continued,
+    to_the_end,
+)
+from kvcellar.server.answer.logprobs import LegacyLogprobs, prompt_logprobs
+from kvcellar.server.answer.parsing import READS_AGENT, refuse_streamed_scores, whose_of
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.schemas.openai import CompletionRequest
-from kvcellar.server.service import new_id, service_of
-from kvcellar.server.streams import Stream
-from kvcellar.server.telling import ignored_of, note, predictions
+from kvcellar.server.state.service import new_id, service_of
+from kvcellar.server.stream.replies import Frames, frame, sse
+from kvcellar.server.stream.streams import Stream
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 

@@ -9,12 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.embedding import embed
+from kvcellar.server.answer.answer_facts import ignored_of, note
+from kvcellar.server.answer.embedding import embed
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.schemas.embeddings import EmbeddingsRequest
-from kvcellar.server.service import service_of
-from kvcellar.server.streams import until_gone
-from kvcellar.server.telling import ignored_of, note
+from kvcellar.server.state.service import service_of
+from kvcellar.server.stream.streams import until_gone
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 

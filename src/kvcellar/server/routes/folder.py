@@ -17,14 +17,14 @@ from starlette.responses import Response
 
 from kvcellar.engine.mailbox import Mailbox
 from kvcellar.errors import KVCellarError
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.entrance import FOLDER_OWNER
+from kvcellar.server.answer.answer_facts import note
+from kvcellar.server.commands.verbs import ANSWERING, VERBS, Tell
 from kvcellar.server.errors import ApiError, as_api_error, error_body
-from kvcellar.server.replies import Frames, sse
-from kvcellar.server.service import Service, service_of
-from kvcellar.server.streams import Stream, ended
-from kvcellar.server.telling import note
-from kvcellar.server.verbs import ANSWERING, VERBS, Tell
+from kvcellar.server.front.bodies import BodyRoute
+from kvcellar.server.front.entrance import FOLDER_OWNER
+from kvcellar.server.state.service import Service, service_of
+from kvcellar.server.stream.replies import Frames, sse
+from kvcellar.server.stream.streams import Stream, ended
 
 router = APIRouter(prefix="/folder", route_class=BodyRoute, include_in_schema=False)
 

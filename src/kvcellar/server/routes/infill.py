@@ -10,17 +10,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.continuing import Continuations, Pieces, continued, to_the_end
-from kvcellar.server.conversations import Whose
-from kvcellar.server.infilling import prompt_between
-from kvcellar.server.replies import Frames, frame, sse
-from kvcellar.server.salts import salt_for
+from kvcellar.server.answer.answer_facts import note
+from kvcellar.server.answer.completions import Continuations, Pieces, continued, to_the_end
+from kvcellar.server.answer.infilling import prompt_between
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.schemas.lookup import InfillRequest
 from kvcellar.server.schemas.openai import CompletionRequest, SamplingFields
-from kvcellar.server.service import Service, service_of
-from kvcellar.server.streams import Stream
-from kvcellar.server.telling import note
+from kvcellar.server.state.conversations import Whose
+from kvcellar.server.state.isolation import salt_for
+from kvcellar.server.state.service import Service, service_of
+from kvcellar.server.stream.replies import Frames, frame, sse
+from kvcellar.server.stream.streams import Stream
 
 router = APIRouter(tags=["Lookup"], route_class=BodyRoute)
 

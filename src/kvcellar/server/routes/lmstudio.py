@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from kvcellar.server.describing import abilities_of, describe, described_beside
-from kvcellar.server.service import Service, service_of
+from kvcellar.server.look.describing import abilities_of, describe, described_beside
+from kvcellar.server.state.service import Service, service_of
 
 router = APIRouter(prefix="/api/v0", tags=["LM Studio"])
 

@@ -16,17 +16,17 @@ from kvcellar.models.controls import encode_text
 from kvcellar.models.prompts import encode_plain
 from kvcellar.models.templates import templates_of
 from kvcellar.models.tokenizer import opening_tokens
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import read_prompt
-from kvcellar.server.dialogue import Question
+from kvcellar.server.answer.answer_facts import ignored_of
+from kvcellar.server.answer.chat import read_prompt
+from kvcellar.server.answer.dialogue import Question
+from kvcellar.server.answer.media import LeftOut
+from kvcellar.server.answer.parsing import plain_messages
+from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.errors import ApiError
-from kvcellar.server.media import LeftOut
-from kvcellar.server.parsing import plain_messages
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.routes.openai import tools_of
 from kvcellar.server.schemas.lookup import DetokenizeRequest, TokenizeRequest
-from kvcellar.server.service import Service, service_of
-from kvcellar.server.telling import ignored_of
-from kvcellar.server.thinking import Thinking
+from kvcellar.server.state.service import Service, service_of
 from kvcellar.version import __version__
 
 router = APIRouter(tags=["Lookup"], route_class=BodyRoute)

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.budget import resident_bytes
-from kvcellar.server.service import service_of
-from kvcellar.server.snapshot import take_snapshot
+from kvcellar.server.look.snapshot import take_snapshot
+from kvcellar.server.state.service import service_of
 from kvcellar.version import __version__
 
 router = APIRouter(tags=["Observability"])

@@ -12,37 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.dialects import dialect_for
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import answer, read_prompt, whole
-from kvcellar.server.continuing import score_prompt
-from kvcellar.server.dialogue import (
-    CallEvent,
-    ChatEvent,
-    Ended,
-    Question,
-    ReasoningEvent,
-    Started,
-    TextEvent,
-)
-from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import form_of
-from kvcellar.server.logprobs import ChatLogprobs, prompt_logprobs
-from kvcellar.server.media import LeftOut
-from kvcellar.server.parsing import (
-    READS_AGENT,
-    check_continued,
-    most_of,
-    plain_messages,
-    refuse_streamed_scores,
-    sampling_of,
-    tool_choice_of,
-    whose_of,
-)
-from kvcellar.server.replies import frame, sse
-from kvcellar.server.schemas.openai import ChatRequest, FunctionTool
-from kvcellar.server.service import Service, new_id, service_of
-from kvcellar.server.streams import Stream, until_gone
-from kvcellar.server.telling import (
+from kvcellar.server.answer.answer_facts import (
     AnswerFrames,
     agent_facts,
     answer_headers,
@@ -54,8 +24,38 @@ from kvcellar.server.telling import (
     notes_of,
     predictions,
 )
-from kvcellar.server.thinking import Thinking, only_one
-from kvcellar.server.tools import Toolbox
+from kvcellar.server.answer.chat import answer, read_prompt, whole
+from kvcellar.server.answer.completions import score_prompt
+from kvcellar.server.answer.dialogue import (
+    CallEvent,
+    ChatEvent,
+    Ended,
+    Question,
+    ReasoningEvent,
+    Started,
+    TextEvent,
+)
+from kvcellar.server.answer.logprobs import ChatLogprobs, prompt_logprobs
+from kvcellar.server.answer.media import LeftOut
+from kvcellar.server.answer.parsing import (
+    READS_AGENT,
+    check_continued,
+    most_of,
+    plain_messages,
+    refuse_streamed_scores,
+    sampling_of,
+    tool_choice_of,
+    whose_of,
+)
+from kvcellar.server.answer.response_format import form_of
+from kvcellar.server.answer.thinking import Thinking, only_one
+from kvcellar.server.answer.tools import Toolbox
+from kvcellar.server.errors import ApiError
+from kvcellar.server.front.bodies import BodyRoute
+from kvcellar.server.schemas.openai import ChatRequest, FunctionTool
+from kvcellar.server.state.service import Service, new_id, service_of
+from kvcellar.server.stream.replies import frame, sse
+from kvcellar.server.stream.streams import Stream, until_gone
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcellar.server.errors import ApiError
-from kvcellar.server.events import SnapshotFrames, Watch
-from kvcellar.server.replies import sse
-from kvcellar.server.streams import Stream
+from kvcellar.server.look.events import SnapshotFrames, Watch
+from kvcellar.server.stream.replies import sse
+from kvcellar.server.stream.streams import Stream
 
 router = APIRouter()
 

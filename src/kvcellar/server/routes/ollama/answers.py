@@ -6,13 +6,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import answer, whole
-from kvcellar.server.continuing import Continuations, continued, to_the_end
-from kvcellar.server.dialogue import Question
+from kvcellar.server.answer.answer_facts import answer_headers, ignored_of, note, notes_of
+from kvcellar.server.answer.chat import answer, whole
+from kvcellar.server.answer.completions import Continuations, continued, to_the_end
+from kvcellar.server.answer.dialogue import Question
+from kvcellar.server.answer.parsing import READS_AGENT, whose_of
 from kvcellar.server.errors import ApiError
-from kvcellar.server.parsing import READS_AGENT, whose_of
-from kvcellar.server.replies import sse
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.routes.ollama.models import path_of
 from kvcellar.server.routes.ollama.parsing import (
     chat_question,
@@ -21,9 +21,9 @@ from kvcellar.server.routes.ollama.parsing import (
 )
 from kvcellar.server.routes.ollama.writing import OllamaAnswer, OllamaFrames, RawFrames
 from kvcellar.server.schemas.ollama import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
-from kvcellar.server.service import service_of
-from kvcellar.server.streams import Stream, until_gone
-from kvcellar.server.telling import answer_headers, ignored_of, note, notes_of
+from kvcellar.server.state.service import service_of
+from kvcellar.server.stream.replies import sse
+from kvcellar.server.stream.streams import Stream, until_gone
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -11,16 +11,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.describing import (
+from kvcellar.server.errors import ApiError
+from kvcellar.server.front.bodies import BodyRoute
+from kvcellar.server.look.describing import (
     Description,
     abilities_of,
     describe,
     described_beside,
 )
-from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.ollama import OllamaName
-from kvcellar.server.service import Service, service_of
+from kvcellar.server.state.service import Service, service_of
 from kvcellar.version import __version__
 
 router = APIRouter(route_class=BodyRoute)

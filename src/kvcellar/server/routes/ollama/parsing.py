@@ -9,10 +9,12 @@ from starlette.requests import Request
 
 from kvcellar.engine import SamplingParams
 from kvcellar.grammar.form import Form
-from kvcellar.server.dialogue import Question
+from kvcellar.server.answer.dialogue import Question
+from kvcellar.server.answer.media import LeftOut
+from kvcellar.server.answer.parsing import sampling_of, whose_of
+from kvcellar.server.answer.thinking import Thinking
+from kvcellar.server.answer.tools import Toolbox
 from kvcellar.server.errors import ApiError
-from kvcellar.server.media import LeftOut
-from kvcellar.server.parsing import sampling_of, whose_of
 from kvcellar.server.routes.ollama.models import path_of
 from kvcellar.server.schemas.ollama import (
     OllamaBody,
@@ -22,9 +24,7 @@ from kvcellar.server.schemas.ollama import (
     Options,
 )
 from kvcellar.server.schemas.openai import CompletionRequest, SamplingFields
-from kvcellar.server.service import Service, service_of
-from kvcellar.server.thinking import Thinking
-from kvcellar.server.tools import Toolbox
+from kvcellar.server.state.service import Service, service_of
 
 
 def chat_question(request: Request, body: OllamaChatRequest) -> Question:

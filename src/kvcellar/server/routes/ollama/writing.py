@@ -12,8 +12,9 @@ from starlette.requests import Request
 from kvcellar.agents import AgentUsage, ModelHost
 from kvcellar.dialects import Call
 from kvcellar.engine.generate import GeneratedToken, Usage
-from kvcellar.server.continuing import Continuations, Pieces
-from kvcellar.server.dialogue import (
+from kvcellar.server.answer.answer_facts import AnswerFrames, extra_of, note, notes_of
+from kvcellar.server.answer.completions import Continuations, Pieces
+from kvcellar.server.answer.dialogue import (
     CallEvent,
     ChatEvent,
     Ended,
@@ -21,13 +22,12 @@ from kvcellar.server.dialogue import (
     Started,
     TextEvent,
 )
+from kvcellar.server.answer.logprobs import ChatLogprobs
 from kvcellar.server.errors import as_api_error, error_body
-from kvcellar.server.logprobs import ChatLogprobs
-from kvcellar.server.replies import Frames
 from kvcellar.server.routes.ollama.models import now
 from kvcellar.server.schemas.ollama import OllamaBody, OllamaChatRequest
-from kvcellar.server.service import service_of
-from kvcellar.server.telling import AnswerFrames, extra_of, note, notes_of
+from kvcellar.server.state.service import service_of
+from kvcellar.server.stream.replies import Frames
 
 _NS = 10**9
 

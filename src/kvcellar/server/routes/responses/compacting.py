@@ -11,18 +11,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import salted_id
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import read_prompt, whole
-from kvcellar.server.dialogue import Question
+from kvcellar.server.answer.answer_facts import answer_headers, extra_of, ignored_of
+from kvcellar.server.answer.chat import read_prompt, whole
+from kvcellar.server.answer.dialogue import Question
+from kvcellar.server.answer.parsing import READS_AGENT
+from kvcellar.server.answer.tools import ToolChoice
 from kvcellar.server.errors import ApiError
-from kvcellar.server.parsing import READS_AGENT
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.routes.responses.parsing import question_of
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue, usage_of
 from kvcellar.server.schemas.responses import InputRequest
-from kvcellar.server.service import new_id, service_of
-from kvcellar.server.streams import until_gone
-from kvcellar.server.telling import answer_headers, extra_of, ignored_of
-from kvcellar.server.tools import ToolChoice
+from kvcellar.server.state.service import new_id, service_of
+from kvcellar.server.stream.streams import until_gone
 
 router = APIRouter(route_class=BodyRoute)
 

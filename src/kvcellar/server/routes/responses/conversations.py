@@ -12,19 +12,19 @@ from starlette.requests import Request
 
 from kvcellar.agents import without_salt
 from kvcellar.errors import UnknownAgentError
-from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.errors import ApiError
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.routes.responses.pages import Limit, Order, page_of
 from kvcellar.server.routes.responses.value import sent_item
-from kvcellar.server.salts import salt_for
 from kvcellar.server.schemas.conversations import (
     ConversationRequest,
     ConversationUpdate,
     ItemsRequest,
 )
 from kvcellar.server.schemas.responses import Item, OtherItem
-from kvcellar.server.service import Service, new_id, service_of
-from kvcellar.server.stored_conversations import PREFIX, StoredConversation
+from kvcellar.server.state.isolation import salt_for
+from kvcellar.server.state.service import Service, new_id, service_of
+from kvcellar.server.state.stored_conversations import PREFIX, StoredConversation
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 

@@ -10,20 +10,20 @@ from starlette.requests import Request
 from kvcellar.agents import n_system_of, salted_id
 from kvcellar.dialects.messages import read_arguments
 from kvcellar.grammar.form import Form
-from kvcellar.server.conversations import Whose
-from kvcellar.server.dialogue import Question
+from kvcellar.server.answer.dialogue import Question
+from kvcellar.server.answer.media import THOUGHT, LeftOut
+from kvcellar.server.answer.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
+from kvcellar.server.answer.thinking import Thinking
+from kvcellar.server.answer.tools import Toolbox, told
 from kvcellar.server.errors import ApiError
-from kvcellar.server.media import THOUGHT, LeftOut
-from kvcellar.server.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
 from kvcellar.server.routes.responses.conversations import stored_conversation
 from kvcellar.server.routes.responses.references import sent_items
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
 from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
-from kvcellar.server.service import Service, service_of
-from kvcellar.server.signing import Signer
-from kvcellar.server.stored import StoredResponse
-from kvcellar.server.thinking import Thinking
-from kvcellar.server.tools import Toolbox, told
+from kvcellar.server.state.conversations import Whose
+from kvcellar.server.state.service import Service, service_of
+from kvcellar.server.state.signing import Signer
+from kvcellar.server.state.stored import StoredResponse
 
 _COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
 """Items that stand for others, by what they seal."""

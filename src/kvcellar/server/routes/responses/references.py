@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from kvcellar.server.errors import ApiError
 from kvcellar.server.routes.responses.value import PREFIX
 from kvcellar.server.schemas.responses import Item, OtherItem, read_items
-from kvcellar.server.service import Service
-from kvcellar.server.stored import StoredResponse
+from kvcellar.server.state.service import Service
+from kvcellar.server.state.stored import StoredResponse
 
 _ID = re.compile(r"(?:msg|fc|rs)_([0-9a-f]{32})[0-9a-z]+")
 """Ids of items that this server has answered: the response's own is inside."""

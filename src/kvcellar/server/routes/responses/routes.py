@@ -12,21 +12,21 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import salted_id
 from kvcellar.errors import UnknownAgentError
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import answer, whole
+from kvcellar.server.answer.answer_facts import answer_headers, ignored_of
+from kvcellar.server.answer.chat import answer, whole
+from kvcellar.server.answer.parsing import READS_AGENT
 from kvcellar.server.errors import ApiError
-from kvcellar.server.parsing import READS_AGENT
-from kvcellar.server.replies import sse
+from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.routes.responses import compacting, conversations
 from kvcellar.server.routes.responses.pages import Limit, Order, page_of
 from kvcellar.server.routes.responses.parsing import question_of, stored_response, unknown_response
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue, keep, sent_item
 from kvcellar.server.routes.responses.writing import ResponseFrames
-from kvcellar.server.salts import salt_for
 from kvcellar.server.schemas.responses import ResponseRequest
-from kvcellar.server.service import new_id, service_of
-from kvcellar.server.streams import Stream, until_gone
-from kvcellar.server.telling import answer_headers, ignored_of
+from kvcellar.server.state.isolation import salt_for
+from kvcellar.server.state.service import new_id, service_of
+from kvcellar.server.stream.replies import sse
+from kvcellar.server.stream.streams import Stream, until_gone
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 router.include_router(conversations.router)

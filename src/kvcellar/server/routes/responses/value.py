@@ -10,13 +10,13 @@ from starlette.requests import Request
 from kvcellar.dialects import Call
 from kvcellar.dialects.messages import without_tools
 from kvcellar.errors import StoreError
-from kvcellar.server.dialogue import Ended
+from kvcellar.server.answer.answer_facts import extra_of, note, notes_of, predictions
+from kvcellar.server.answer.dialogue import Ended
 from kvcellar.server.schemas.openai import NamedTool
 from kvcellar.server.schemas.responses import ResponseRequest
-from kvcellar.server.service import Service, as_mapping
-from kvcellar.server.signing import Signer
-from kvcellar.server.stored import StoredResponse
-from kvcellar.server.telling import extra_of, note, notes_of, predictions
+from kvcellar.server.state.service import Service, as_mapping
+from kvcellar.server.state.signing import Signer
+from kvcellar.server.state.stored import StoredResponse
 
 PREFIX = "resp_"
 

@@ -8,7 +8,8 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.dialects import is_whole
-from kvcellar.server.dialogue import (
+from kvcellar.server.answer.answer_facts import AnswerFrames, agent_facts
+from kvcellar.server.answer.dialogue import (
     CallEvent,
     ChatEvent,
     Ended,
@@ -17,7 +18,6 @@ from kvcellar.server.dialogue import (
     TextEvent,
 )
 from kvcellar.server.errors import as_api_error
-from kvcellar.server.replies import frame
 from kvcellar.server.routes.responses.value import (
     ResponseValue,
     keep,
@@ -25,8 +25,8 @@ from kvcellar.server.routes.responses.value import (
     status_of,
     text_part,
 )
-from kvcellar.server.service import service_of
-from kvcellar.server.telling import AnswerFrames, agent_facts
+from kvcellar.server.state.service import service_of
+from kvcellar.server.stream.replies import frame
 
 
 @dataclass(slots=True)

@@ -14,10 +14,9 @@ from kvcellar.agents import ModelHost
 from kvcellar.dialects.messages import read_arguments
 from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.models.prompts import begun_of
-from kvcellar.server.conversations import Whose
+from kvcellar.server.answer.media import MEDIA, LeftOut, join_parts
+from kvcellar.server.answer.tools import ToolChoice, told
 from kvcellar.server.errors import ApiError
-from kvcellar.server.media import MEDIA, LeftOut, join_parts
-from kvcellar.server.salts import own_id, salt_for
 from kvcellar.server.schemas.openai import (
     ChatMessage,
     ChatRequest,
@@ -26,8 +25,9 @@ from kvcellar.server.schemas.openai import (
     NamedTool,
     SamplingFields,
 )
-from kvcellar.server.service import Service
-from kvcellar.server.tools import ToolChoice, told
+from kvcellar.server.state.conversations import Whose
+from kvcellar.server.state.isolation import own_id, salt_for
+from kvcellar.server.state.service import Service
 
 _TOLD = (
     "max_tokens",

@@ -16,14 +16,14 @@ from kvcellar.engine import EngineStats, FinishEvent
 from kvcellar.errors import DeadlineError, EngineClosedError
 from kvcellar.grammar.grammars import Grammars
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.conversations import Conversations
 from kvcellar.server.errors import ApiError, ContextExceeded
-from kvcellar.server.metrics import Metrics
-from kvcellar.server.models import ServedModels
-from kvcellar.server.pins import Pins
-from kvcellar.server.signing import signer_of
-from kvcellar.server.stored import StoredResponses
-from kvcellar.server.stored_conversations import StoredConversations
+from kvcellar.server.state.conversations import Conversations
+from kvcellar.server.state.metrics import Metrics
+from kvcellar.server.state.models import ServedModels
+from kvcellar.server.state.pins import Pins
+from kvcellar.server.state.signing import signer_of
+from kvcellar.server.state.stored import StoredResponses
+from kvcellar.server.state.stored_conversations import StoredConversations
 from kvcellar.store import Store
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from kvcellar.dialects.messages import without_tools
 from kvcellar.errors import StoreError
-from kvcellar.server.dialogue import Ended
+from kvcellar.server.answer.dialogue import Ended
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.anthropic import CountRequest, Message, ThreadField
-from kvcellar.server.service import Service
-from kvcellar.server.stored import StoredResponse
+from kvcellar.server.state.service import Service
+from kvcellar.server.state.stored import StoredResponse
 
 PREFIX = "msg_"
 _ID = re.compile(PREFIX + "[0-9a-f]{32}")

@@ -25,8 +25,7 @@ from kvcellar.history import History
 from kvcellar.hosting.text_limits import size_of
 from kvcellar.hosting.thread_lanes import OTHER_BYTES
 from kvcellar.models.prompts import begun_of
-from kvcellar.server.conversations import Seat
-from kvcellar.server.dialogue import (
+from kvcellar.server.answer.dialogue import (
     CallEvent,
     ChatEvent,
     Ended,
@@ -35,11 +34,12 @@ from kvcellar.server.dialogue import (
     Started,
     TextEvent,
 )
+from kvcellar.server.answer.to_template import Wording, word
+from kvcellar.server.answer.tools import chosen
 from kvcellar.server.errors import ApiError
-from kvcellar.server.service import Service
-from kvcellar.server.streams import Stream
-from kvcellar.server.tools import chosen
-from kvcellar.server.wording import Wording, word
+from kvcellar.server.state.conversations import Seat
+from kvcellar.server.state.service import Service
+from kvcellar.server.stream.streams import Stream
 
 
 async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEvent, None]:

@@ -19,7 +19,7 @@ from kvcellar.models.runner import HiddenRunner
 from kvcellar.models.sizing import size_model
 from kvcellar.models.templates import templates_of
 from kvcellar.models.tokenizer import load_tokenizer
-from kvcellar.server.models import ServedModels
+from kvcellar.server.state.models import ServedModels
 
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 

@@ -8,8 +8,8 @@ from typing import Any
 from kvcellar.agents import salt_of, without_salt
 from kvcellar.agents.text.reading import conversation_apart
 from kvcellar.errors import UnknownAgentError
-from kvcellar.server.service import Service
-from kvcellar.server.snapshot import agent_as_json
+from kvcellar.server.look.snapshot import agent_as_json
+from kvcellar.server.state.service import Service
 
 MOST_PLACES = 3
 """Places of one agent that are told."""

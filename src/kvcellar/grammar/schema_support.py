@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from kvcellar.dialects.held import STYLE, HeldArguments, few, schema_json
 from kvcellar.errors import GrammarError
 from kvcellar.grammar.guide import one_line
-from kvcellar.grammar.loosening import ANYTHING, loosened
+from kvcellar.grammar.schema_relax import ANYTHING, loosened
 
 _MOST_ASKED = 20_000
 """Keywords of one request that are looked at one by one; it takes seconds."""

@@ -24,9 +24,9 @@ from starlette.types import Message, Receive, Scope
 
 from kvcellar.errors import KVCellarError
 from kvcellar.hosting.thread_lanes import SHORT_BYTES
-from kvcellar.server.encodings import Unpacking, unpacking_of
 from kvcellar.server.errors import ApiError, ContextExceeded, as_api_error
-from kvcellar.server.service import Service, service_of
+from kvcellar.server.front.encodings import Unpacking, unpacking_of
+from kvcellar.server.state.service import Service, service_of
 
 BODY_S = 60.0
 """Longest silence of a client in the middle of its body, and the time that any body has."""

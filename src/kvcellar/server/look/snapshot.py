@@ -23,8 +23,8 @@ from kvcellar.agents import AgentInfo, ModelHost
 from kvcellar.engine import CellMap, CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
 from kvcellar.history import History
-from kvcellar.server.parsing import sampling_told
-from kvcellar.server.service import Service
+from kvcellar.server.answer.parsing import sampling_told
+from kvcellar.server.state.service import Service
 from kvcellar.space import Space
 from kvcellar.types import IntArray
 

@@ -17,7 +17,7 @@ from kvcellar.engine.embedding import Embedder, TextEmbedder
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.pooling import Pooling
 from kvcellar.server.errors import ApiError, ContextExceeded
-from kvcellar.server.service import Service
+from kvcellar.server.state.service import Service
 
 MOST_TEXTS = 2048
 

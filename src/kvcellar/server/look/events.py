@@ -8,9 +8,9 @@ import json
 import time
 from collections.abc import AsyncGenerator
 
-from kvcellar.server.replies import Frames, frame
-from kvcellar.server.service import Service
-from kvcellar.server.snapshot import take_snapshot
+from kvcellar.server.look.snapshot import take_snapshot
+from kvcellar.server.state.service import Service
+from kvcellar.server.stream.replies import Frames, frame
 
 PERIOD_S = 0.4
 """Between two looks."""

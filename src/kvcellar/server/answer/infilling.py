@@ -8,7 +8,7 @@ from kvcellar.agents import ModelHost
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.infill import fill_prompt, fill_tokens
 from kvcellar.server.errors import ApiError
-from kvcellar.server.service import Service
+from kvcellar.server.state.service import Service
 
 
 async def prompt_between(

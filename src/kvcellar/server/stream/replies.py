@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.server.errors import as_api_error, error_body
-from kvcellar.server.service import service_of
-from kvcellar.server.streams import Stream, disconnected, ended, until_gone
+from kvcellar.server.state.service import service_of
+from kvcellar.server.stream.streams import Stream, disconnected, ended, until_gone
 
 T = TypeVar("T")
 

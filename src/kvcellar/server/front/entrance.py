@@ -17,7 +17,7 @@ from starlette.types import Scope
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError
 from kvcellar.server.origins import Origins
-from kvcellar.server.salts import GUEST, guest_of
+from kvcellar.server.state.isolation import GUEST, guest_of
 
 MOST_HEADER_BYTES = 32 << 10
 

@@ -11,10 +11,10 @@ from kvcellar.dialects import Call, is_whole
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.grammar.form import Form
-from kvcellar.server.conversations import Whose
-from kvcellar.server.media import LeftOut
-from kvcellar.server.thinking import Thinking
-from kvcellar.server.tools import Toolbox, ToolChoice
+from kvcellar.server.answer.media import LeftOut
+from kvcellar.server.answer.thinking import Thinking
+from kvcellar.server.answer.tools import Toolbox, ToolChoice
+from kvcellar.server.state.conversations import Whose
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from kvcellar.engine import (
 )
 from kvcellar.errors import EngineClosedError, ModelError, PromptError
 from kvcellar.history import History
-from kvcellar.server.thoughts import ReadAnswer, reading_for, stops_for
+from kvcellar.server.commands.thoughts import ReadAnswer, reading_for, stops_for
 from kvcellar.valid import valid_text
 
 Tell = Callable[[dict[str, Any]], None]

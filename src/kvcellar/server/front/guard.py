@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvcellar.server.bodies import Bodies, IncomingBody
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.entrance import OPEN, PAGE, Entrance
 from kvcellar.server.errors import ApiError, as_api_error, error_response
-from kvcellar.server.metrics import Metrics
+from kvcellar.server.front.bodies import Bodies, IncomingBody
+from kvcellar.server.front.entrance import OPEN, PAGE, Entrance
+from kvcellar.server.state.metrics import Metrics
 
 log = logging.getLogger("kvcellar.server")
 

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.dialects import Call, CallPart
-from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Started
-from kvcellar.server.replies import Frames
+from kvcellar.server.answer.dialogue import CallEvent, ChatEvent, Ended, Started
 from kvcellar.server.schemas.base import QuestionBody
+from kvcellar.server.stream.replies import Frames
 
 
 def agent_facts(event: Started | Ended) -> dict[str, str]:

@@ -17,15 +17,15 @@ from kvcellar.engine.generate import GeneratedToken
 from kvcellar.history import History
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.prompts import encode_plain
-from kvcellar.server.conversations import Whose
+from kvcellar.server.answer.infilling import prompt_between
+from kvcellar.server.answer.logprobs import pieces_of
+from kvcellar.server.answer.parsing import sampling_of
+from kvcellar.server.answer.response_format import form_of
 from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import form_of
-from kvcellar.server.infilling import prompt_between
-from kvcellar.server.logprobs import pieces_of
-from kvcellar.server.parsing import sampling_of
 from kvcellar.server.schemas.openai import CompletionRequest
-from kvcellar.server.service import Service
-from kvcellar.server.streams import Stream, until_gone
+from kvcellar.server.state.conversations import Whose
+from kvcellar.server.state.service import Service
+from kvcellar.server.stream.streams import Stream, until_gone
 
 MOST_CHOICES = 256
 DEFAULT_MAX_TOKENS = 16

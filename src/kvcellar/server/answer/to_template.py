@@ -12,10 +12,10 @@ from kvcellar.dialects import dialect_for
 from kvcellar.dialects.messages import say_tools, without_tools
 from kvcellar.hosting.text_limits import refuse_bytes, size_of
 from kvcellar.models.prompts import begun_of
-from kvcellar.server.dialogue import Question
-from kvcellar.server.service import Service
-from kvcellar.server.thinking import Wish, wish_of
-from kvcellar.server.tools import chosen, with_plain_names
+from kvcellar.server.answer.dialogue import Question
+from kvcellar.server.answer.thinking import Wish, wish_of
+from kvcellar.server.answer.tools import chosen, with_plain_names
+from kvcellar.server.state.service import Service
 
 
 @dataclass(frozen=True, slots=True)
