@@ -262,7 +262,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
 
 def measure_hybrid(rounds: int, max_tokens: int) -> dict[str, Any]:
     """Run the trace on a model half of whose layers are recurrent, with many slots and with few."""
-    from kvcellar.backends.torch.tiny import write_tiny
+    from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny(HYBRID, Path(folder) / "model", max_position_embeddings=4 * TRUNK)

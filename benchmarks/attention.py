@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from harness import alternate, median_ms, median_ratio, run
 
-from kvcellar.backends.torch import memory
+from kvcellar.backends.torch.cache import memory
 from kvcellar.kernel import attend, levels
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, runs_of

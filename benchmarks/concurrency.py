@@ -16,7 +16,7 @@ from unittest.mock import patch
 from harness import alternate, median_ms, median_ratio, run
 
 import kvcellar as kv
-from kvcellar.backends.torch import kernel
+from kvcellar.backends.torch.cache import kernel
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.models import LoadedModel, load_model
 

@@ -32,8 +32,8 @@ from gpu_bench import Bench, Found, Sequences, stand_in
 from harness import run
 
 import kvcellar as kv
-from kvcellar.backends.torch.card import CONTEXT_BYTES, card_memory
 from kvcellar.backends.torch.gpu import choice, logits
+from kvcellar.backends.torch.load.card import CONTEXT_BYTES, card_memory
 from kvcellar.engine import Engine, Request, SamplingParams
 from kvcellar.errors import DeviceMemoryError
 from kvcellar.models import load_model

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 import kvcellar as kv
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.models import LoadedModel, load_model
 
 Logits = NDArray[np.float32]

@@ -19,11 +19,11 @@ import transformers
 from harness import alternate, median_ms, median_ratio, run
 
 import kvcellar as kv
-from kvcellar.backends.torch.fast.hold import Held, hold_weights
-from kvcellar.backends.torch.fast.mixtures import hold_experts
-from kvcellar.backends.torch.memory import Arena
-from kvcellar.backends.torch.model_attention import NAME
-from kvcellar.backends.torch.runner import TorchRunner
+from kvcellar.backends.torch.bind.model_attention import NAME
+from kvcellar.backends.torch.cache.memory import Arena
+from kvcellar.backends.torch.cpu.hold import Held, hold_weights
+from kvcellar.backends.torch.cpu.mixtures import hold_experts
+from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.kernel.experts import expert_counts
 
 LAYERS, VOCABULARY, CONTEXT = 4, 4096, 128

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import kvcellar as kv
-from kvcellar.backends.torch import memory
+from kvcellar.backends.torch.cache import memory
 from kvcellar.engine.branches import bytes_per_cell
 from kvcellar.kernel import levels
 from kvcellar.models import load_model

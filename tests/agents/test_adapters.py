@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import AgentManager, Hosting, ModelRegistry
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.errors import ModelError
 from kvcellar.models import LoadOptions

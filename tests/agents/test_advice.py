@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import kvcellar as kv
 from kvcellar.agents import Hosting
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.budget import format_size, parse_size, round_up
 from kvcellar.cli import app
 from kvcellar.errors import ConfigError

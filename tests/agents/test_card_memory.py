@@ -17,7 +17,7 @@ from kvcellar.store import StoreConfig
 
 torch = pytest.importorskip("torch")
 
-from kvcellar.backends.torch.card import CONTEXT_BYTES, CardMemory, card_memory  # noqa: E402
+from kvcellar.backends.torch.load.card import CONTEXT_BYTES, CardMemory, card_memory  # noqa: E402
 
 GB = 10**9
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvcellar.agents import ModelHost, open_host
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.engine import EngineConfig, SamplingParams
 from kvcellar.engine.restore import states_in
 from kvcellar.store import Store

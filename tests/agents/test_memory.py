@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from kvcellar.agents import MemoryPlan, open_host
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.budget import parse_size
 from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.errors import ConfigError

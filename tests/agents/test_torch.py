@@ -10,7 +10,7 @@ import torch
 
 import kvcellar as kv
 from kvcellar.agents import ModelHost, open_host
-from kvcellar.backends.torch import caches
+from kvcellar.backends.torch.cache import caches
 from kvcellar.engine import EngineConfig, SamplingParams
 from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint

@@ -150,7 +150,7 @@ class TorchHalfByKernel(TorchAdapter):
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        from kvcellar.backends.torch import kernel
+        from kvcellar.backends.torch.cache import kernel
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernel, "most_queries", lambda kv, dtype: 2)
@@ -165,7 +165,7 @@ class TorchWithoutKernel(TorchAdapter):
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        from kvcellar.backends.torch import kernel
+        from kvcellar.backends.torch.cache import kernel
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernel, "takes", lambda *_: False)
@@ -180,7 +180,7 @@ class TorchInSmallPieces(TorchWithoutKernel):
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        from kvcellar.backends.torch import attention, caches
+        from kvcellar.backends.torch.cache import attention, caches
         from kvcellar.bookkeeping import reads
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import kvcellar as kv
+from kvcellar.backends.torch.cpu.linears import pack
 from kvcellar.backends.torch.eagle3.head import Eagle3Head
 from kvcellar.backends.torch.eagle3.kernel import MOST_TOKENS
 from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.backends.torch.eagle3.network import Eagle3Network
-from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.errors import StepError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model

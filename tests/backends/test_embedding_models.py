@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from kvcellar.backends.torch.embedding import load_embedding_model
-from kvcellar.backends.torch.tiny import make_tokenizer
+from kvcellar.backends.torch.learn.shrink.checkpoints import make_tokenizer
+from kvcellar.backends.torch.run.embedding import load_embedding_model
 from kvcellar.errors import ModelError
 
 TEXTS = ["hello", "a", "def add(a, b): return a + b", "x = 1"]

@@ -25,7 +25,7 @@ from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 from tests.backends.adapters import needs_mlx
 
 torch = pytest.importorskip("torch")
-kernel = pytest.importorskip("kvcellar.backends.torch.kernel")
+kernel = pytest.importorskip("kvcellar.backends.torch.cache.kernel")
 
 N_HEADS, N_KV_HEADS, DIM = 4, 2, 32
 N_LAYERS, SHARES = 4, {3: 0}

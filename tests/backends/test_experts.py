@@ -23,9 +23,9 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts 
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
-from kvcellar.backends.torch.fast import mixtures  # noqa: E402
-from kvcellar.backends.torch.fast.experts import KernelExperts, ShippedWeights  # noqa: E402
-from kvcellar.backends.torch.memory import Arena  # noqa: E402
+from kvcellar.backends.torch.cache.memory import Arena  # noqa: E402
+from kvcellar.backends.torch.cpu import mixtures  # noqa: E402
+from kvcellar.backends.torch.cpu.experts import KernelExperts, ShippedWeights  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -187,7 +187,12 @@ def test_shipped_mxfp4_gives_what_its_numbers_give(dtype: Any, weights: str) -> 
 def test_experts_of_every_family_that_asks_the_interface_are_held() -> None:
     import transformers
 
-    from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw, zoo
+    from kvcellar.backends.torch.learn.shrink.checkpoints import (
+        default_raw,
+        random_network,
+        twin_raw,
+        zoo,
+    )
     from kvcellar.errors import ModelError
 
     folder = Path(transformers.__file__).parent / "models"

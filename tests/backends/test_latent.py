@@ -96,7 +96,7 @@ def test_exact_ends_of_a_history_of_latents_are_exact(backend: str) -> None:
 def test_a_long_history_of_latents_is_read_where_it_lies(
     kv_dtype: str, has_kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcellar.backends.torch import kernel
+    from kvcellar.backends.torch.cache import kernel
 
     if not has_kernel:
         monkeypatch.setattr(kernel, "takes", lambda *_: False)
@@ -123,7 +123,7 @@ def test_a_long_history_of_latents_is_read_where_it_lies(
 def test_a_long_prefill_holds_no_more_logits_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcellar.backends.torch import attention
+    from kvcellar.backends.torch.cache import attention
 
     monkeypatch.setattr(attention, "PLAIN_LOGITS", 1 << 16)
     n = 1500
@@ -228,7 +228,7 @@ def test_queries_without_a_latent_part_are_refused() -> None:
 
 
 def test_the_kernels_own_forwards_leave_latent_rows_to_torch() -> None:
-    from kvcellar.backends.torch.forward import can_plan, can_run
+    from kvcellar.backends.torch.cache.forward import can_plan, can_run
 
     plain = make_config(ModelCacheParams(1, 1, 8), 64)
     for config, is_taken in ((config_of(), False), (plain, True)):

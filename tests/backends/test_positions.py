@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvcellar.backends.torch.positions import Positions, tell_past_lengths
+from kvcellar.backends.torch.bind.positions import Positions, tell_past_lengths
 
 
 class Counting(nn.Module):

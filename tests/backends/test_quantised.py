@@ -18,7 +18,7 @@ from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.testing.dense import stored, turned, walsh
 
 torch = pytest.importorskip("torch")
-codecs = pytest.importorskip("kvcellar.backends.torch.codecs")
+codecs = pytest.importorskip("kvcellar.backends.torch.cache.codecs")
 
 NUMBERS = st.floats(-3e4, 3e4, width=32) | st.floats(-2, 2, width=32) | st.just(0.0)
 SIZES = st.sampled_from([(32, 32), (64, 32), (64, 64), (128, 128), (7, 7), (10, 5), (1, 1)])

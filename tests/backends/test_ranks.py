@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvcellar.agents import ModelHost, open_host
+from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, write_tiny
 from kvcellar.backends.torch.ranks import checking, processes
-from kvcellar.backends.torch.tiny import default_raw, write_tiny
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.request import FinishEvent

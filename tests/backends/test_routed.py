@@ -16,11 +16,11 @@ if not levels.is_available():
     pytest.skip(levels.why_not(), allow_module_level=True)
 
 import kvcellar as kv  # noqa: E402
-from kvcellar.backends.torch.fast.hold import hold_weights  # noqa: E402
-from kvcellar.backends.torch.fast.mixtures import mixtures  # noqa: E402
-from kvcellar.backends.torch.fast.routed import KernelMixture, find_router  # noqa: E402
-from kvcellar.backends.torch.model_attention import NAME  # noqa: E402
-from kvcellar.backends.torch.runner import TorchRunner  # noqa: E402
+from kvcellar.backends.torch.bind.model_attention import NAME  # noqa: E402
+from kvcellar.backends.torch.cpu.hold import hold_weights  # noqa: E402
+from kvcellar.backends.torch.cpu.mixtures import mixtures  # noqa: E402
+from kvcellar.backends.torch.cpu.routed import KernelMixture, find_router  # noqa: E402
+from kvcellar.backends.torch.run.runner import TorchRunner  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kvcellar as kv  # noqa: E402
-from kvcellar.backends.torch import memory  # noqa: E402
-from kvcellar.backends.torch.shortage import within_memory  # noqa: E402
+from kvcellar.backends.torch.cache import memory  # noqa: E402
+from kvcellar.backends.torch.cache.shortage import within_memory  # noqa: E402
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams  # noqa: E402
 from kvcellar.errors import DeviceMemoryError  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402

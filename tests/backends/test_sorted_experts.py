@@ -20,12 +20,12 @@ from torch import nn  # noqa: E402
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts  # noqa: E402
 
 import kvcellar as kv  # noqa: E402
-from kvcellar.backends.torch.fast.sorted_experts import (  # noqa: E402
+from kvcellar.backends.torch.cache.memory import Arena  # noqa: E402
+from kvcellar.backends.torch.cpu.sorted_experts import (  # noqa: E402
     SortedExperts,
     hold_sorted_experts,
 )
-from kvcellar.backends.torch.memory import Arena  # noqa: E402
-from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402
 from kvcellar.models.sizing import size_model  # noqa: E402
 

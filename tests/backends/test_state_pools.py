@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcellar.backends.torch.state_pools import StatePools, stretches_of
+from kvcellar.backends.torch.cache.state_pools import StatePools, stretches_of
 from kvcellar.cache_config import make_config
 from kvcellar.errors import ShapeError
 from kvcellar.states import NO_SLOT, Advance, StateGroup, StatePlan, StateShape

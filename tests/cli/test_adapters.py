@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.backends.torch.tiny import make_tokenizer, write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import make_tokenizer, write_tiny
 from kvcellar.cli import app
 from kvcellar.cli.options import one_adapter, read_adapters
 from kvcellar.cli.serve import adapters_of, with_adapters

@@ -7,7 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.backends.torch import checking, loading, tiny
+from kvcellar.backends.torch import loading
+from kvcellar.backends.torch.learn import checking
+from kvcellar.backends.torch.learn.shrink import checkpoints
 from kvcellar.backends.torch.loading import versions
 from kvcellar.cli import app
 from kvcellar.models.check import CACHES, PARTS, Verdict, verdict_path
@@ -25,7 +27,7 @@ def invoke(*args: str) -> tuple[int, str]:
 
 
 def test_all_tiny_has_a_line_for_every_family_and_says_why_some_are_refused(monkeypatch):
-    monkeypatch.setattr(tiny, "zoo", lambda: ["bert", "qwen3"])
+    monkeypatch.setattr(checkpoints, "zoo", lambda: ["bert", "qwen3"])
     code, said = invoke("--all-tiny")
     lines = said.splitlines()
     assert code == 0, "what is refused by name is no fault"
@@ -41,7 +43,7 @@ def test_all_tiny_has_a_line_for_every_family_and_says_why_some_are_refused(monk
 def test_a_family_that_differs_fails_the_command(monkeypatch):
     gaps = {kind: dict.fromkeys(PARTS, 0.25) for kind in CACHES}
     wrong = Verdict("qwen3", ("2 full",), "a twin", gaps, None, None, versions(), 0.1)
-    monkeypatch.setattr(tiny, "zoo", lambda: ["qwen3"])
+    monkeypatch.setattr(checkpoints, "zoo", lambda: ["qwen3"])
     monkeypatch.setattr(checking, "check_family", lambda family: wrong)
     code, said = invoke("--all-tiny", "--json")
     found = json.loads(said)
@@ -52,7 +54,7 @@ def test_a_family_that_differs_fails_the_command(monkeypatch):
 
 
 def test_a_checkpoint_is_checked_and_its_verdict_kept(tmp_path):
-    folder = tiny.write_tiny("qwen3", tmp_path / "tiny")
+    folder = checkpoints.write_tiny("qwen3", tmp_path / "tiny")
     code, said = invoke(str(folder), "--json")
     (model,) = json.loads(said)["models"]
     assert code == 0
@@ -63,7 +65,7 @@ def test_a_checkpoint_is_checked_and_its_verdict_kept(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_served_fails_the_command(tmp_path):
-    folder = tiny.write_tiny("bert", tmp_path / "tiny")
+    folder = checkpoints.write_tiny("bert", tmp_path / "tiny")
     code, said = invoke(str(folder))
     assert code == 1
     assert "refused" in said
@@ -78,7 +80,7 @@ def test_a_model_and_all_families_are_not_asked_for_together():
 def test_which_of_the_exact_families_export_is_a_column_and_the_reason_is_said(monkeypatch):
     proving = pytest.importorskip("kvcellar.backends.executorch.proving")
     whys = {"qwen3": None, "llama": "its graph branches"}
-    monkeypatch.setattr(tiny, "zoo", lambda: ["bert", *whys])
+    monkeypatch.setattr(checkpoints, "zoo", lambda: ["bert", *whys])
     monkeypatch.setattr(proving, "why_not_exported", lambda raw: whys[raw["model_type"]])
     gaps = {kind: dict.fromkeys(PARTS, 0.0) for kind in CACHES}
 
@@ -102,7 +104,7 @@ def test_which_of_the_exact_families_export_is_a_column_and_the_reason_is_said(m
 
 
 def test_what_was_learnt_wrong_before_is_said_to_be_replaced(tmp_path, monkeypatch):
-    folder = tiny.write_tiny("qwen3", tmp_path / "tiny")
+    folder = checkpoints.write_tiny("qwen3", tmp_path / "tiny")
     prove = loading.prove_model
     monkeypatch.setattr(loading, "prove_model", lambda *args: (prove(*args)[0], True))
     assert "wrong, and is replaced" in invoke(str(folder))[1]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvcellar.agents import open_host
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.dialects.argument_rules import literal
 from kvcellar.grammar.grammars import Constraint
 from tests.dialects.templates import template_of

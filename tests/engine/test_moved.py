@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvcellar as kv
-from kvcellar.backends.torch.caches import TorchCache
+from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, moved
 from kvcellar.errors import DeviceMemoryError
 from kvcellar.models import load_model

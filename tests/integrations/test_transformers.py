@@ -14,8 +14,8 @@ from tests.models.tiny_checkpoints import FAMILIES, WINDOW
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.backends.torch.loading import model_facts  # noqa: E402
-from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
 from kvcellar.integrations.transformers import make_cache  # noqa: E402
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

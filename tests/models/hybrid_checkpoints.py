@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvcellar.backends.torch.tiny import default_raw, make_tokenizer, random_network
+from kvcellar.backends.torch.learn.shrink.checkpoints import (
+    default_raw,
+    make_tokenizer,
+    random_network,
+)
 
 SMALL = {
     "vocab_size": 262, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96,

@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcellar.backends.torch.binding import bind_network
-from kvcellar.backends.torch.probe import learn_facts
-from kvcellar.backends.torch.runner import TorchRunner
-from kvcellar.backends.torch.tiny import default_raw, random_network, started_network, twin_raw
+from kvcellar.backends.torch.bind.binding import bind_network
+from kvcellar.backends.torch.learn.probe import learn_facts
+from kvcellar.backends.torch.learn.shrink.checkpoints import (
+    default_raw,
+    random_network,
+    started_network,
+    twin_raw,
+)
+from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.models.facts import ModelFacts
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvcellar import make_decode_session, make_seq_session
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.errors import ConfigError, ModelError, StepError
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model

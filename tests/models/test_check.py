@@ -17,13 +17,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as hf_logging
 
-from kvcellar.backends.torch import checking
-from kvcellar.backends.torch import versions as torch_versions
-from kvcellar.backends.torch.checking import check_checkpoint, check_family
-from kvcellar.backends.torch.fast.decoder import KernelDecoder
+from kvcellar.backends.torch.cpu.decoder import KernelDecoder
+from kvcellar.backends.torch.learn import checking
+from kvcellar.backends.torch.learn.checking import check_checkpoint, check_family
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
+from kvcellar.backends.torch.load import versions as torch_versions
+from kvcellar.backends.torch.load.versions import versions
 from kvcellar.backends.torch.loading import model_facts, prove_model
-from kvcellar.backends.torch.tiny import write_tiny
-from kvcellar.backends.torch.versions import versions
 from kvcellar.errors import ModelError
 from kvcellar.models import check as check_module
 from kvcellar.models import load_model

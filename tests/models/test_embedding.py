@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.engine import Engine, EngineService, Request, SamplingParams
 from kvcellar.engine.embedding import Embedder
 from kvcellar.errors import CacheFullError

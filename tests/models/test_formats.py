@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kvcellar.backends.torch.networks import load_network
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
+from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.checkpoint import read_config
@@ -310,8 +310,8 @@ def test_what_is_not_read_is_refused_with_what_to_take_in_its_place(said, what):
 _MEASURE = """
 import json, sys, torch
 from pathlib import Path
-from kvcellar.backends.torch.networks import load_network
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.load.networks import load_network
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.models.tokenizer import quiet
 
 def load(folder):

@@ -17,7 +17,7 @@ CONFIG = Path(__file__).parent / "configs" / "gpt-oss-20b.json"
 
 WRITE = """
 import json, sys, torch, safetensors.torch, transformers
-from kvcellar.backends.torch.networks import empty_network
+from kvcellar.backends.torch.load.networks import empty_network
 from kvcellar.models.formats import without_format
 folder, raw = sys.argv[1], json.loads(open(sys.argv[1] + "/config.json").read())
 network = empty_network(without_format(raw), attention="eager")

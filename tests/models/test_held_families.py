@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from kvcellar.backends.torch import model_attention
-from kvcellar.backends.torch.fast.finding import Finder
-from kvcellar.backends.torch.fast.hold import hold_weights
-from kvcellar.backends.torch.fast.holdable import matrices_of
-from kvcellar.backends.torch.fast.linears import KernelLinear
-from kvcellar.backends.torch.fast.trial import Recorder, run
-from kvcellar.backends.torch.networks import empty_network
-from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw
+from kvcellar.backends.torch.bind import model_attention
+from kvcellar.backends.torch.cpu.find.finding import Finder
+from kvcellar.backends.torch.cpu.find.trial import Recorder, run
+from kvcellar.backends.torch.cpu.hold import hold_weights
+from kvcellar.backends.torch.cpu.holdable import matrices_of
+from kvcellar.backends.torch.cpu.linears import KernelLinear
+from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, random_network, twin_raw
+from kvcellar.backends.torch.load.networks import empty_network
 from kvcellar.kernel import levels
 from kvcellar.models.weights import GROUP
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import kvcellar as kv
-from kvcellar.backends.torch.fast import finding
-from kvcellar.backends.torch.fast.decoder import KernelDecoder
-from kvcellar.backends.torch.fast.layers import KernelLayer
-from kvcellar.backends.torch.fast.linears import KernelLinear
-from kvcellar.backends.torch.fast.rotations import Rotations
+from kvcellar.backends.torch.cpu.decoder import KernelDecoder
+from kvcellar.backends.torch.cpu.find import finding
+from kvcellar.backends.torch.cpu.layers import KernelLayer
+from kvcellar.backends.torch.cpu.linears import KernelLinear
+from kvcellar.backends.torch.cpu.rotations import Rotations
 from kvcellar.errors import PositionError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model

@@ -17,12 +17,12 @@ import transformers
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcellar.backends.torch import model_attention
-from kvcellar.backends.torch.finding_latents import find_latents
-from kvcellar.backends.torch.latent import LatentLinear, bind_latents
-from kvcellar.backends.torch.probe import learn_facts
-from kvcellar.backends.torch.runner import TorchRunner
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.bind import model_attention
+from kvcellar.backends.torch.bind.latent import LatentLinear, bind_latents
+from kvcellar.backends.torch.learn.finding_latents import find_latents
+from kvcellar.backends.torch.learn.probe import learn_facts
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
+from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.facts import ModelFacts

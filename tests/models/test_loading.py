@@ -18,8 +18,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from kvcellar.backends.torch.fast.experts import KernelExperts
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.cpu.experts import KernelExperts
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.cache_config import make_config
 from kvcellar.engine import encode_chat
 from kvcellar.errors import BackendError, ConfigError, ModelError

@@ -316,7 +316,7 @@ def test_a_model_that_is_not_what_mlx_lm_says_is_refused_unless_a_person_goes_on
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_words_that_mlx_lm_demands_are_found_in_the_config(family: str, tmp_path: Path) -> None:
-    from kvcellar.backends.torch.tiny import write_tiny
+    from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 
     model = load_model(write_tiny(family, tmp_path), backend="mlx")
     prompt = text(30)

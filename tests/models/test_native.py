@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvcellar as kv
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, load_model

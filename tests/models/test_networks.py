@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kvcellar.backends.torch.networks import NetworkClasses, empty_network, load_network
+from kvcellar.backends.torch.load.networks import NetworkClasses, empty_network, load_network
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_config
 from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint, randomize

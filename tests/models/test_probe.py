@@ -12,9 +12,10 @@ import torch
 import transformers
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from kvcellar.backends.torch import narrow, probe, tiny
+from kvcellar.backends.torch.learn import probe
+from kvcellar.backends.torch.learn.shrink import checkpoints, narrow
+from kvcellar.backends.torch.learn.visibility import FARTHEST, read_mask
 from kvcellar.backends.torch.loading import model_facts
-from kvcellar.backends.torch.visibility import FARTHEST, read_mask
 from kvcellar.errors import ModelError
 from kvcellar.metadata import read_kv_cache_metadata, write_kv_cache_metadata
 from kvcellar.models import known
@@ -269,20 +270,20 @@ def test_layers_with_attention_are_numbered_without_gaps_for_a_cache():
 
 
 def test_a_layer_may_have_attention_and_states():
-    facts = probe.learn_facts(tiny.twin_raw(tiny.default_raw("falcon_h1")))
+    facts = probe.learn_facts(checkpoints.twin_raw(checkpoints.default_raw("falcon_h1")))
     assert [at.layer for at in facts.layers] == [at.layer for at in facts.states] == [0, 1]
 
 
 @pytest.mark.parametrize(("family", "by_token"), [("jamba", True), ("zaya", False)])
 def test_modules_that_ignore_a_past_where_several_tokens_come_are_found(family, by_token):
-    facts = probe.learn_facts(tiny.twin_raw(tiny.default_raw(family)))
+    facts = probe.learn_facts(checkpoints.twin_raw(checkpoints.default_raw(family)))
     assert {at.by_token for at in facts.states} == {by_token}
 
 
 def test_a_model_without_attention_is_refused():
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
-    raw = tiny.default_raw("granitemoehybrid")
-    facts = probe.learn_facts(tiny.twin_raw({**raw, **kinds}))
+    raw = checkpoints.default_raw("granitemoehybrid")
+    facts = probe.learn_facts(checkpoints.twin_raw({**raw, **kinds}))
     assert not facts.layers
     with pytest.raises(ModelError, match="has no layer with attention"):
         _ = facts.params
@@ -344,7 +345,7 @@ def test_a_config_may_hold_floats_that_json_has_not():
 
 @pytest.mark.parametrize("family", ["jetmoe", "longcat_flash"])
 def test_a_small_network_that_does_not_run_without_numbers_is_run_with_some(family):
-    small = tiny.twin_raw(tiny.default_raw(family))
+    small = checkpoints.twin_raw(checkpoints.default_raw(family))
     facts = probe.learn_facts(small)
     assert facts.n_layers == len(facts.layers)
 
@@ -352,7 +353,7 @@ def test_a_small_network_that_does_not_run_without_numbers_is_run_with_some(fami
 def test_a_large_network_that_reads_numbers_is_learnt_from_narrow_ones():
     factors = {"long_factor": [2.0] * 64, "short_factor": [1.0] * 64}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
-    raw = tiny.default_raw("phimoe", num_hidden_layers=4, max_position_embeddings=131_072)
+    raw = checkpoints.default_raw("phimoe", num_hidden_layers=4, max_position_embeddings=131_072)
     plain = probe.learn_facts(raw)
     moving = {**rope, **factors, "long_mscale": 1.2, "short_mscale": 1.2}
     facts = probe.learn_facts({**raw, "rope_parameters": moving})
@@ -360,13 +361,13 @@ def test_a_large_network_that_reads_numbers_is_learnt_from_narrow_ones():
 
 
 def test_a_large_network_that_takes_no_head_dim_is_learnt_with_its_own():
-    facts = probe.learn_facts(tiny.default_raw("jetmoe"))
+    facts = probe.learn_facts(checkpoints.default_raw("jetmoe"))
     assert (len(facts.layers), facts.hidden_size, facts.vocab_size) == (12, 2048, 32000)
     assert {(at.n_heads, at.head_dim, at.scale) for at in facts.layers} == {(32, 128, 128**-0.5)}
 
 
 def test_a_large_network_is_refused_where_no_narrow_one_is_like_it(monkeypatch):
-    raw = tiny.default_raw("jetmoe")
+    raw = checkpoints.default_raw("jetmoe")
     with monkeypatch.context() as only:
         own = narrow.narrow_raw
         only.setattr(
@@ -375,7 +376,7 @@ def test_a_large_network_is_refused_where_no_narrow_one_is_like_it(monkeypatch):
         with pytest.raises(ModelError, match="its own code stopped in"):
             probe.learn_facts(raw)
     with pytest.raises(ModelError, match="its own code stopped in"):
-        probe.learn_facts(tiny.default_raw("longcat_flash"))  # its heads alone are too large
+        probe.learn_facts(checkpoints.default_raw("longcat_flash"))  # its heads alone are too large
 
 
 # Masks --------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kvcellar.backends.torch.affine import unpacked
-from kvcellar.backends.torch.networks import load_network
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
+from kvcellar.backends.torch.load.affine import unpacked
+from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.checkpoint import read_config

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcellar.backends.torch.fast.blocks import BlockLinear
-from kvcellar.backends.torch.networks import load_network
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.cpu.blocks import BlockLinear
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
+from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model

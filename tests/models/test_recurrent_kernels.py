@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcellar.backends.torch import recurrent_kernels
-from kvcellar.backends.torch.recurrent_kernels import choose_by_device
+from kvcellar.backends.torch.load import recurrent_kernels
+from kvcellar.backends.torch.load.recurrent_kernels import choose_by_device
 
 SOURCE = """
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback

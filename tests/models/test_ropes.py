@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import kvcellar as kv
-from kvcellar.backends.torch.fast.rotations import Rotations
-from kvcellar.backends.torch.positions import Positions
-from kvcellar.backends.torch.ropes import SessionRope, hold_ropes
+from kvcellar.backends.torch.bind.positions import Positions
+from kvcellar.backends.torch.bind.ropes import SessionRope, hold_ropes
+from kvcellar.backends.torch.cpu.rotations import Rotations
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.engine.generate import generate, last
 from kvcellar.engine.sequence import SequenceView

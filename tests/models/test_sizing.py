@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.backends.torch.probe import learn_facts
+from kvcellar.backends.torch.learn.probe import learn_facts
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.loading import load_model

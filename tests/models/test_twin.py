@@ -8,9 +8,15 @@ import pytest
 import torch
 import transformers
 
-from kvcellar.backends.torch.networks import empty_network
-from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw, write_tiny, zoo
-from kvcellar.backends.torch.twin import CHUNK, WINDOW, keep_layers
+from kvcellar.backends.torch.learn.shrink.checkpoints import (
+    default_raw,
+    random_network,
+    twin_raw,
+    write_tiny,
+    zoo,
+)
+from kvcellar.backends.torch.learn.shrink.configs import CHUNK, WINDOW, keep_layers
+from kvcellar.backends.torch.load.networks import empty_network
 from kvcellar.errors import ModelError
 from kvcellar.models.configs import config_from_dict
 

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 import kvcellar as kv
+from kvcellar.backends.torch.cpu.decoder import KernelDecoder
+from kvcellar.backends.torch.cpu.layers import KernelEmbedding
 from kvcellar.backends.torch.eagle3.loading import load_eagle3
-from kvcellar.backends.torch.fast.decoder import KernelDecoder
-from kvcellar.backends.torch.fast.layers import KernelEmbedding
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels, linear
 from kvcellar.models import load_model

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.agents import open_host
-from kvcellar.backends.torch.tiny import make_tokenizer, write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import make_tokenizer, write_tiny
 
 TEMPLATE = """{%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcellar.agents import Hosting
-from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.models import LoadOptions
 from kvcellar.models.adapter_names import adapted
 from kvcellar.server.look.snapshot import take_snapshot

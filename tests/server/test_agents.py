@@ -12,7 +12,7 @@ import pytest
 
 import kvcellar.agents.turn
 from kvcellar.agents import Turn
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent.agent import Agent
 from kvcellar.agents.text.live_text import Begun, LiveText, Over, Said
 from kvcellar.dialects import TextPart
 from kvcellar.engine import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import Turn
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent.agent import Agent
 from kvcellar.agents.text.live_text import Begun, LiveText, Said
 from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import DIALECTS, CallPart, ReasoningPart, TextPart, choose_dialect

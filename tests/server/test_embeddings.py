@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from kvcellar.backends.torch.embedding import load_embedding_model
-from kvcellar.backends.torch.tiny import make_tokenizer
+from kvcellar.backends.torch.learn.shrink.checkpoints import make_tokenizer
+from kvcellar.backends.torch.run.embedding import load_embedding_model
 from kvcellar.models.hub import DEMO_FOLDER
 from tests.server.live import serving
 

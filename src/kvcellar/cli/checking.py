@@ -129,8 +129,8 @@ def _families(export: bool) -> list[_Row]:
         from kvcellar.models.tokenizer import quiet
 
         with quiet(lambda part: None):
-            from kvcellar.backends.torch.checking import check_family
-            from kvcellar.backends.torch.tiny import default_raw, zoo
+            from kvcellar.backends.torch.learn.checking import check_family
+            from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, zoo
 
         families = zoo()
         found = []

@@ -144,7 +144,7 @@ def _row(model: FoundModel) -> Row:
 def _is_exact(model: FoundModel) -> bool | None:
     """Return what the check of a checkpoint found; None: it was not checked yet."""
     try:
-        from kvcellar.backends.torch.versions import versions
+        from kvcellar.backends.torch.load.versions import versions
     except ModuleNotFoundError:  # without torch nothing is checked
         return None
     verdict = known_verdict(read_config(model.path), versions())

@@ -211,7 +211,7 @@ def _embedding_models(
     if name in offered:
         raise ConfigError(f"two models are called {name!r}; name one as NAME=MODEL")
     with progress_bar(f"loading {path}", tell=_log_stage) as report:
-        from kvcellar.backends.torch.embedding import WORKING_BYTES, load_embedding_model
+        from kvcellar.backends.torch.run.embedding import WORKING_BYTES, load_embedding_model
 
         model = load_embedding_model(path, report)
     return {name: model}, model.size_bytes + WORKING_BYTES

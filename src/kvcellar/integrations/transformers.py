@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from kvcellar.backends.torch.batch import TorchBatchCache
+from kvcellar.backends.torch.cache.batch import TorchBatchCache
 from kvcellar.backends.torch.loading import model_facts
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError

@@ -1,7 +1,7 @@
 """Facts of a model that a cache and a budget need, as the model itself was seen to have them.
 
-A backend that runs models learns them (:mod:`kvcellar.backends.torch.probe`), and they are kept
-(:mod:`kvcellar.models.known`), so that a later look at the same model runs nothing.
+A backend that runs models learns them (:mod:`kvcellar.backends.torch.learn.probe`), and they are
+kept (:mod:`kvcellar.models.known`), so that a later look at the same model runs nothing.
 """
 
 from __future__ import annotations

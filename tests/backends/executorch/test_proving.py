@@ -8,7 +8,7 @@ import torch
 
 from kvcellar.backends.executorch import proving
 from kvcellar.backends.executorch.proving import why_not_exported
-from kvcellar.backends.torch.tiny import default_raw
+from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw
 from tests.backends.executorch.programs import quietly
 
 

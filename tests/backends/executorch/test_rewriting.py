@@ -25,8 +25,13 @@ from kvcellar.backends.executorch.rewriting import (
     rewrite,
 )
 from kvcellar.backends.executorch.rotating import pairs_for_complex
-from kvcellar.backends.torch.checking import twins
-from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw, write_tiny
+from kvcellar.backends.torch.learn.checking import twins
+from kvcellar.backends.torch.learn.shrink.checkpoints import (
+    default_raw,
+    random_network,
+    twin_raw,
+    write_tiny,
+)
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.registry import use_cache

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcellar import LayerGroup, ModelCacheParams, make_config, make_paged_session, make_seq_session
-from kvcellar.backends.torch.fast.rotations import Rotation
+from kvcellar.backends.torch.cpu.rotations import Rotation
 from kvcellar.backends.torch.gpu import (
     between,
     choice,

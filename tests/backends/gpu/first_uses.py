@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 import kvcellar as kv
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.graphs import StepGraphs
-from kvcellar.backends.torch.runner import SamplingTorchRunner
+from kvcellar.backends.torch.run.runner import SamplingTorchRunner
 from kvcellar.engine import Engine, EngineConfig
 from kvcellar.models import load_model
 from tests.backends.gpu.fake_device import FakeDevice

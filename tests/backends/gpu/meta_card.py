@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvcellar.backends.torch import holding
+from kvcellar.backends.torch.run import place_weights as holding
 from kvcellar.backends.torch.gpu import choice, launch, layers, linears, multiply
 
 CARD = torch.device("meta")

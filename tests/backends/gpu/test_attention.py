@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kvcellar import CacheConfig, LayerGroup, ModelCacheParams, make_config  # noqa: E402
+from kvcellar.backends.torch.cache.pools import BlockFirstPool, GroupBlocks, Pool  # noqa: E402
 from kvcellar.backends.torch.gpu import launch, lists, plans  # noqa: E402
-from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, Pool  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.backends.gpu.plans import attended, random_plan  # noqa: E402
 

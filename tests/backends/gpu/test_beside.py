@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 import kvcellar as kv  # noqa: E402
 from kvcellar import LayerGroup, ModelCacheParams  # noqa: E402
-from kvcellar.backends.torch import kernel  # noqa: E402
-from kvcellar.backends.torch.caches import (  # noqa: E402
+from kvcellar.backends.torch.cache import kernel  # noqa: E402
+from kvcellar.backends.torch.cache.caches import (  # noqa: E402
     TorchContiguousCache,
     TorchPagedCache,
     TorchSeqCache,

@@ -18,10 +18,10 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcellar.backends.torch import holding  # noqa: E402
 from kvcellar.backends.torch.gpu import choice, graphs, launch, lists, plans  # noqa: E402
 from kvcellar.backends.torch.gpu.graphs import StepGraphs  # noqa: E402
-from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
+from kvcellar.backends.torch.run import place_weights  # noqa: E402
 from kvcellar.budget import MemoryBudget  # noqa: E402
 from kvcellar.models import LoadedModel, load_model  # noqa: E402
 from tests.backends.gpu.fake_device import FakeDevice  # noqa: E402
@@ -193,7 +193,8 @@ def test_a_forward_that_cannot_be_recorded_is_said_once_and_runs_by_itself(model
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 def test_decode_steps_of_recurrent_layers_are_recorded_too(tmp_path, family, monkeypatch) -> None:
-    monkeypatch.setattr(holding, "hold_mixers", lambda *_: {})  # the CPU kernel's are not a GPU's
+    # The CPU kernel's are not a GPU's.
+    monkeypatch.setattr(place_weights, "hold_mixers", lambda *_: {})
     write_hybrid(family, tmp_path)
     with on_cpu():
         model = load_model(tmp_path)

@@ -25,15 +25,15 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts  # noqa: E402
 
-from kvcellar.backends.torch.fast.blocks import fitted  # noqa: E402
-from kvcellar.backends.torch.fast.experts import ShippedWeights  # noqa: E402
-from kvcellar.backends.torch.fast.mixtures import mixtures, replace_experts  # noqa: E402
-from kvcellar.backends.torch.fast.sorted_experts import replace_sorted  # noqa: E402
+from kvcellar.backends.torch.cpu.blocks import fitted  # noqa: E402
+from kvcellar.backends.torch.cpu.experts import ShippedWeights  # noqa: E402
+from kvcellar.backends.torch.cpu.mixtures import mixtures, replace_experts  # noqa: E402
+from kvcellar.backends.torch.cpu.sorted_experts import replace_sorted  # noqa: E402
 from kvcellar.backends.torch.gpu import choice, multiply  # noqa: E402
 from kvcellar.backends.torch.gpu.hold import card_experts  # noqa: E402
 from kvcellar.backends.torch.gpu.linears import CardExperts, CardLinear  # noqa: E402
 from kvcellar.backends.torch.gpu.matrices import packed, placed  # noqa: E402
-from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.errors import BackendError  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402
 from kvcellar.models.sizing import size_model  # noqa: E402

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 import kvcellar as kv  # noqa: E402
-from kvcellar.backends.torch.fast.rotations import Rotation  # noqa: E402
+from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
 from kvcellar.backends.torch.gpu import (  # noqa: E402
     launch,
     layers,

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from kvcellar.backends.torch.fast import mixtures
-from kvcellar.backends.torch.fast.blocks import BlockLinear, StoredAffine, StoredBlocks
-from kvcellar.backends.torch.fast.experts import KernelExperts
-from kvcellar.backends.torch.fast.layers import KernelEmbedding
-from kvcellar.backends.torch.gguf import other_types
+from kvcellar.backends.torch.cpu import mixtures
+from kvcellar.backends.torch.cpu.blocks import BlockLinear, StoredAffine, StoredBlocks
+from kvcellar.backends.torch.cpu.experts import KernelExperts
+from kvcellar.backends.torch.cpu.layers import KernelEmbedding
+from kvcellar.backends.torch.load.gguf import other_types
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model

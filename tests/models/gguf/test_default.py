@@ -7,9 +7,10 @@ from pathlib import Path
 import gguf
 import pytest
 
-from kvcellar.backends.torch import counting, loading
-from kvcellar.backends.torch import gguf as gguf_weights
-from kvcellar.backends.torch.fast.blocks import BlockLinear
+from kvcellar.backends.torch import loading
+from kvcellar.backends.torch.cpu.blocks import BlockLinear
+from kvcellar.backends.torch.load import counting
+from kvcellar.backends.torch.load import gguf as gguf_weights
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.sizing import size_model

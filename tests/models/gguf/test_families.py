@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
-from kvcellar.backends.torch.networks import load_network
+from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.checkpoint import read_config

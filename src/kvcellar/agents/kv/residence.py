@@ -27,7 +27,7 @@ from kvcellar.agents.kv.kv_transfer import (
 )
 from kvcellar.agents.kv.overlap_restore import Ahead, Front
 from kvcellar.agents.kv.verify_restore import MAX_TAIL, check_restored
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent.agent import Agent
 from kvcellar.engine import (
     Engine,
     HeldPrefix,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent.agent import Agent
 from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import AnswerParser, Call, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import PromptProgress

@@ -22,9 +22,9 @@ from kvcellar.backends.executorch.program import OWN_PREFIX
 from kvcellar.backends.executorch.quantising import check_scheme, quantise
 from kvcellar.backends.executorch.rewriting import rewrite
 from kvcellar.backends.executorch.rotating import pairs_for_complex
-from kvcellar.backends.torch.inputs import inputs_of, modules_given
-from kvcellar.backends.torch.model import TorchModel
-from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.bind.inputs import inputs_of, modules_given
+from kvcellar.backends.torch.bind.positions import Positions
+from kvcellar.backends.torch.run.model import TorchModel
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import load_model

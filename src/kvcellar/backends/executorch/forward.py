@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.backends.executorch import native
-from kvcellar.backends.torch.forward import (
+from kvcellar.backends.torch.cache.forward import (
     GroupStep,
     can_plan,
     finish_forward,

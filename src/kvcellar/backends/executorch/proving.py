@@ -19,8 +19,8 @@ from kvcellar.backends.executorch.exporting import (
     trace,
 )
 from kvcellar.backends.executorch.rewriting import rewrite
-from kvcellar.backends.torch.checking import Pair, subject_of, twins
-from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.bind.positions import Positions
+from kvcellar.backends.torch.learn.checking import Pair, subject_of, twins
 from kvcellar.errors import ModelError
 from kvcellar.models.check import TOLERANCE, compare
 from kvcellar.models.runner import BoundRunner, FloatArray, Runner

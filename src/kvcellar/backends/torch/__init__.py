@@ -1,6 +1,6 @@
 """The PyTorch backend: float and quantised pools and attention on CPU and CUDA."""
 
-from kvcellar.backends.torch.caches import (
+from kvcellar.backends.torch.cache.caches import (
     TorchContiguousCache,
     TorchPagedCache,
     TorchSeqCache,

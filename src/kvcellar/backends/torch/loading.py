@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from kvcellar.backends.torch.adapters.loading import check_adapters, load_adapters, read_adapters
 from kvcellar.backends.torch.adapters.placing import linear_sizes
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
-from kvcellar.backends.torch.binding import bind_network
-from kvcellar.backends.torch.card import CardMemory, card_memory
-from kvcellar.backends.torch.counting import NOTHING, Counted, count, may_keep
-from kvcellar.backends.torch.fast.blocks import Kept
-from kvcellar.backends.torch.fast.hold import Held
-from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
-from kvcellar.backends.torch.gguf import makers_of, other_types
+from kvcellar.backends.torch.bind.binding import bind_network
+from kvcellar.backends.torch.cpu.blocks import Kept
+from kvcellar.backends.torch.cpu.hold import Held
+from kvcellar.backends.torch.cpu.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gpu.choice import is_gpu
 from kvcellar.backends.torch.gpu.compiled import keep_compiled
 from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
-from kvcellar.backends.torch.holding import hold_parts
-from kvcellar.backends.torch.model import TorchModel
-from kvcellar.backends.torch.networks import empty_network, load_network
-from kvcellar.backends.torch.versions import versions
-from kvcellar.backends.torch.weights import DTYPES
+from kvcellar.backends.torch.load.card import CardMemory, card_memory
+from kvcellar.backends.torch.load.counting import NOTHING, Counted, count, may_keep
+from kvcellar.backends.torch.load.gguf import makers_of, other_types
+from kvcellar.backends.torch.load.networks import empty_network, load_network
+from kvcellar.backends.torch.load.versions import versions
+from kvcellar.backends.torch.load.weights import DTYPES
+from kvcellar.backends.torch.run.load_adapters import check_adapters, load_adapters, read_adapters
+from kvcellar.backends.torch.run.model import TorchModel
+from kvcellar.backends.torch.run.place_weights import hold_parts
 from kvcellar.budget import format_size
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
@@ -186,7 +186,9 @@ def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
     report(0.01, "checking")
 
     def find() -> Verdict:
-        from kvcellar.backends.torch.checking import check_checkpoint  # a second load needs it not
+        from kvcellar.backends.torch.learn.checking import (
+            check_checkpoint,  # a second load needs it not
+        )
 
         return check_checkpoint(found.folder, found.raw)
 
@@ -212,7 +214,7 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
         ModelError: there is no such checkpoint, or its weights cannot be read.
     """
     with quiet(lambda part: None):
-        from kvcellar.backends.torch.checking import check_checkpoint
+        from kvcellar.backends.torch.learn.checking import check_checkpoint
 
     folder = find_checkpoint(model, report)
     raw = _read_raw(folder)
@@ -402,7 +404,7 @@ def _learn(raw: Mapping[str, Any]) -> ModelFacts:
     """Learn the facts of a model anew."""
     # Imported here, where loading is quiet: transformers imports all that it can find.
     with quiet(lambda part: None):
-        from kvcellar.backends.torch.probe import learn_facts
+        from kvcellar.backends.torch.learn.probe import learn_facts
 
         return learn_facts(raw)
 
@@ -433,7 +435,7 @@ def pick_types(
 
 
 def device_memory(device: Any) -> CardMemory | None:
-    """Return the memory of a card; see :func:`~kvcellar.backends.torch.card.card_memory`."""
+    """Return the memory of a card; see :func:`~kvcellar.backends.torch.load.card.card_memory`."""
     return card_memory(device)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvcellar.backends.torch.eagle3.head import Eagle3Head
 from kvcellar.backends.torch.eagle3.network import Eagle3Network
-from kvcellar.backends.torch.model import TorchModel
-from kvcellar.backends.torch.weights import DTYPES
+from kvcellar.backends.torch.load.weights import DTYPES
+from kvcellar.backends.torch.run.model import TorchModel
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.checkpoint import check_weights, few, read_config, read_json
 from kvcellar.models.eagle3.config import (

@@ -9,8 +9,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.exact import LayerPool, PoolBeside
-from kvcellar.backends.torch.pools import BlockFirstPool, Pool
+from kvcellar.backends.torch.cache.exact import LayerPool, PoolBeside
+from kvcellar.backends.torch.cache.pools import BlockFirstPool, Pool
 
 ON_CPU = False
 """Tests set it, where Triton interprets its kernels (TRITON_INTERPRET=1): a CPU is a GPU then."""

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
+from kvcellar.backends.torch.cache.codecs import AffineCodec, Codec, Parts
+from kvcellar.backends.torch.cache.pools import Placed
 from kvcellar.backends.torch.gpu import kernels, stores
 from kvcellar.backends.torch.gpu.lists import idle_lists, lists_of
 from kvcellar.backends.torch.gpu.plans import SECTIONS, Form, PackedPlan, Tiling, pack, rounded_up
-from kvcellar.backends.torch.pools import Placed
 from kvcellar.sight import Sight
 from kvcellar.types import StepPlan, Write
 

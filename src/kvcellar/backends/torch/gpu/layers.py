@@ -12,10 +12,10 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.adapters.active import is_active
-from kvcellar.backends.torch.fast.layers import KernelAttention, take_attributes
-from kvcellar.backends.torch.fast.rotations import Rotation, Sides
-from kvcellar.backends.torch.fast.routed import KernelMixture
+from kvcellar.backends.torch.bind.active_adapters import is_active
+from kvcellar.backends.torch.cpu.layers import KernelAttention, take_attributes
+from kvcellar.backends.torch.cpu.rotations import Rotation, Sides
+from kvcellar.backends.torch.cpu.routed import KernelMixture
 from kvcellar.backends.torch.gpu import between
 from kvcellar.backends.torch.gpu.launch import on_device
 from kvcellar.backends.torch.gpu.linears import CardLinear, CardNorm, gate

@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 import triton
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.fast.experts import HeldExperts, Rows, weighed
-from kvcellar.backends.torch.fast.layers import HeldEmbedding
+from kvcellar.backends.torch.cpu.experts import HeldExperts, Rows, weighed
+from kvcellar.backends.torch.cpu.layers import HeldEmbedding
 from kvcellar.backends.torch.gpu import between, multiply
 from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
 from kvcellar.backends.torch.gpu.matrices import CardMatrices, joined

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcellar.backends.torch.cache.shortage import within_memory
 from kvcellar.backends.torch.gpu.sampling import sampled, scored
 from kvcellar.backends.torch.gpu.settings import is_plain, sent
-from kvcellar.backends.torch.shortage import within_memory
 from kvcellar.models.kept_logits import RowChoice, RowSampling
 from kvcellar.types import IntArray
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvcellar.backends.torch.caches import TorchCache
-from kvcellar.backends.torch.codecs import rotate, rotate_queries
+from kvcellar.backends.torch.bind.inputs import inputs_of
+from kvcellar.backends.torch.bind.positions import Positions
+from kvcellar.backends.torch.cache.caches import TorchCache
+from kvcellar.backends.torch.cache.codecs import rotate, rotate_queries
+from kvcellar.backends.torch.cache.state_pools import StateKeeper, Stretches, Together
 from kvcellar.backends.torch.gpu import launch
 from kvcellar.backends.torch.gpu.plans import Form, Ints, PackedPlan
 from kvcellar.backends.torch.gpu.sampling import likeliest
 from kvcellar.backends.torch.gpu.steps import GroupPlan
-from kvcellar.backends.torch.inputs import inputs_of
-from kvcellar.backends.torch.positions import Positions
-from kvcellar.backends.torch.state_pools import StateKeeper, Stretches, Together
 from kvcellar.errors import StepError
 from kvcellar.registry import use_cache
 from kvcellar.types import IntArray

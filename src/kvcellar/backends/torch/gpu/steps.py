@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.exact import LayerPool, PoolBeside
+from kvcellar.backends.torch.cache.exact import LayerPool, PoolBeside
+from kvcellar.backends.torch.cache.pools import Placed
 from kvcellar.backends.torch.gpu import launch
 from kvcellar.backends.torch.gpu.following import Following
 from kvcellar.backends.torch.gpu.launch import DevicePlan, PlanOnDevice, PoolArguments
 from kvcellar.backends.torch.gpu.plans import Tiling
-from kvcellar.backends.torch.pools import Placed
 from kvcellar.types import LayerGroup, StepPlan, Write
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvcellar.backends.host_memory import empty_array
 from kvcellar.backends.host_rows import GroupParts, SideArrays, check_rows, row_arrays
-from kvcellar.backends.torch.exact import LayerPool, PoolBeside
+from kvcellar.backends.torch.cache.exact import LayerPool, PoolBeside
+from kvcellar.backends.torch.cache.pools import BlockFirstPool, Placed, Pool
 from kvcellar.backends.torch.gpu import rows
 from kvcellar.backends.torch.gpu.side import SideStream
-from kvcellar.backends.torch.pools import BlockFirstPool, Placed, Pool
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import IntArray, LayerGroup
 

@@ -23,14 +23,14 @@ import torch
 import transformers
 
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS
-from kvcellar.backends.torch.probe import learn_facts
+from kvcellar.backends.torch.learn.probe import learn_facts
+from kvcellar.backends.torch.learn.shrink.checkpoints import random_network, twin_raw
+from kvcellar.backends.torch.load.versions import versions
 from kvcellar.backends.torch.ranks.commands import Load
 from kvcellar.backends.torch.ranks.leading import Leader, read_together
 from kvcellar.backends.torch.ranks.parts import read_part
 from kvcellar.backends.torch.ranks.processes import ranks_of
-from kvcellar.backends.torch.runner import TorchRunner
-from kvcellar.backends.torch.tiny import random_network, twin_raw
-from kvcellar.backends.torch.versions import versions
+from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.cache_config import make_config
 from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import InexactModelWarning, gap_of, unit_of

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcellar.backends.host_rows import GroupParts
-from kvcellar.backends.torch.positions import RopeLength
-from kvcellar.backends.torch.state_pools import StateArrays
+from kvcellar.backends.torch.bind.positions import RopeLength
+from kvcellar.backends.torch.cache.state_pools import StateArrays
 from kvcellar.cache_config import CacheConfig
 from kvcellar.models.facts import ModelFacts
 from kvcellar.states import StatePlan

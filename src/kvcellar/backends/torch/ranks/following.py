@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import torch
 
-from kvcellar.backends.torch.caches import TorchCache
-from kvcellar.backends.torch.port import TorchPools
+from kvcellar.backends.torch.cache.caches import TorchCache
+from kvcellar.backends.torch.cache.port import TorchPools
 from kvcellar.backends.torch.ranks.commands import (
     Command,
     Forget,
@@ -32,7 +32,7 @@ from kvcellar.backends.torch.ranks.commands import (
 )
 from kvcellar.backends.torch.ranks.parts import read_part
 from kvcellar.backends.torch.ranks.processes import join_group
-from kvcellar.backends.torch.runner import TorchRunner
+from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import KVCellarError
 from kvcellar.models.facts import ModelFacts

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from kvcellar.backends.host_rows import GroupParts, SideArrays
-from kvcellar.backends.torch.caches import TorchCache
-from kvcellar.backends.torch.positions import RopeLength
+from kvcellar.backends.torch.bind.positions import RopeLength
+from kvcellar.backends.torch.cache.caches import TorchCache
+from kvcellar.backends.torch.cache.state_pools import StateArrays
 from kvcellar.backends.torch.ranks.commands import (
     Forward,
     Load,
@@ -25,7 +26,6 @@ from kvcellar.backends.torch.ranks.commands import (
 )
 from kvcellar.backends.torch.ranks.parts import read_part
 from kvcellar.backends.torch.ranks.processes import Ranks
-from kvcellar.backends.torch.state_pools import StateArrays
 from kvcellar.errors import ConfigError, ModelError, RankLostError
 from kvcellar.types import IntArray, LayerGroup
 

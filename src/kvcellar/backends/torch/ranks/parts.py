@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.binding import bind_network
-from kvcellar.backends.torch.networks import empty_networks, load_network
-from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.bind.binding import bind_network
+from kvcellar.backends.torch.bind.positions import Positions
+from kvcellar.backends.torch.cache.state_pools import StateKeeper, Stretches
+from kvcellar.backends.torch.load.networks import empty_networks, load_network
+from kvcellar.backends.torch.load.weights import DTYPES
 from kvcellar.backends.torch.ranks.commands import Load
-from kvcellar.backends.torch.state_pools import StateKeeper, Stretches
-from kvcellar.backends.torch.weights import DTYPES
 from kvcellar.cache import Cache
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.installed import pip_command

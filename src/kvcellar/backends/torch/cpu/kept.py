@@ -1,0 +1,82 @@
+"""Parts of a network that were found before, kept beside the facts of its model.
+
+They are of a network with the same modules of the same classes and sizes, whose config has the same
+digest. A file that is damaged, or of another network, costs the time to find them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import nn
+
+from kvcellar.backends.torch.cpu.decoder import Whole
+from kvcellar.backends.torch.cpu.parts import (
+    AttentionPart,
+    LayerPart,
+    MlpPart,
+    NormPart,
+    Part,
+    Parts,
+)
+from kvcellar.backends.torch.cpu.recurrent import MixerPart
+from kvcellar.backends.torch.cpu.rotations import Rotation
+from kvcellar.models.known import keep, read_kept
+
+VERSION = 3
+"""Version of how parts are found and written; those of another one are found again."""
+
+_KINDS = {kind.__name__: kind for kind in (NormPart, MlpPart, AttentionPart, LayerPart, MixerPart)}
+
+Found = tuple[dict[str, Part], Whole | None]
+
+
+def key_of(network: Any, linears: Mapping[str, Any]) -> str:
+    """Return a digest of what parts depend on beside a config.
+
+    Args:
+        network: its modules and its type.
+        linears: sizes of the linear layers that can be held, by name.
+    """
+    modules = [(name, _class_of(module)) for name, module in network.named_modules()]
+    text = json.dumps([VERSION, str(network.dtype), modules, sorted(linears.items())])
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _class_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def read_parts(path: Path, key: str) -> Found | None:
+    """Return parts that were kept under a key; None where there are none."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        told = read_kept(path)
+        if told["key"] != key:
+            return None
+        parts = {name: _part(kind, fields) for name, (kind, fields) in told["parts"].items()}
+        whole = told["whole"]
+        return parts, None if whole is None else Whole(**_tuples(whole))
+    return None
+
+
+def keep_parts(path: Path, key: str, parts: Parts, whole: Whole | None) -> None:
+    """Keep parts under a key; a folder that cannot be written is no error."""
+    told = {name: (type(part).__name__, asdict(part)) for name, part in parts.items()}
+    keep(path, {"key": key, "parts": told, "whole": None if whole is None else asdict(whole)})
+
+
+def _part(kind: str, fields: dict[str, Any]) -> Part:
+    if "rotation" in fields:
+        fields["rotation"] = Rotation(**fields["rotation"])
+    made: Part = _KINDS[kind](**_tuples(fields))
+    return made
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()}

@@ -1,1 +1,0 @@
-"""Models of transformers whose layers are computed by the CPU kernel."""
