@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvcellar.agents import AgentManager
 from kvcellar.errors import NameTakenError
-from kvcellar.store.shared import pusher, reach
+from kvcellar.store.shared import guarded_calls, pusher
 from kvcellar.store.shared.objects import ObjectPlace
 from kvcellar.store.shared.places import PlaceError
 from kvcellar.store.shared.tier import SharedTier
@@ -63,8 +63,8 @@ def cutting(patch: pytest.MonkeyPatch) -> list[Any]:
         return ask(self, request)
 
     patch.setattr(ObjectPlace, "_ask", broken)
-    patch.setattr(reach, "FIRST_PAUSE_S", 0.02)
-    patch.setattr(reach, "LONGEST_PAUSE_S", 0.02)
+    patch.setattr(guarded_calls, "FIRST_PAUSE_S", 0.02)
+    patch.setattr(guarded_calls, "LONGEST_PAUSE_S", 0.02)
     patch.setattr(pusher, "_TRY_AGAIN_S", 0.02)
     return gone
 

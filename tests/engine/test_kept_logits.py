@@ -17,7 +17,7 @@ from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.backends.torch.gpu.sampling import adjusted
 from kvcellar.backends.torch.gpu.settings import sent
 from kvcellar.engine import Engine, FinishEvent, PromptEvent, Request, TokenEvent
-from kvcellar.engine.choosing_kept import choice_of
+from kvcellar.engine.sample_on_device import choice_of
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample, score
 from kvcellar.engine.speculate import Draft, NgramDrafter, verify
 from kvcellar.engine.speculate.verify import states_of, walk

@@ -10,7 +10,7 @@ import pytest
 
 import kvcellar as kv
 from kvcellar.backends.torch.cache.caches import TorchCache
-from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, moved
+from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, host_offload
 from kvcellar.errors import DeviceMemoryError
 from kvcellar.models import load_model
 from tests.engine.test_engine import nothing_is_left
@@ -28,7 +28,7 @@ def demo() -> Any:
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are held to be on a card, and few tokens to be many."""
     monkeypatch.setattr(TorchCache, "rows_are_apart", property(lambda self: True))
-    monkeypatch.setattr(moved, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(host_offload, "LEAST_TOKENS", 8)
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def test_what_is_cheap_to_compute_or_has_no_memory_is_not_copied(demo, monkeypat
     with engine_of(demo, 70, 1e-12) as engine:
         answers(engine)
         assert engine.stats().preemptions and engine.scheduler.residency.moved.n_out == 0
-    monkeypatch.setattr(moved, "MOST_BYTES", 1000)
+    monkeypatch.setattr(host_offload, "MOST_BYTES", 1000)
     with engine_of(demo, 70) as engine:
         answers(engine)
         assert engine.stats().preemptions and engine.scheduler.residency.moved.n_out == 0

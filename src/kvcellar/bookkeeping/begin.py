@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcellar.bookkeeping.admission import Room
 from kvcellar.bookkeeping.layout import Stretch
-from kvcellar.bookkeeping.room import Room
 from kvcellar.bookkeeping.rows import appends_of
 from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.checks import seen, whole, wholes

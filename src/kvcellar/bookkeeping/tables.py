@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from kvcellar.bookkeeping.admission import Room
 from kvcellar.bookkeeping.begin import check_seq_id, refuse
 from kvcellar.bookkeeping.compaction import Compacted, compact
 from kvcellar.bookkeeping.drafts import Drafts
@@ -14,7 +15,6 @@ from kvcellar.bookkeeping.face import StepFace
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, Demand, NoBytes
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
-from kvcellar.bookkeeping.room import Room
 from kvcellar.bookkeeping.rows import check_tables, lacks_of, make_rows
 from kvcellar.bookkeeping.slots import make_slots
 from kvcellar.bookkeeping.spans import Span, spans_of

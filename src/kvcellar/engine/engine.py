@@ -18,18 +18,19 @@ import numpy as np
 
 from kvcellar.cache import SeqCache, TreeSeqCache
 from kvcellar.checks import flag, number, text, whole
-from kvcellar.engine.ahead import Ahead
 from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
-from kvcellar.engine.choosing_kept import choose_kept
+from kvcellar.engine.sample_on_device import choose_kept
 from kvcellar.engine.first_use import run_first_steps
-from kvcellar.engine.moved import moved_out
+from kvcellar.engine.host_offload import moved_out
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Policy, make_policy
+from kvcellar.engine.prepared_step import Ahead
 from kvcellar.engine.request import Event, FinishEvent, PromptProgress, Request
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.restore import HeldPrefix, Restore, hold
+from kvcellar.engine.sample_on_device import choose_kept
 from kvcellar.engine.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats

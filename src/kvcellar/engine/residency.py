@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.cache import SeqCache
-from kvcellar.engine.ahead import Ahead
+from kvcellar.engine.prepared_step import Ahead
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.snapshots import Snapshots
 from kvcellar.prefix import PrefixIndex, key_of

@@ -6,7 +6,7 @@ import contextlib
 
 from kvcellar.store.journal import Journal
 from kvcellar.store.references import file_stem
-from kvcellar.store.shared.reach import AwayError
+from kvcellar.store.shared.guarded_calls import AwayError
 from kvcellar.store.shared.tier import SharedTier
 
 ASK_S = 2.0

@@ -12,7 +12,7 @@ import pytest
 
 from kvcellar.errors import ConfigError
 from kvcellar.store import ModelKey, Store, StoreConfig
-from kvcellar.store.shared import histories, pusher, reach
+from kvcellar.store.shared import guarded_calls, histories, pusher
 from kvcellar.store.shared.histories import Pulled
 from kvcellar.store.shared.objects import ObjectPlace
 from kvcellar.store.shared.places import PlaceError
@@ -211,8 +211,8 @@ def test_a_place_that_is_gone_delays_nothing_and_gets_all_of_it_later(
         return ask(self, request)
 
     monkeypatch.setattr(ObjectPlace, "_ask", broken)
-    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(reach, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(guarded_calls, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(guarded_calls, "LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(pusher, "_TRY_AGAIN_S", 0.05)
     with Store(tmp_path / "a", shared=str(share)) as store:
         is_gone.set()

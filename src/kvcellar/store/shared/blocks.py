@@ -14,7 +14,7 @@ from kvcellar.history import History
 from kvcellar.store.blocks import Info, Kind, Link, Sealed, opened
 from kvcellar.store.format import DamagedError, read_from
 from kvcellar.store.reports import EventKind, EventLog
-from kvcellar.store.shared.reach import N_THREADS, AwayError, Reach
+from kvcellar.store.shared.guarded_calls import N_THREADS, AwayError, Reach
 
 PROBE_S = 1.0
 """How long a turn waits to hear what is there."""

@@ -21,6 +21,7 @@ from kvcellar.store.layout import root_address
 from kvcellar.store.references import DROPPED, Boundary, Reference
 from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.blocks import SharedBlocks
+from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.ledger import DELETED, Known, Ledger
 from kvcellar.store.shared.manifests import (
     TOMBSTONE,
@@ -30,7 +31,6 @@ from kvcellar.store.shared.manifests import (
     unpack_manifest,
 )
 from kvcellar.store.shared.places import Place, State
-from kvcellar.store.shared.reach import AwayError, Reach
 
 ASK_S = 5.0
 """How long one answer about a history is waited for."""

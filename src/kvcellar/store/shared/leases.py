@@ -15,8 +15,8 @@ from dataclasses import replace
 from kvcellar.errors import LeaseHeldError, LeaseLostError
 from kvcellar.store.leases import Lease, Leases
 from kvcellar.store.references import file_stem
+from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.places import Place
-from kvcellar.store.shared.reach import AwayError, Reach
 
 TTL_S = 8.0
 """How long a lease lasts that nobody renews: what a machine that died keeps others waiting, who are

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable
 
 from kvcellar.store.reports import EventKind, EventLog
+from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.histories import DivergedError, SharedHistories
-from kvcellar.store.shared.reach import AwayError, Reach
 
 REST_S = 2.0
 """How long a history rests before its blocks are sent."""

@@ -19,13 +19,13 @@ from kvcellar.store.leases import Leases
 from kvcellar.store.references import DROPPED
 from kvcellar.store.reports import EventKind, EventLog, SharedStats
 from kvcellar.store.shared.blocks import SharedBlocks
+from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.histories import Pulled, SharedHistories
 from kvcellar.store.shared.leases import TierLeases
 from kvcellar.store.shared.ledger import Ledger
 from kvcellar.store.shared.manifests import folder_of, register_of
 from kvcellar.store.shared.places import Place, PlaceError
 from kvcellar.store.shared.pusher import Pusher
-from kvcellar.store.shared.reach import AwayError, Reach
 
 TIMEOUT_S = 30.0
 """How long the place may take for one request."""
