@@ -24,7 +24,7 @@ from harness import run
 from simulated import CARD, Costs, Job, Replica
 from traces import CODING, AgentTrace, make_trace
 
-from kvcellar.deploy.routing import Holdings, Policy, Report, Wanted, agent_hash, rank
+from kvcellar.deploy.routing import ReplicaHoldings, Report, RoutingPolicy, Wanted, agent_hash, rank
 from kvcellar.prefix import PrefixDigest
 from kvcellar.prefix.digest import CHUNK, MOST
 
@@ -137,8 +137,8 @@ class Simulation:
         self.names = [f"replica-{n}" for n in range(n_replicas)]
         self.replicas = {name: Replica(name, costs) for name in self.names}
         self.loads = dict.fromkeys(self.names, 0)
-        self.policy = Policy(busy_at=costs.running)
-        self.holdings = Holdings()
+        self.policy = RoutingPolicy(busy_at=costs.running)
+        self.holdings = ReplicaHoldings()
         self.holdings.keep(self.names)
         self.n_turns = 0
         self.outcome = Outcome()

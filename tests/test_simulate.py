@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.deploy.routing import Policy
+from kvcellar.deploy.routing import RoutingPolicy
 from kvcellar.prefix.digest import CHUNK
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -123,7 +123,7 @@ def test_agents_that_begin_alike_all_at_once_do_not_pile_up_where_their_trunk_is
     shape = replace(simulate.CODING, n_trunks=1, turns=3, start_s=1.0, pause_s=0.1)
     trace = simulate.make_trace(80, shape)
     ended, used = [], []
-    for policy in (None, Policy(busy_at=1_000_000, request_tokens=0)):
+    for policy in (None, RoutingPolicy(busy_at=1_000_000, request_tokens=0)):
         sim = simulate.Simulation(4, trace, simulate.CARD, simulate.by_prefix)
         sim.policy = policy or sim.policy
         ended.append(sim.run().ended_s)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvcellar.cellar import AsyncAgent as AsyncAgent
     from kvcellar.cellar import AsyncCellar as AsyncCellar
     from kvcellar.cellar import Cellar as Cellar
-    from kvcellar.cellar.settings import Settings
+    from kvcellar.cellar.settings import CellarSettings
 
 __all__ = ["open", "open_async"]
 
@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_OF_THE_CELLAR, *own, "__version__"})
 
 
-def open(model: str | Path = "demo", **settings: Unpack[Settings]) -> Cellar:
+def open(model: str | Path = "demo", **settings: Unpack[CellarSettings]) -> Cellar:
     """Open a model, its engine and its store as one object; use ``with``, or ``close`` it.
 
     Args:
@@ -96,7 +96,7 @@ def open(model: str | Path = "demo", **settings: Unpack[Settings]) -> Cellar:
     return Cellar(cellar_of(model, settings))
 
 
-def open_async(model: str | Path = "demo", **settings: Unpack[Settings]) -> AsyncCellar:
+def open_async(model: str | Path = "demo", **settings: Unpack[CellarSettings]) -> AsyncCellar:
     """Return what ``open`` does for asyncio: enter it with ``async with``, and await its verbs."""
     from kvcellar.cellar.settings import cellar_of
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcellar.agents import ModelRegistry, Turn
-from kvcellar.agents.kv.overlap_restore import Ahead, Front
+from kvcellar.agents.kv.overlap_restore import Front, ReadAhead
 from kvcellar.agents.kv.residence import _Job
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.residency import Residency
@@ -110,7 +110,7 @@ def test_a_beginning_that_fails_while_the_rest_is_loaded_is_told_to_who_waits(wh
 def test_blocks_that_cannot_be_read_ahead_are_told_to_who_waits(tmp_path):
     with Store(tmp_path) as store:
         store.load = raises  # type: ignore[method-assign]
-        ahead = Ahead(store, None, 0, 10, Eager())  # type: ignore[arg-type]
+        ahead = ReadAhead(store, None, 0, 10, Eager())  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="a book is torn"):
             ahead.next(PATIENCE_S)
         assert ahead.is_over

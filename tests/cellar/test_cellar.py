@@ -16,7 +16,7 @@ import kvcellar as kv
 from kvcellar.agents import AgentInfo, leasing
 from kvcellar.cellar import Cellar, Sampling
 from kvcellar.cellar.answers import params_of
-from kvcellar.cellar.settings import Settings
+from kvcellar.cellar.settings import CellarSettings
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import (
     AgentError,
@@ -108,7 +108,12 @@ def test_settings_are_those_of_the_engine_and_of_loading():
         "unset",
     }
     of_loading = set(LoadOptions.__dataclass_fields__) - {"model", "memory_bytes"}
-    assert Settings.__annotations__.keys() == of_loading | {"store", "shared", "memory", "progress"}
+    assert CellarSettings.__annotations__.keys() == of_loading | {
+        "store",
+        "shared",
+        "memory",
+        "progress",
+    }
     assert params_of({"temperature": 0.2}).temperature == 0.2
     assert "temperature" not in params_of({"temperature": 0.2}).unset
     assert "top_p" in params_of({"temperature": 0.2}).unset

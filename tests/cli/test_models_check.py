@@ -12,7 +12,7 @@ from kvcellar.backends.torch.learn import checking
 from kvcellar.backends.torch.learn.shrink import checkpoints
 from kvcellar.backends.torch.loading import versions
 from kvcellar.cli import app
-from kvcellar.models.check import CACHES, PARTS, Verdict, verdict_path
+from kvcellar.models.check import CACHES, PARTS, CheckVerdict, verdict_path
 from kvcellar.models.checkpoint import read_config
 
 
@@ -42,7 +42,7 @@ def test_all_tiny_has_a_line_for_every_family_and_says_why_some_are_refused(monk
 
 def test_a_family_that_differs_fails_the_command(monkeypatch):
     gaps = {kind: dict.fromkeys(PARTS, 0.25) for kind in CACHES}
-    wrong = Verdict("qwen3", ("2 full",), "a twin", gaps, None, None, versions(), 0.1)
+    wrong = CheckVerdict("qwen3", ("2 full",), "a twin", gaps, None, None, versions(), 0.1)
     monkeypatch.setattr(checkpoints, "zoo", lambda: ["qwen3"])
     monkeypatch.setattr(checking, "check_family", lambda family: wrong)
     code, said = invoke("--all-tiny", "--json")
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_checked_and_its_verdict_kept(tmp_path):
     assert model["is_exact"]
     assert model["family"] == "qwen3"
     kept = verdict_path(read_config(folder), versions())
-    assert Verdict.from_json(json.loads(kept.read_text())) == Verdict.from_json(model)
+    assert CheckVerdict.from_json(json.loads(kept.read_text())) == CheckVerdict.from_json(model)
 
 
 def test_a_checkpoint_that_cannot_be_served_fails_the_command(tmp_path):
@@ -84,10 +84,10 @@ def test_which_of_the_exact_families_export_is_a_column_and_the_reason_is_said(m
     monkeypatch.setattr(proving, "why_not_exported", lambda raw: whys[raw["model_type"]])
     gaps = {kind: dict.fromkeys(PARTS, 0.0) for kind in CACHES}
 
-    def check(family: str) -> Verdict:
+    def check(family: str) -> CheckVerdict:
         found = {} if family == "bert" else gaps
         reason = "it sees what comes" if family == "bert" else None
-        return Verdict(family, ("2 full",), "a twin", found, None, reason, versions(), 0.1)
+        return CheckVerdict(family, ("2 full",), "a twin", found, None, reason, versions(), 0.1)
 
     monkeypatch.setattr(checking, "check_family", check)
     code, said = invoke("--all-tiny", "--export")

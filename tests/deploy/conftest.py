@@ -13,11 +13,11 @@ import pytest
 from kvcellar.agents import Hosting
 from kvcellar.deploy.gateway import Gateway, ReplicaLostError
 from kvcellar.deploy.replica import Replica, ReplicaSpec
-from kvcellar.deploy.routing import Holdings, Policy, Report, rank
+from kvcellar.deploy.routing import ReplicaHoldings, Report, RoutingPolicy, rank
 from kvcellar.models import LoadOptions
 from kvcellar.server.config import ServerConfig
 
-POLICY = Policy(busy_at=2, request_tokens=64)
+POLICY = RoutingPolicy(busy_at=2, request_tokens=64)
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Local:
     def __init__(self, replicas, config, prefill_tokens=None):
         self.replicas = {one.name: one for one in replicas}
         self.loads = dict.fromkeys(self.replicas, 0)
-        self.holdings = Holdings()
+        self.holdings = ReplicaHoldings()
         self.holdings.keep(self.replicas)
         self.lost = set()
         self.dies = False

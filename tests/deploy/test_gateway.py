@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvcellar.deploy.gateway import ReplicaLostError
-from kvcellar.deploy.reading import PROMPTS, Asked
+from kvcellar.deploy.reading import PROMPTS, HttpRequest
 from kvcellar.prefix.digest import CHUNK
 
 LONG = "The cellar keeps what was read once, so that nobody has to read it again. " * 12
@@ -17,7 +17,7 @@ def read(loop, replica, path, body, **headers):
     raw = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     raw += [(key.replace("_", "-").encode(), value.encode()) for key, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": raw}
-    return loop.run(replica.read(Asked(scope, body)))
+    return loop.run(replica.read(HttpRequest(scope, body)))
 
 
 def test_all_turns_of_an_agent_go_to_one_replica_and_agents_to_both(loop, local):

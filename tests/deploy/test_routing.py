@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kvcellar.deploy.routing import (
     SETTLE_S,
-    Holdings,
-    Policy,
+    ReplicaHoldings,
     Report,
+    RoutingPolicy,
     Wanted,
     agent_hash,
     digest_of_models,
@@ -21,7 +21,7 @@ from kvcellar.prefix import RadixIndex, digest_of
 from kvcellar.prefix.digest import CHUNK
 from kvcellar.sight import FULL
 
-POLICY = Policy(busy_at=4, request_tokens=64)
+POLICY = RoutingPolicy(busy_at=4, request_tokens=64)
 
 
 def report(prompts, agents=(), revision=1, model="m"):
@@ -45,7 +45,7 @@ def chosen(asked, holdings, **loads):
 
 
 def test_a_request_goes_where_its_agent_was_served_last():
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.learn("a", report([], [("poet", 10)]))
     holdings.learn("b", report([], [("poet", 20), ("cook", 5)]))
     assert chosen(wanted(agent="poet"), holdings, a=0, b=3) == "b"
@@ -55,7 +55,7 @@ def test_a_request_goes_where_its_agent_was_served_last():
 
 def test_a_request_goes_where_most_of_its_prompt_is():
     prompt = list(range(10 * CHUNK))
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.learn("a", report([prompt[: 3 * CHUNK]]))
     holdings.learn("b", report([prompt[: 8 * CHUNK]]))
     holdings.keep(["a", "b", "c"])
@@ -65,7 +65,7 @@ def test_a_request_goes_where_most_of_its_prompt_is():
 
 def test_it_spills_over_where_the_one_that_holds_it_is_busy():
     prompt = list(range(8 * CHUNK))
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.learn("a", report([prompt], [("poet", 1)]))
     holdings.keep(["a", "b"])
     asked = wanted(prompt, "poet")
@@ -76,7 +76,7 @@ def test_it_spills_over_where_the_one_that_holds_it_is_busy():
 
 def test_what_costs_more_to_wait_for_than_to_compute_is_computed_elsewhere():
     prompt = list(range(CHUNK))
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.learn("a", report([prompt]))
     holdings.keep(["a", "b"])
     assert chosen(wanted(prompt), holdings, a=0, b=0) == "a"
@@ -85,7 +85,7 @@ def test_what_costs_more_to_wait_for_than_to_compute_is_computed_elsewhere():
 
 def test_what_was_sent_counts_as_held_until_a_later_report_does_not_have_it():
     prompt = list(range(2 * CHUNK))
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.keep(["a", "b"])
     holdings.sent(wanted(prompt, "poet"), "b", 100.0)
     assert holdings.holder("poet") == "b"
@@ -98,7 +98,7 @@ def test_what_was_sent_counts_as_held_until_a_later_report_does_not_have_it():
 
 def test_who_is_gone_holds_nothing():
     prompt = list(range(CHUNK))
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.learn("a", report([prompt], [("poet", 1)]))
     holdings.keep(["b"])
     assert holdings.replicas == ["b"]
@@ -108,7 +108,7 @@ def test_who_is_gone_holds_nothing():
 
 def test_an_older_report_changes_nothing():
     prompt = list(range(CHUNK))
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.learn("a", report([prompt], revision=2))
     holdings.learn("a", report([], revision=1))
     assert holdings.matched(wanted(prompt).hashes) == {"a": CHUNK}
@@ -116,7 +116,7 @@ def test_an_older_report_changes_nothing():
 
 def test_another_models_prompt_of_the_same_tokens_is_another():
     prompt = list(range(CHUNK))
-    holdings = Holdings()
+    holdings = ReplicaHoldings()
     holdings.learn("a", report([prompt], model="small"))
     assert holdings.matched(wanted(prompt, model="large").hashes) == {}
     assert holdings.matched(wanted(prompt, model="small").hashes) == {"a": CHUNK}
@@ -125,15 +125,17 @@ def test_another_models_prompt_of_the_same_tokens_is_another():
 def test_several_who_decide_send_a_new_agent_to_the_same_replica_and_agents_to_all():
     loads = {f"r{i}": 0 for i in range(4)}
     asked = [wanted(agent=f"agent-{i}") for i in range(100)]
-    first = [rank(one, Holdings(), loads, POLICY)[0] for one in asked]
-    again = [rank(one, Holdings(), dict(reversed(loads.items())), POLICY)[0] for one in asked]
+    first = [rank(one, ReplicaHoldings(), loads, POLICY)[0] for one in asked]
+    again = [
+        rank(one, ReplicaHoldings(), dict(reversed(loads.items())), POLICY)[0] for one in asked
+    ]
     assert first == again
     assert set(first) == set(loads)
 
 
 def test_a_replica_that_is_named_gets_the_request_however_busy():
-    assert rank(Wanted(replica="b"), Holdings(), {"a": 0, "b": 99}, POLICY) == ["b"]
-    assert rank(Wanted(replica="gone"), Holdings(), {"a": 0, "b": 99}, POLICY) == ["a", "b"]
+    assert rank(Wanted(replica="b"), ReplicaHoldings(), {"a": 0, "b": 99}, POLICY) == ["b"]
+    assert rank(Wanted(replica="gone"), ReplicaHoldings(), {"a": 0, "b": 99}, POLICY) == ["a", "b"]
 
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=4), max_size=4)
@@ -141,7 +143,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=4), max_size
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), PROMPTS), max_size=6), PROMPTS)
 def test_what_is_matched_is_what_the_last_reports_say(reports, prompts):
-    holdings, last = Holdings(), {}
+    holdings, last = ReplicaHoldings(), {}
     for revision, (replica, told) in enumerate(reports):
         last[replica] = [[one for one in prompt for _ in range(CHUNK)] for prompt in told]
         holdings.learn(replica, report(last[replica], revision=revision))

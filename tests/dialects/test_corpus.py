@@ -9,7 +9,7 @@ import re
 import pytest
 
 from kvcellar.dialects import DIALECTS, AnswerParser, CallPart, Dialect
-from kvcellar.dialects.kinds import Kinds
+from kvcellar.dialects.kinds import SchemaKinds
 from kvcellar.dialects.values import tagged_value
 from tests.dialects.corpus import FORMATS, TOOLS, outputs, with_tokens
 from tests.dialects.vocabularies import dialect_with_tokens
@@ -154,8 +154,8 @@ def test_any_text_of_such_pieces_gives_the_same_events_however_it_is_cut(name, n
     ],
 )
 def test_a_value_between_tags_is_what_the_schema_says(text, schema, value):
-    assert tagged_value(text, schema, None, Kinds({})) == value
-    assert tagged_value(text, schema, True, Kinds({})) == text
+    assert tagged_value(text, schema, None, SchemaKinds({})) == value
+    assert tagged_value(text, schema, True, SchemaKinds({})) == text
 
 
 def test_an_answer_that_goes_on_from_text_has_no_call_that_only_its_beginning_can_be():

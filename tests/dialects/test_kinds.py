@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from kvcellar.dialects import DIALECTS, AnswerParser, Dialect, choose_dialect
 from kvcellar.dialects.dialect import TaggedArguments
-from kvcellar.dialects.kinds import ALL_KINDS, Kinds, kind_of
+from kvcellar.dialects.kinds import ALL_KINDS, SchemaKinds, kind_of
 from kvcellar.dialects.messages import as_message, write_calls
 from kvcellar.models.prompts import render
 from tests.dialects.corpus import FORMATS
@@ -159,7 +159,7 @@ def test_a_value_is_written_held_read_and_written_again_in_one_text(name, schema
 @given(SCHEMAS, VALUES)
 def test_the_part_of_a_schema_for_some_kinds_takes_what_the_schema_takes_of_them(schema, value):
     root = tool_of(schema)["function"]["parameters"]
-    kinds = Kinds(root)
+    kinds = SchemaKinds(root)
     own = valid_for(schema)
     for wanted in (frozenset((kind_of(value),)), ALL_KINDS - {kind_of(value)}, ALL_KINDS):
         part = kinds.narrowed(schema, wanted)
@@ -171,6 +171,6 @@ def test_the_part_of_a_schema_for_some_kinds_takes_what_the_schema_takes_of_them
 def test_schemas_that_refer_to_themselves_take_anything_behind_so_many_steps():
     loop: dict[str, Any] = {"$ref": "#/$defs/loop"}
     defs = {"loop": {"anyOf": [loop, loop]}, "far": {"$ref": "#/$defs/nowhere"}}
-    kinds = Kinds({"$defs": defs})
+    kinds = SchemaKinds({"$defs": defs})
     assert kinds.takes(loop, 5) and kinds.takes_text(loop) and kinds.texts(loop) is None
     assert kinds.takes({"$ref": "#/$defs/nowhere"}, None) and not kinds.is_text(defs["far"])

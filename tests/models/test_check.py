@@ -31,8 +31,8 @@ from kvcellar.models.check import (
     CACHES,
     PARTS,
     TOLERANCE,
+    CheckVerdict,
     InexactModelWarning,
-    Verdict,
     unit_of,
     verdict_path,
 )
@@ -181,7 +181,7 @@ def tiny(tmp_path_factory: Any) -> Path:
     return write_tiny("gemma2", tmp_path_factory.mktemp("tiny") / "gemma2")
 
 
-def checked(folder: Path) -> Verdict:
+def checked(folder: Path) -> CheckVerdict:
     return check_checkpoint(folder, read_config(folder))
 
 
@@ -262,7 +262,7 @@ def counted(monkeypatch) -> list[Path]:
     """The folders that were checked."""
     folders: list[Path] = []
 
-    def count(folder: Path, *args: Any) -> Verdict:
+    def count(folder: Path, *args: Any) -> CheckVerdict:
         folders.append(folder)
         return check_checkpoint(folder, *args)
 
@@ -270,9 +270,9 @@ def counted(monkeypatch) -> list[Path]:
     return folders
 
 
-def inexact(folder: Path, raw: Any, *args: Any) -> Verdict:
+def inexact(folder: Path, raw: Any, *args: Any) -> CheckVerdict:
     gaps = {kind: {"decode": 0.5, "prefill": 1e-6} for kind in CACHES}
-    return Verdict("gemma2", ("4 full",), "a twin", gaps, 3e-3, None, versions(), 0.1)
+    return CheckVerdict("gemma2", ("4 full",), "a twin", gaps, 3e-3, None, versions(), 0.1)
 
 
 def test_a_checkpoint_is_checked_at_its_first_load_and_no_more(tiny, home, counted):
@@ -305,7 +305,7 @@ def test_a_half_copied_checkpoint_is_no_verdict_on_others_of_its_config(tiny, ho
 
 
 def test_a_verdict_without_figures_is_found_again(tiny, home, monkeypatch):
-    def lacking(folder: Path, raw: Any, *args: Any) -> Verdict:
+    def lacking(folder: Path, raw: Any, *args: Any) -> CheckVerdict:
         return replace(inexact(folder, raw), reason="MemoryError: no room", differences={})
 
     monkeypatch.setattr(checking, "check_checkpoint", lacking)
@@ -399,12 +399,12 @@ def test_a_model_that_is_exact_is_not_warned_of(tiny, home):
 
 def test_a_verdict_that_was_written_is_read_as_it_was(tiny):
     verdict = checked(tiny)
-    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert CheckVerdict.from_json(verdict.to_json()) == verdict
     odd = [{kind: {"prefill": value} for kind in CACHES} for value in ("0", float("nan"), None)]
     lists = [{**verdict.to_json(), "differences": value} for value in ({}, *odd)]
     for broken in ({}, [], *lists, {**verdict.to_json(), "versions": None}, "no"):
         with pytest.raises(ValueError, match="no verdict"):
-            Verdict.from_json(broken)
+            CheckVerdict.from_json(broken)
 
 
 def test_differences_of_large_logits_count_in_proportion():

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from kvcellar.backends.torch.bind import model_attention
-from kvcellar.backends.torch.cpu.find.finding import Finder
+from kvcellar.backends.torch.cpu.find.finding import PartFinder
 from kvcellar.backends.torch.cpu.find.trial import Recorder, run
 from kvcellar.backends.torch.cpu.hold import hold_weights
 from kvcellar.backends.torch.cpu.holdable import matrices_of
@@ -116,7 +116,7 @@ def reference(network, weights, monkeypatch):
     """A network whose own modules run, on linear layers that torch computes as they are held."""
     network = copy.deepcopy(network)
     with monkeypatch.context() as only:
-        only.setattr(Finder, "find", lambda finder: None)
+        only.setattr(PartFinder, "find", lambda finder: None)
         assert hold_weights(network, weights).parts == {}
     for name, module in list(network.named_modules()):
         if isinstance(module, KernelLinear) and ".held" not in f".{name}":
@@ -248,7 +248,7 @@ def test_parts_that_were_found_before_are_read(monkeypatch, tmp_path, family):
     first = hold_weights(copy.deepcopy(made(family)), "int8", known=known)
     other = hold_weights(copy.deepcopy(made(family)).bfloat16(), "int8", known=tmp_path / "other")
     with monkeypatch.context() as only:
-        only.setattr(Finder, "__init__", lambda *_: pytest.fail("they are known"))
+        only.setattr(PartFinder, "__init__", lambda *_: pytest.fail("they are known"))
         again = hold_weights(copy.deepcopy(made(family)), "int8", known=known)
     assert again.parts == first.parts and said(again) == said(first)
     known.write_text(known.read_text()[:-9])

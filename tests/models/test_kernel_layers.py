@@ -44,7 +44,7 @@ def test_a_model_says_the_same_with_and_without_joined_layers(
         n_layers = fast.config.num_hidden_layers
         assert kinds.count(KernelLayer) == n_layers
         assert kinds.count(KernelLinear) == 4 * n_layers + 1 + (weights == "int8")
-    monkeypatch.setattr(finding.Finder, "find", lambda finder: None)
+    monkeypatch.setattr(finding.PartFinder, "find", lambda finder: None)
     plain = load_model(checkpoint(name), weights=weights, dtype=dtype)
     got, want = logits_of(fast), logits_of(plain)
     most = 0.03 if weights == "bf16" else 1e-4

@@ -294,14 +294,14 @@ def test_a_model_that_is_not_what_mlx_lm_says_is_refused_unless_a_person_goes_on
     checkpoint: Any, monkeypatch: Any
 ) -> None:
     from kvcellar.backends.mlx import loading
-    from kvcellar.models.check import CACHES, InexactModelWarning, Verdict
+    from kvcellar.models.check import CACHES, CheckVerdict, InexactModelWarning
 
     asked: list[str] = []
 
-    def inexact(network: Any, learnt: Any, family: str, device: Any) -> Verdict:
+    def inexact(network: Any, learnt: Any, family: str, device: Any) -> CheckVerdict:
         asked.append(family)
         found = {kind: {"decode": 0.5} for kind in CACHES}
-        return Verdict(family, (), "a test", found, 0.0, None, loading.versions("x"), 1.0)
+        return CheckVerdict(family, (), "a test", found, 0.0, None, loading.versions("x"), 1.0)
 
     monkeypatch.setattr(loading, "check_network", inexact)
     monkeypatch.setattr(loading, "versions", lambda dtype: {"mlx-lm": "of a test"})

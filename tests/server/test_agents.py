@@ -12,8 +12,8 @@ import pytest
 
 import kvcellar.agents.turn
 from kvcellar.agents import Turn
-from kvcellar.agents.records.agent.agent import Agent
-from kvcellar.agents.text.live_text import Begun, LiveText, Over, Said
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.text.live_text import AnswerPieces, Begun, LiveText, Over
 from kvcellar.dialects import TextPart
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import UnknownAgentError
@@ -595,7 +595,7 @@ def test_whoever_comes_late_is_told_what_was_said_so_far():
 
     assert asyncio.run(look()) == [
         Begun("Q?", late.history_digest, (TextPart("One "),)),
-        Said((TextPart("two"),)),
+        AnswerPieces((TextPart("two"),)),
         Over(late.history_digest, None),
     ]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import Turn
-from kvcellar.agents.records.agent.agent import Agent
-from kvcellar.agents.text.live_text import Begun, LiveText, Said
+from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.text.live_text import AnswerPieces, Begun, LiveText
 from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import DIALECTS, CallPart, ReasoningPart, TextPart, choose_dialect
 from kvcellar.dialects.messages import apart, say_tools
@@ -200,7 +200,7 @@ def test_whoever_comes_late_is_told_the_parts_of_the_answer_so_far():
         return events
 
     begun, more, _ = asyncio.run(look())
-    assert isinstance(begun, Begun) and isinstance(more, Said)
+    assert isinstance(begun, Begun) and isinstance(more, AnswerPieces)
     thought, said, opened, arguments = begun.parts
     assert thought == ReasoningPart("The file has it.") and said == TextPart("I look.")
     assert isinstance(opened, CallPart) and isinstance(arguments, CallPart)

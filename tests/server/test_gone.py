@@ -15,7 +15,7 @@ import pytest
 
 from kvcellar.budget import resident_bytes
 from kvcellar.server.stream.replies import Frames, SseResponse
-from kvcellar.server.stream.streams import Stream
+from kvcellar.server.stream.streams import MergedStream
 from tests.server.live import PATIENCE_S, load_demo, serving
 
 N_GONE = int(os.environ.get("KVCELLAR_DISCONNECTS", "60"))
@@ -189,7 +189,9 @@ def test_a_client_that_does_not_read_counts_as_gone():
                 await never.wait()
 
         scope = {}
-        response = SseResponse(Stream.of(source()), Plain(None), ping_s=60, send_timeout_s=0.01)
+        response = SseResponse(
+            MergedStream.of(source()), Plain(None), ping_s=60, send_timeout_s=0.01
+        )
         await response(scope, receive, send)
         return scope, sent
 
@@ -215,7 +217,9 @@ def test_a_silent_stream_says_that_it_is_alive():
                 pinged.set()
 
         scope = {}
-        response = SseResponse(Stream.of(source()), Plain(None), ping_s=0.01, send_timeout_s=60)
+        response = SseResponse(
+            MergedStream.of(source()), Plain(None), ping_s=0.01, send_timeout_s=60
+        )
         await response(scope, receive, send)
         return scope
 

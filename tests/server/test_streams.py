@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvcellar.server.stream import streams
-from kvcellar.server.stream.streams import Stream
+from kvcellar.server.stream.streams import MergedStream
 from tests.server.live import PATIENCE_S
 
 
@@ -39,7 +39,9 @@ async def all_of(stream):
 def test_items_come_in_the_order_of_their_source_with_its_number():
     async def read():
         closed = []
-        return await all_of(Stream.of(*(counted(n, closed) for n in (3, 0, 2)))), sorted(closed)
+        return await all_of(MergedStream.of(*(counted(n, closed) for n in (3, 0, 2)))), sorted(
+            closed
+        )
 
     found, closed = asyncio.run(read())
     assert closed == [0, 2, 3]
@@ -51,7 +53,7 @@ def test_items_come_in_the_order_of_their_source_with_its_number():
 def test_where_one_source_fails_all_end_and_the_error_is_told_behind_what_came_before():
     async def read():
         closed, found = [], []
-        stream = Stream.of(endless(closed), counted(2, closed, error=ValueError("no more")))
+        stream = MergedStream.of(endless(closed), counted(2, closed, error=ValueError("no more")))
         with pytest.raises(ValueError, match="no more"):
             async with asyncio.timeout(PATIENCE_S), stream:
                 async for number, item in stream:
@@ -64,7 +66,7 @@ def test_where_one_source_fails_all_end_and_the_error_is_told_behind_what_came_b
 
 def test_the_first_item_is_waited_for_and_still_to_be_taken():
     async def read():
-        stream = Stream.of(counted(2, []))
+        stream = MergedStream.of(counted(2, []))
         return await stream.opened(PATIENCE_S), await all_of(stream)
 
     assert asyncio.run(read()) == (0, [(0, 0), (0, 1)])
@@ -72,7 +74,7 @@ def test_the_first_item_is_waited_for_and_still_to_be_taken():
 
 def test_an_error_before_the_first_item_is_raised_where_it_is_waited_for():
     async def read():
-        async with Stream.of(counted(0, [], error=ValueError("refused"))) as stream:
+        async with MergedStream.of(counted(0, [], error=ValueError("refused"))) as stream:
             await stream.opened(PATIENCE_S)
 
     with pytest.raises(ValueError, match="refused"):
@@ -87,7 +89,7 @@ def test_a_first_item_that_does_not_come_in_time_comes_later():
             await is_wanted.wait()
             yield "late"
 
-        stream = Stream.of(late())
+        stream = MergedStream.of(late())
         first = await stream.opened(0.001)
         stream.nudge()
         is_wanted.set()
@@ -108,7 +110,7 @@ def test_what_is_around_the_sources_is_left_when_they_end_and_when_the_stream_is
             finally:
                 said.append("out")
 
-        stream = Stream(around())
+        stream = MergedStream(around())
         if is_read:
             await all_of(stream)
         else:
@@ -133,7 +135,7 @@ def test_sources_wait_for_somebody_who_does_not_take_their_items(monkeypatch):
                 said += 1
                 yield said
 
-        async with Stream.of(eager(), eager(), eager()) as stream:
+        async with MergedStream.of(eager(), eager(), eager()) as stream:
             for _ in range(200):
                 await asyncio.sleep(0)
             before = said

@@ -8,6 +8,8 @@ from tests.tools.scripts import load_script
 
 script = load_script("house_numbers")
 
+ROOT = Path(__file__).parents[2]
+
 
 def tree(root: Path, **modules: str) -> Path:
     for name, text in modules.items():
@@ -26,6 +28,25 @@ def test_lengths_and_names_that_are_defined_twice_are_found(tmp_path: Path):
     assert house.lines == {"src: Python": 106}
     rows = dict(house.rows)
     assert rows["longer than 100 lines"] == 1 and rows["their 90th percentile"] == 101
+
+
+def test_no_class_name_stands_for_two_things_but_those_that_still_do():
+    found = script.unlike_twins(script.measure(ROOT).twice)
+    assert found == script.STILL_TWICE, "give one of the two another name, or strike it there"
+
+
+def test_a_part_that_several_backends_have_is_one_thing(tmp_path: Path):
+    house = script.measure(
+        tree(
+            tmp_path,
+            house__backends__a__pools="class Pool: ...\nclass Form: ...\nclass Batch: ...\n",
+            house__backends__a__plans="class Form: ...\n",
+            house__backends__b__pools="class Pool: ...\n",
+            house__engine="class Batch: ...\n",
+        )
+    )
+    assert house.twice.keys() == {"Pool", "Form", "Batch"}
+    assert script.unlike_twins(house.twice) == {"Form", "Batch"}
 
 
 def test_circles_are_told_apart_from_those_of_late_imports(tmp_path: Path):

@@ -12,7 +12,7 @@ from typing import NoReturn
 from kvcellar.agents.external_changes import News, NewsReader
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.agent.families import partings
 from kvcellar.agents.records.agent.misses import Miss
 from kvcellar.agents.records.agent.names import is_made_up, model_tag, reference_name, salt_of
@@ -240,7 +240,7 @@ class Directory:
         host = self._models.host(agent.model)
         if host is None:
             return None
-        host = host.in_salt(agent.key.salt)
+        host = host.isolated(agent.key.salt)
         return host if host.key == agent.key else None
 
     def info_of(self, agent: Agent, n_cached: int | None = None) -> AgentInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from kvcellar.agents.directory import Directory
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
 

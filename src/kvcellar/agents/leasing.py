@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from kvcellar.agents.kv.residence import ProgressFn
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.errors import AgentHeldError, LeaseHeldError, LeaseLostError, StoreError
 from kvcellar.store import Lease, Leases
 

@@ -15,7 +15,7 @@ from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.freeing import free_cells
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.agent.names import checked_id, derived_id, new_ids, salt_of
 from kvcellar.agents.records.agent.titles import checked_title
 from kvcellar.agents.records.agent.views import AgentInfo
@@ -89,7 +89,7 @@ class Lifecycle:
         async with self.models.use(model or self.default_model) as host:
             if host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)
-            host = host.in_salt(salt_of(agent_id))
+            host = host.isolated(salt_of(agent_id))
             agent = Agent(agent_id, host.name, host.key, given_title=title, is_passing=is_passing)
             if system is not None:
                 agent.messages = ({"role": "system", "content": system},)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcellar.agents.directory import Directory
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.agent.names import salt_of
 from kvcellar.agents.text.find_by_text import MOST_NEAR, Place, Places, nearest
 from kvcellar.agents.text.match_messages import Joined, join

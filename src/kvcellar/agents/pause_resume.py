@@ -13,7 +13,7 @@ from kvcellar.agents.freeing import demote_cells, free_cells
 from kvcellar.agents.kv.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.agent.names import checked_id, salt_of
 from kvcellar.agents.records.agent.views import AgentInfo
 from kvcellar.errors import AgentError, StoreError
@@ -80,7 +80,7 @@ class Sleep:
         """
         agent = await self.directory.find(agent_id)
         async with changing(self.publisher, agent), self.models.use(agent.model) as own:
-            host = own.in_salt(agent.key.salt)
+            host = own.isolated(agent.key.salt)
             if agent.key != host.key:
                 raise AgentError(
                     f"agent {agent.agent_id!r} was saved with another version of model "

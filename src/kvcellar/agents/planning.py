@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcellar.agents.kv.residence import ProgressFn
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.agent.misses import Miss
 from kvcellar.agents.records.agent.views import Took, TurnRecord
 from kvcellar.agents.text.reading import Reading, worded

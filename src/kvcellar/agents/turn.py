@@ -24,7 +24,7 @@ from kvcellar.agents.lifecycle import Lifecycle
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.agent.checking import check_said
 from kvcellar.agents.records.agent.names import derived_id, salt_of
 from kvcellar.agents.text.live_text import LiveEvent, LiveText, Over
@@ -124,7 +124,7 @@ class Turns:
         """
         agent = await self.directory.find(turn.agent_id)
         async with self.models.use(turn.model or agent.model) as own:
-            host = own.in_salt(salt_of(agent.agent_id))
+            host = own.isolated(salt_of(agent.agent_id))
             agent = self.directory.on_model(agent, host)
             self._check_free(turn, agent)
             async with (

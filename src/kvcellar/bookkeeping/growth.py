@@ -117,7 +117,7 @@ class Growth:
             0 if cells is None else min(_up(cells, block_size), self.n_fitting) for cells in windows
         ] + [STEP_SLOTS] * self._has_slots
         self.sizes = [0] * len(self.limits)
-        self._held = _Held(budget)
+        self._held = _HeldBytes(budget)
         finalize(self, self._held.give_back_all)
         self._array_bytes, self._copy_bytes = array_bytes, 0
         if not self._held.ask(array_bytes):
@@ -281,7 +281,7 @@ def _down(n_cells: int, unit: int) -> int:
     return n_cells - n_cells % unit
 
 
-class _Held:
+class _HeldBytes:
     """Bytes that one cache holds of a budget, until they are given back as a whole."""
 
     def __init__(self, budget: MemoryBudget) -> None:

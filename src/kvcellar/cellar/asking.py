@@ -13,7 +13,7 @@ from kvcellar.dialects.messages import read_arguments
 from kvcellar.engine import Guide, SamplingParams
 from kvcellar.errors import ConfigError, PromptError
 from kvcellar.grammar.beginning import begin_guide
-from kvcellar.grammar.form import Form
+from kvcellar.grammar.form import ResponseFormat
 from kvcellar.grammar.grammars import MOST_CALLS, Constraint, Grammars
 from kvcellar.history import History
 from kvcellar.models.prompts import begun_of
@@ -43,7 +43,7 @@ class Wishes:
     params: SamplingParams
     tools: list[dict[str, Any]] | None
     choice: str
-    form: Form | None
+    form: ResponseFormat | None
     reading: Reading | None = None
     _host: ModelHost | None = None
     _held: Constraint | None = None
@@ -251,7 +251,7 @@ def _tools_of(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]
     return found
 
 
-def _form_of(wanted: Mapping[str, Any] | None) -> Form | None:
+def _form_of(wanted: Mapping[str, Any] | None) -> ResponseFormat | None:
     """Return what an answer has to be: JSON of a schema, given plainly or as OpenAI does.
 
     Raises:
@@ -266,10 +266,10 @@ def _form_of(wanted: Mapping[str, Any] | None) -> Form | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Form("schema", wanted.get("schema") or {"type": "object"}, field)
+        return ResponseFormat("schema", wanted.get("schema") or {"type": "object"}, field)
     if kind != "json_schema":
-        return Form("schema", wanted, field)
+        return ResponseFormat("schema", wanted, field)
     inside = wanted.get("json_schema")
     if not isinstance(inside, Mapping) or not isinstance(inside.get("schema"), Mapping):
         raise ConfigError(f"{field} json_schema comes without a schema")
-    return Form("schema", inside["schema"], field, inside.get("strict") is not False)
+    return ResponseFormat("schema", inside["schema"], field, inside.get("strict") is not False)

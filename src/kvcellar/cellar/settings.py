@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _OF_THE_CELLAR = ("store", "shared", "memory", "progress")
 
 
-class Settings(TypedDict, total=False):
+class CellarSettings(TypedDict, total=False):
     """Settings of ``kvcellar.open``: four of the cellar, the others of its model.
 
     ``store`` is a folder, ``shared`` the URL of a place that several machines share behind it,
@@ -45,7 +45,7 @@ class Settings(TypedDict, total=False):
     adapters: Mapping[str, str | Path]
 
 
-def cellar_of(model: str | Path, settings: Settings) -> AsyncCellar:
+def cellar_of(model: str | Path, settings: CellarSettings) -> AsyncCellar:
     """Return a cellar of a model that is not open yet.
 
     Raises:
@@ -53,11 +53,11 @@ def cellar_of(model: str | Path, settings: Settings) -> AsyncCellar:
         ConfigError: a value that cannot work; the message names it.
     """
     given: dict[str, Any] = dict(settings)
-    unknown = given.keys() - Settings.__annotations__.keys()
+    unknown = given.keys() - CellarSettings.__annotations__.keys()
     if unknown:
         raise TypeError(
             f"{', '.join(sorted(unknown))} is no setting of a cellar; there are: "
-            f"{', '.join(Settings.__annotations__)}"
+            f"{', '.join(CellarSettings.__annotations__)}"
         )
     own = {name: given.pop(name) for name in _OF_THE_CELLAR if name in given}
     return AsyncCellar(LoadOptions(model, **given), **own)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from kvcellar.models.check import Verdict
+    from kvcellar.models.check import CheckVerdict
     from kvcellar.models.options import ProgressFn
 
 Model = Annotated[
@@ -67,7 +67,7 @@ class _Row:
         is_replaced: facts of it had been kept that were not its own.
     """
 
-    verdict: Verdict
+    verdict: CheckVerdict
     exports: bool | None = None
     why_not: str | None = None
     is_replaced: bool = False
@@ -142,7 +142,7 @@ def _families(export: bool) -> list[_Row]:
     return found
 
 
-def _exported(verdict: Verdict, raw: Mapping[str, Any]) -> _Row:
+def _exported(verdict: CheckVerdict, raw: Mapping[str, Any]) -> _Row:
     """Find out whether an exact model exports.
 
     Raises:
@@ -173,7 +173,7 @@ def _one(model: str, backend: str | None, export: bool) -> _Row:
     return replace(row, is_replaced=is_replaced)
 
 
-def _prover(backend: str) -> Callable[[Path, ProgressFn], tuple[Verdict, bool]]:
+def _prover(backend: str) -> Callable[[Path, ProgressFn], tuple[CheckVerdict, bool]]:
     """Import what checks models of a backend."""
     if backend == "mlx":
         from kvcellar.backends.mlx.loading import prove_model as prove_with_mlx
@@ -228,7 +228,7 @@ def _show(rows: list[_Row]) -> None:
         write(f"{sum(row.exports is True for row in rows)} of {exact} export\n")
 
 
-def _cells(verdict: Verdict) -> tuple[str, ...]:
+def _cells(verdict: CheckVerdict) -> tuple[str, ...]:
     """Return the cells of a model's line, all but whether it exports."""
     said = "exact" if verdict.is_exact else "differs" if verdict.differences else "refused"
     if verdict.is_exact and verdict.exact_to is not None:

@@ -165,7 +165,7 @@ def deploy_command(
     place.warn(config)
     from kvcellar.deploy.application import Deployment
     from kvcellar.deploy.replica import ReplicaSpec
-    from kvcellar.deploy.routing import Policy
+    from kvcellar.deploy.routing import RoutingPolicy
     from kvcellar.server.run import listen
 
     if scale.address is None:
@@ -174,7 +174,7 @@ def deploy_command(
     names = with_adapters(offered, adapters)
     folder = store.path.absolute()
     spec = ReplicaSpec(config, hosting, names, folder, store.shared, idle_unload)
-    policy = Policy(busy_at=engine.parallel)
+    policy = RoutingPolicy(busy_at=engine.parallel)
     plan = Deployment(
         spec, least, most, scale.gateways, scale.cpus, scale.gpus, scale.prefill, policy
     )

@@ -23,10 +23,10 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
 from kvcellar.deploy.gateway import Gateway, ReplicaLostError
-from kvcellar.deploy.reading import Asked
+from kvcellar.deploy.reading import HttpRequest
 from kvcellar.deploy.replica import Replica, ReplicaSpec
 from kvcellar.deploy.router import WANTED, HoldingRouter
-from kvcellar.deploy.routing import Policy, Wanted, holdings_of
+from kvcellar.deploy.routing import RoutingPolicy, Wanted, holdings_of
 from kvcellar.errors import ConfigError, EngineClosedError
 
 APPLICATION = "kvcellar"
@@ -65,7 +65,7 @@ class Deployment:
     n_cpus: float = 1.0
     n_gpus: float = 0.0
     n_prefilling: int = 0
-    policy: Policy = field(default_factory=Policy)
+    policy: RoutingPolicy = field(default_factory=RoutingPolicy)
 
 
 class _Replica:
@@ -79,13 +79,15 @@ class _Replica:
         self._replica = Replica(spec, context.replica_tag, place)
         await self._replica.start()
 
-    async def read(self, asked: Asked, *, wanted: Wanted) -> Wanted:
+    async def read(self, asked: HttpRequest, *, wanted: Wanted) -> Wanted:
         return await self._replica.read(asked)
 
-    async def prepare(self, asked: Asked, *, wanted: Wanted) -> None:
+    async def prepare(self, asked: HttpRequest, *, wanted: Wanted) -> None:
         await self._replica.prepare(asked)
 
-    async def answer(self, asked: Asked, *, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
+    async def answer(
+        self, asked: HttpRequest, *, wanted: Wanted
+    ) -> AsyncGenerator[list[Message], None]:
         async for batch in self._replica.answer(asked, wanted):
             yield batch
 
@@ -120,21 +122,23 @@ class _Handles:
         self._replicas = replicas
         self._prefilling = prefilling
 
-    async def read(self, asked: Asked) -> Wanted:
+    async def read(self, asked: HttpRequest) -> Wanted:
         for _ in range(_READS):
             with contextlib.suppress(RayActorError):
                 found: Wanted = await _called(self._replicas.read, asked, Wanted())
                 return found
         return Wanted()
 
-    async def prepare(self, asked: Asked, wanted: Wanted) -> None:
+    async def prepare(self, asked: HttpRequest, wanted: Wanted) -> None:
         assert self._prefilling is not None
         try:
             await _called(self._prefilling.prepare, asked, wanted)
         except (RayActorError, RayTaskError) as error:
             raise ReplicaLostError(str(error)) from error
 
-    async def answer(self, asked: Asked, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
+    async def answer(
+        self, asked: HttpRequest, wanted: Wanted
+    ) -> AsyncGenerator[list[Message], None]:
         answers = self._replicas.options(stream=True).answer
         stream = answers.remote(asked, **{WANTED: wanted})
         try:
@@ -146,7 +150,7 @@ class _Handles:
             stream.cancel()
 
 
-async def _called(method: Any, asked: Asked, wanted: Wanted) -> Any:
+async def _called(method: Any, asked: HttpRequest, wanted: Wanted) -> Any:
     """Return what a replica returns; who stops waiting ends it there, too."""
     response = method.remote(asked, **{WANTED: wanted})
     try:

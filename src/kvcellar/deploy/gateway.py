@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.agents import salted_id
-from kvcellar.deploy.reading import PROMPTS, Asked
+from kvcellar.deploy.reading import PROMPTS, HttpRequest
 from kvcellar.deploy.replica import HEADER
-from kvcellar.deploy.routing import Holdings, Wanted
+from kvcellar.deploy.routing import ReplicaHoldings, Wanted
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError, error_response
 from kvcellar.server.front.bodies import BODY_S
@@ -38,11 +38,11 @@ _LOOKING = "looking"
 class Replicas(Protocol):
     """Way to the replicas: each call goes to one of them, chosen by what is wanted."""
 
-    async def read(self, asked: Asked) -> Wanted:
+    async def read(self, asked: HttpRequest) -> Wanted:
         """Return what a request wants."""
         ...
 
-    async def prepare(self, asked: Asked, wanted: Wanted) -> None:
+    async def prepare(self, asked: HttpRequest, wanted: Wanted) -> None:
         """Have the prompt of a request read by a replica that only reads.
 
         Raises:
@@ -50,7 +50,7 @@ class Replicas(Protocol):
         """
         ...
 
-    def answer(self, asked: Asked, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
+    def answer(self, asked: HttpRequest, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
         """Yield what a replica sends; leaving the iteration ends it there.
 
         Raises:
@@ -70,7 +70,7 @@ class Gateway:
         self,
         config: ServerConfig,
         replicas: Replicas,
-        holdings: Holdings,
+        holdings: ReplicaHoldings,
         prefill_tokens: int | None = None,
     ) -> None:
         """Stand before replicas.
@@ -79,7 +79,7 @@ class Gateway:
             config: theirs.
             replicas: the way to them.
             holdings: what they hold, as far as that is known here.
-            prefill_tokens: as ``Policy`` has it; None: no replica only reads.
+            prefill_tokens: as ``RoutingPolicy`` has it; None: no replica only reads.
         """
         self._prefill_tokens = prefill_tokens
         self._config = config
@@ -109,7 +109,7 @@ class Gateway:
             pass  # a replica refuses it, in the right words, and counts it
         if body is None:
             return
-        asked = Asked({key: scope[key] for key in (*_KEPT, *_MORE) if key in scope}, body)
+        asked = HttpRequest({key: scope[key] for key in (*_KEPT, *_MORE) if key in scope}, body)
         await self._pass_on(asked, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
@@ -142,7 +142,7 @@ class Gateway:
         scope["headers"] = [*rest, length]
         return bytes(taken)
 
-    async def _pass_on(self, asked: Asked, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, asked: HttpRequest, receive: Receive, send: Send) -> None:
         """Have a replica answer, for as long as the client is there."""
         gone = asyncio.create_task(disconnected(receive))
         work = asyncio.create_task(self._answer(asked, send))
@@ -153,7 +153,7 @@ class Gateway:
         finally:
             await ended(gone, work)
 
-    async def _answer(self, asked: Asked, send: Send) -> None:
+    async def _answer(self, asked: HttpRequest, send: Send) -> None:
         has_begun = False
         try:
             wanted = await self._wanted(asked)
@@ -175,7 +175,7 @@ class Gateway:
             )
             await error_response(lost, Request(asked.scope))(asked.scope, _nothing, send)
 
-    async def _prepare(self, asked: Asked, wanted: Wanted) -> None:
+    async def _prepare(self, asked: HttpRequest, wanted: Wanted) -> None:
         """Have a prompt read elsewhere, of which so much is new that it would disturb answers."""
         least = self._prefill_tokens
         if least is None or wanted.n_tokens < least:
@@ -185,7 +185,7 @@ class Gateway:
             with contextlib.suppress(ReplicaLostError):  # whoever answers reads it, too
                 await self._replicas.prepare(asked, wanted)
 
-    async def _wanted(self, asked: Asked) -> Wanted:
+    async def _wanted(self, asked: HttpRequest) -> Wanted:
         """Find out what decides where a request goes; read its prompt where that may matter."""
         path, headers = asked.scope["path"], Headers(scope=asked.scope)
         named = headers.get(HEADER.decode())

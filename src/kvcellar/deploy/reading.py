@@ -39,7 +39,7 @@ PROMPTS = frozenset(
 """Paths of what has a prompt."""
 
 
-class Asked(NamedTuple):
+class HttpRequest(NamedTuple):
     """A request of HTTP as a value.
 
     Attributes:
@@ -114,7 +114,7 @@ class PromptReader:
         self._service = service
         self._api = create_api(_Reading(service))
 
-    async def read(self, asked: Asked) -> Wanted:
+    async def read(self, asked: HttpRequest) -> Wanted:
         """Return what a request wants; of one that cannot be answered, nothing in particular."""
         agent, prompt = await self.prompt(asked)
         if prompt is None:
@@ -124,7 +124,7 @@ class PromptReader:
         hashes = prompt_hashes(key_of(tokens, host.reading(len(tokens)).space), model)
         return Wanted(agent, hashes, len(tokens))
 
-    async def prompt(self, asked: Asked) -> tuple[str, tuple[ModelHost, History] | None]:
+    async def prompt(self, asked: HttpRequest) -> tuple[str, tuple[ModelHost, History] | None]:
         """Return whose turn a request is, and its prompt with who reads it; None where it has none.
 
         Of one that cannot be answered nothing is said: whoever answers it says what is wrong.
@@ -159,7 +159,7 @@ class PromptReader:
         own = None if turn.model is None else service.models.registry.host(turn.model)
         if own is None or turn.messages is None:
             return None
-        host = own.in_salt(whose.salt)
+        host = own.isolated(whose.salt)
         agent_id = None
         with contextlib.suppress(UnknownAgentError):
             agent_id = await service.conversations.meant(turn, whose)

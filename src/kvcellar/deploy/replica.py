@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from kvcellar.agents import Hosting
 from kvcellar.deploy.prefilling import Prefiller
-from kvcellar.deploy.reading import Asked, PromptReader
+from kvcellar.deploy.reading import HttpRequest, PromptReader
 from kvcellar.deploy.routing import MOST_AGENTS, Report, Wanted, agent_hash, digest_of_models
 from kvcellar.engine import Engine
 from kvcellar.errors import EngineClosedError, EngineFailedError
@@ -121,7 +121,9 @@ class Replica:
         self._reader = PromptReader(self.service)
         self._prefiller = Prefiller(self.service, self._place)
 
-    async def answer(self, asked: Asked, wanted: Wanted) -> AsyncGenerator[list[Message], None]:
+    async def answer(
+        self, asked: HttpRequest, wanted: Wanted
+    ) -> AsyncGenerator[list[Message], None]:
         """Answer a request: yield what the application sends, as it comes, in batches.
 
         Leaving the iteration ends the answer as a client does that leaves.
@@ -153,7 +155,7 @@ class Replica:
             await ended(task)
 
     async def _run(
-        self, asked: Asked, gone: asyncio.Event, messages: asyncio.Queue[Message | None]
+        self, asked: HttpRequest, gone: asyncio.Event, messages: asyncio.Queue[Message | None]
     ) -> None:
         sent = iter([{"type": "http.request", "body": asked.body, "more_body": False}])
 
@@ -177,11 +179,11 @@ class Replica:
             if not gone.is_set():
                 await messages.put(None)
 
-    async def read(self, asked: Asked) -> Wanted:
+    async def read(self, asked: HttpRequest) -> Wanted:
         """Return what a request wants, without answering it."""
         return await self._reader.read(asked)
 
-    async def prepare(self, asked: Asked) -> None:
+    async def prepare(self, asked: HttpRequest) -> None:
         """Read the prompt of a request that another replica answers, as ``Prefiller.read``."""
         _, prompt = await self._reader.prompt(asked)
         if prompt is not None:

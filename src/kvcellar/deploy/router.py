@@ -12,7 +12,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from kvcellar.deploy.routing import Policy, Report, Wanted, holdings_of, rank
+from kvcellar.deploy.routing import Report, RoutingPolicy, Wanted, holdings_of, rank
 from kvcellar.errors import PrefixError
 
 WANTED = "wanted"
@@ -23,8 +23,8 @@ class HoldingRouter(RequestRouter):
     """Ranks replicas by what they report to hold and by the requests that they have."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take the policy, as ``Policy`` has it."""
-        self._policy = Policy(**kwargs)
+        """Take the policy, as ``RoutingPolicy`` has it."""
+        self._policy = RoutingPolicy(**kwargs)
         self._holdings = holdings_of(self._deployment_id.name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

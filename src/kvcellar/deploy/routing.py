@@ -49,7 +49,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RoutingPolicy:
     """Bounds of affinity.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Held:
     sent: dict[int, float] = field(default_factory=dict)
 
 
-class Holdings:
+class ReplicaHoldings:
     """Knowledge of what each replica holds. For several threads."""
 
     def __init__(self) -> None:
@@ -232,12 +232,14 @@ class Holdings:
 
 
 @lru_cache(maxsize=64)
-def holdings_of(deployment: str) -> Holdings:
+def holdings_of(deployment: str) -> ReplicaHoldings:
     """Return what is known in this process of the replicas of a deployment."""
-    return Holdings()
+    return ReplicaHoldings()
 
 
-def rank(wanted: Wanted, holdings: Holdings, loads: Mapping[str, int], policy: Policy) -> list[str]:
+def rank(
+    wanted: Wanted, holdings: ReplicaHoldings, loads: Mapping[str, int], policy: RoutingPolicy
+) -> list[str]:
     """Return replicas, the one that a request should go to first, and where it spills over to next.
 
     Those that are not busy come before those that are; among them the agent's own; then where the

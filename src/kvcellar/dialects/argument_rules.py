@@ -17,7 +17,7 @@ from kvcellar.dialects.dialect import (
     TaggedArguments,
 )
 from kvcellar.dialects.held import HeldArguments, schema_json
-from kvcellar.dialects.kinds import NO_TEXT, Kinds
+from kvcellar.dialects.kinds import NO_TEXT, SchemaKinds
 
 _WORD = "/[A-Za-z_][A-Za-z0-9_]*/"
 _MOST_PROPERTIES = 200
@@ -100,7 +100,7 @@ class _Writer:
     def __init__(self, rules: Rules, root: Mapping[str, Any]) -> None:
         self._rules = rules
         self._root = root
-        self._kinds = Kinds(root)
+        self._kinds = SchemaKinds(root)
 
     def rule(self, name: str) -> str:
         """Add the rules of the whole, and return the first one's name."""
@@ -330,7 +330,7 @@ class _Bare(_Writer):
         return "bare"
 
 
-def _words(kinds: Kinds, schema: Any) -> list[str]:
+def _words(kinds: SchemaKinds, schema: Any) -> list[str]:
     """Write the values of a schema that Python writes in words."""
     return [_quoted(repr(word)) for word in (True, False, None) if kinds.takes(schema, word)]
 

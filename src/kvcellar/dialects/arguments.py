@@ -19,7 +19,7 @@ from kvcellar.dialects.dialect import (
     TaggedArguments,
 )
 from kvcellar.dialects.json_reader import JsonReader
-from kvcellar.dialects.kinds import Kinds
+from kvcellar.dialects.kinds import SchemaKinds
 from kvcellar.dialects.patterns import tag_patterns_of
 from kvcellar.dialects.values import (
     NoValueError,
@@ -114,7 +114,7 @@ class TaggedReader:
         self._patterns = tag_patterns_of(dialect)
         self._form = form
         self._properties = _properties_of(parameters)
-        self._kinds = Kinds(parameters)
+        self._kinds = SchemaKinds(parameters)
         self._n = 0
         self._is_inside = self._is_text = False
         self._key = ""

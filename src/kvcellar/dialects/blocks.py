@@ -11,7 +11,7 @@ from regex import Match
 from kvcellar.dialects.arguments import ArgumentsReader, JsonArgumentsReader, reader_of
 from kvcellar.dialects.dialect import Dialect
 from kvcellar.dialects.patterns import patterns_of
-from kvcellar.dialects.saying import Said
+from kvcellar.dialects.saying import AnswerSoFar
 
 
 class BlockReader:
@@ -20,7 +20,7 @@ class BlockReader:
     def __init__(
         self,
         dialect: Dialect,
-        said: Said,
+        said: AnswerSoFar,
         reads_calls: bool,
         parameters: Mapping[str, Mapping[str, Any]],
     ) -> None:

@@ -15,7 +15,7 @@ import regex
 
 from kvcellar.dialects.arguments import JsonArgumentsReader
 from kvcellar.dialects.dialect import CHANNEL_MARKS, Dialect
-from kvcellar.dialects.saying import Said
+from kvcellar.dialects.saying import AnswerSoFar
 
 _FUNCTIONS = "functions."
 _NAME = r"[\w.:\-/]+"
@@ -27,7 +27,7 @@ class ChannelReader:
     def __init__(
         self,
         dialect: Dialect,
-        said: Said,
+        said: AnswerSoFar,
         reads_calls: bool,
         parameters: Mapping[str, Mapping[str, Any]],
     ) -> None:

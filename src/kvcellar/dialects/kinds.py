@@ -24,7 +24,7 @@ _CHOICES = ("anyOf", "oneOf")
 _OWN = ("type", "nullable", "enum", "const", "allOf", "$ref", *_CHOICES)
 
 
-class Kinds:
+class SchemaKinds:
     """Answers what schemas take, that stand in one whole schema, to which they may refer."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from kvcellar.dialects.blocks import BlockReader
 from kvcellar.dialects.channels import ChannelReader
 from kvcellar.dialects.dialect import Dialect
 from kvcellar.dialects.parts import Call, Part
-from kvcellar.dialects.saying import Said, WatchFn
+from kvcellar.dialects.saying import AnswerSoFar, WatchFn
 
 
 class AnswerParser:
@@ -51,7 +51,7 @@ class AnswerParser:
             has_begun: it goes on from text that is not read again.
         """
         self.dialect = dialect
-        self._said = Said(dialect, call_ids, is_in_reasoning, is_forced, has_said=has_begun)
+        self._said = AnswerSoFar(dialect, call_ids, is_in_reasoning, is_forced, has_said=has_begun)
         parameters = {
             str(tool["function"]["name"]): tool["function"].get("parameters") or {}
             for tool in tools

@@ -13,7 +13,7 @@ WatchFn = Callable[[str, int], None]
 
 
 @dataclass(slots=True)
-class Said:
+class AnswerSoFar:
     """An answer so far.
 
     Attributes:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from kvcellar.dialects.kinds import Kinds
+from kvcellar.dialects.kinds import SchemaKinds
 
 _WORDS = {"True": True, "False": False, "None": None}
 _NAMES = {"true": True, "false": False, "null": None, "none": None}
@@ -26,7 +26,7 @@ class NoValueError(ValueError):
 
 
 def tagged_value(
-    text: str, schema: Any, is_string: bool | None, kinds: Kinds, *, has_words: bool = False
+    text: str, schema: Any, is_string: bool | None, kinds: SchemaKinds, *, has_words: bool = False
 ) -> Any:
     """Read a value between tags, by the rule of ``kinds.py``.
 

@@ -21,7 +21,6 @@ from kvcellar.checks import flag, number, text, whole
 from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
-from kvcellar.engine.sample_on_device import choose_kept
 from kvcellar.engine.first_use import run_first_steps
 from kvcellar.engine.host_offload import moved_out
 from kvcellar.engine.outcomes import Outcomes

@@ -18,7 +18,7 @@ from kvcellar.models.kept_logits import (
 )
 
 
-class _Rows(NamedTuple):
+class _SampledRows(NamedTuple):
     """Rows of a part that are sampled: behind its last known token, and behind every guess."""
 
     part: BatchPart
@@ -46,7 +46,7 @@ def choose_kept(batch: Batch, logits: KeptLogits) -> list[Verdict]:
     """Do what ``choose`` does; only tokens and wanted log probabilities come to main memory."""
     verdicts = [Verdict()] * len(batch.parts)
     asked: list[RowSampling] = []
-    sampled: dict[int, _Rows] = {}
+    sampled: dict[int, _SampledRows] = {}
     stop = 0
     for i, part in enumerate(batch.parts):
         stop += part.n_rows
@@ -55,7 +55,7 @@ def choose_kept(batch: Batch, logits: KeptLogits) -> list[Verdict]:
                 verdicts[i] = Verdict(scores=_scores(part, logits, stop - part.n_rows))
             if part.is_last:
                 states = states_of(part.draft, part.sequence.state)
-                rows = _Rows(part, stop - len(states), states)
+                rows = _SampledRows(part, stop - len(states), states)
                 asked += rows.asked()
                 sampled[i] = rows
         except Exception as error:  # no numbers, or its guide: nobody else's trouble

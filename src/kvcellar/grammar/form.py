@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ResponseFormat:
     """The form that a request wants its answer in.
 
     Attributes:

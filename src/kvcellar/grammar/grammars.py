@@ -23,7 +23,7 @@ from kvcellar.dialects import Dialect, dialect_for
 from kvcellar.dialects.held import HeldArguments, few
 from kvcellar.dialects.lark import call_grammars, schema_grammar
 from kvcellar.errors import GrammarError
-from kvcellar.grammar.form import Form
+from kvcellar.grammar.form import ResponseFormat
 from kvcellar.grammar.guidance import guidance_tokenizer
 from kvcellar.grammar.guide import GuideFn, TokenGuide, one_line
 from kvcellar.grammar.schema_relax import ANYTHING
@@ -98,7 +98,7 @@ class Grammars:
             ) from error
         return Constraint(begin, begin, _lost(losses))
 
-    async def of_form(self, host: ModelHost, form: Form) -> Constraint:
+    async def of_form(self, host: ModelHost, form: ResponseFormat) -> Constraint:
         """Hold answers to be of a form.
 
         Raises:
@@ -108,7 +108,7 @@ class Grammars:
             return await self.of_schema(host, form.value, is_strict=form.is_strict)
         return await asyncio.to_thread(self._of_form, host, form)
 
-    def _of_form(self, host: ModelHost, form: Form) -> Constraint:
+    def _of_form(self, host: ModelHost, form: ResponseFormat) -> Constraint:
         try:
             begin = self._compiled(host, _grammar_of(form))
         except (GrammarError, NoGrammarError) as error:
@@ -266,7 +266,7 @@ class Grammars:
 # Forms that are no schema -------------------------------------------------------------------------
 
 
-def _grammar_of(form: Form) -> str:
+def _grammar_of(form: ResponseFormat) -> str:
     """Write a form that is no schema, as llguidance has it.
 
     Raises:

@@ -106,7 +106,7 @@ class ModelHost:
         capacity = self.engine.cache.capacity
         return capacity if self.max_positions is None else min(self.max_positions, capacity)
 
-    def in_salt(self, salt: str) -> ModelHost:
+    def isolated(self, salt: str) -> ModelHost:
         """Return the same model for those who share a salt: their K and V are their own."""
         if salt == self.space.salt:
             return self

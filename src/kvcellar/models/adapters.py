@@ -77,7 +77,7 @@ _ENDS = {".lora_A.weight": 0, ".lora_B.weight": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class AdapterUpdate:
     """Low-rank update of one linear layer.
 
     Attributes:
@@ -108,7 +108,7 @@ class Adapter:
 
     name: str
     folder: Path
-    updates: Mapping[str, Update] = field(repr=False)
+    updates: Mapping[str, AdapterUpdate] = field(repr=False)
     targets: Targets
 
     @property
@@ -195,7 +195,7 @@ def _checked(said: Mapping[str, Any]) -> Targets:
 
 def _updates(
     said: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[str, Update]]:
+) -> Iterator[tuple[str, AdapterUpdate]]:
     """Yield layers and their updates.
 
     Raises:
@@ -236,7 +236,7 @@ def _update(
     layer: str,
     shapes: tuple[tuple[int, int], tuple[int, int]],
     keys: tuple[str, str],
-) -> Update:
+) -> AdapterUpdate:
     """Return the update of a layer.
 
     Raises:
@@ -253,10 +253,10 @@ def _update(
     scale = float(alpha) / (math.sqrt(rank) if said.get("use_rslora") else rank)
     if not math.isfinite(scale):
         raise ModelError(f"lora_alpha of {layer} is {alpha}, which is no number")
-    return Update(rank, n_in, n_out, scale, keys)
+    return AdapterUpdate(rank, n_in, n_out, scale, keys)
 
 
-def _check_targets(updates: Mapping[str, Update], targets: Targets) -> None:
+def _check_targets(updates: Mapping[str, AdapterUpdate], targets: Targets) -> None:
     """Make sure that settings name every layer that has an update.
 
     Raises:

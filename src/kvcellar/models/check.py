@@ -74,7 +74,7 @@ class InexactModelWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """Outcome of a check.
 
     Attributes:
@@ -128,7 +128,7 @@ class Verdict:
         return {**asdict(self), "worst": worst, "is_exact": self.is_exact}
 
     @classmethod
-    def from_json(cls, value: Any) -> Verdict:
+    def from_json(cls, value: Any) -> CheckVerdict:
         """Make a verdict of what ``to_json`` wrote.
 
         Raises:
@@ -204,10 +204,10 @@ def _kind(group: LayerGroup) -> str:
 def verdict_of(
     raw: Mapping[str, Any],
     versions: Mapping[str, str],
-    find: Callable[[], Verdict],
+    find: Callable[[], CheckVerdict],
     *,
     is_unchecked: bool = False,
-) -> Verdict:
+) -> CheckVerdict:
     """Return the verdict on a model, which is found and kept where it is not known to be exact.
 
     One that it is not may be of other weights, a file that lacked some, or memory that ran out.
@@ -226,20 +226,22 @@ def verdict_of(
     return verdict
 
 
-def known_verdict(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Verdict | None:
+def known_verdict(raw: Mapping[str, Any], versions: Mapping[str, str]) -> CheckVerdict | None:
     """Return the verdict that was kept on a model; None: there is none of these versions.
 
     One without figures counts as none, whoever wrote it; see ``keep_verdict``.
     """
     path = verdict_path(raw, versions)
     with suppress(OSError, ValueError, RecursionError):
-        verdict = Verdict.from_json(read_kept(path))
+        verdict = CheckVerdict.from_json(read_kept(path))
         if verdict.reason is None and dict(verdict.versions) == dict(versions):
             return verdict
     return None
 
 
-def keep_verdict(raw: Mapping[str, Any], versions: Mapping[str, str], verdict: Verdict) -> None:
+def keep_verdict(
+    raw: Mapping[str, Any], versions: Mapping[str, str], verdict: CheckVerdict
+) -> None:
     """Keep a verdict for later loads; a folder that cannot be written is no error.
 
     One without figures is not kept: why a model could not be compared may be its files, or a lack
@@ -255,7 +257,7 @@ def verdict_path(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
     return known_path(raw, f"{runtime} {versions[runtime]}").with_suffix(".check.json")
 
 
-def demand_exact(verdict: Verdict, name: str, *, is_unchecked: bool) -> None:
+def demand_exact(verdict: CheckVerdict, name: str, *, is_unchecked: bool) -> None:
     """Refuse a model that is not exact, or warn of it where a person goes on with it.
 
     Args:

@@ -14,7 +14,7 @@ Item = Unsealed | Sealed
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class WarmBlock:
     """One block in RAM.
 
     Attributes:
@@ -37,7 +37,7 @@ class WarmTier:
         """Create an empty tier."""
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, WarmBlock] = OrderedDict()
         self._children: dict[tuple[bytes, Kind], set[bytes]] = {}
         self._lock = threading.Lock()
 
@@ -50,7 +50,7 @@ class WarmTier:
             self._entries.move_to_end(address)
             return entry.item
 
-    def entry(self, address: bytes) -> Entry | None:
+    def entry(self, address: bytes) -> WarmBlock | None:
         """Return what is known of a block here; that does not count as a use."""
         return self._entries.get(address)
 
@@ -109,9 +109,9 @@ class WarmTier:
             n = sum(not entry.n_queued for entry in self._entries.values())
             return TierStats(n, self.size_bytes, self.limit_bytes)
 
-    def _insert(self, item: Item) -> Entry:
+    def _insert(self, item: Item) -> WarmBlock:
         info = item.info
-        entry = self._entries[info.address] = Entry(item)
+        entry = self._entries[info.address] = WarmBlock(item)
         self._children.setdefault((info.parent, info.kind), set()).add(info.address)
         return entry
 

@@ -8,7 +8,7 @@ from kvcellar.testing.suite.many_sequences import ManySequences
 from kvcellar.testing.suite.one_sequence import SingleHistory
 from kvcellar.testing.suite.random_walks import RandomWalks
 from kvcellar.testing.suite.recurrent_states import RecurrentStates
-from kvcellar.testing.suite.stored_rows import StoredRows
+from kvcellar.testing.suite.stored_rows import RowStorage
 from kvcellar.testing.suite.trees import Trees
 
 
@@ -18,7 +18,7 @@ class ConformanceSuite(
     ManySequences,
     Trees,
     FrozenPrefixes,
-    StoredRows,
+    RowStorage,
     RecurrentStates,
     RandomWalks,
 ):

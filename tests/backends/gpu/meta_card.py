@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvcellar.backends.torch.run import place_weights as holding
 from kvcellar.backends.torch.gpu import choice, launch, layers, linears, multiply
+from kvcellar.backends.torch.run import place_weights as holding
 
 CARD = torch.device("meta")
 

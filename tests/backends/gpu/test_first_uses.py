@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: it comes with torch for CUDA"
 )
 
-from kvcellar.backends.torch.load import recurrent_kernels
 from kvcellar.backends.torch.gpu.compiled import keep_compiled  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
+from kvcellar.backends.torch.load import recurrent_kernels
 from kvcellar.kernel import levels  # noqa: E402
 
 

@@ -11,18 +11,18 @@ import pytest
 
 from kvcellar.errors import ConfigError
 from kvcellar.store.shared.opening import open_place
-from kvcellar.store.shared.places import MOST_PENDING, Place, PlaceError
+from kvcellar.store.shared.places import MOST_PENDING, PlaceError, SharedPlace
 from kvcellar.store.shared.urls import shown_url
 
 
 @pytest.fixture
-def place(place_url: str) -> Iterator[Place]:
+def place(place_url: str) -> Iterator[SharedPlace]:
     opened = open_place(place_url, timeout_s=20.0)
     yield opened
     opened.close()
 
 
-def test_a_name_holds_what_was_written_last(place: Place) -> None:
+def test_a_name_holds_what_was_written_last(place: SharedPlace) -> None:
     assert place.read("blocks/1") is None
     assert place.size("blocks/1") is None
     place.write("blocks/1", b"first")
@@ -32,13 +32,13 @@ def test_a_name_holds_what_was_written_last(place: Place) -> None:
     assert place.read("blocks/1") is None
 
 
-def test_only_one_can_create_a_name(place: Place) -> None:
+def test_only_one_can_create_a_name(place: SharedPlace) -> None:
     assert place.create("leases/1", b"mine", 60.0)
     assert not place.create("leases/1", b"yours", 60.0)
     assert place.read("leases/1") == b"mine"
 
 
-def test_a_register_moves_on_by_one_state_at_a_time(place: Place) -> None:
+def test_a_register_moves_on_by_one_state_at_a_time(place: SharedPlace) -> None:
     assert place.latest("agents/a") is None
     assert place.number("agents/a") == 0
     assert place.advance("agents/a", 5, b"five")  # an empty one takes any number
@@ -54,7 +54,7 @@ def test_a_register_moves_on_by_one_state_at_a_time(place: Place) -> None:
     assert place.numbers("agents/") == {}
 
 
-def test_who_follows_a_state_of_long_ago_has_lost(place: Place) -> None:
+def test_who_follows_a_state_of_long_ago_has_lost(place: SharedPlace) -> None:
     for number in range(1, MOST_PENDING + 3):
         assert place.advance("agents/a", number, b"%d" % number)
     assert not place.advance("agents/a", 2, b"late")
@@ -63,7 +63,7 @@ def test_who_follows_a_state_of_long_ago_has_lost(place: Place) -> None:
     assert state.number == MOST_PENDING + 2
 
 
-def test_of_many_who_advance_at_once_one_wins(place: Place) -> None:
+def test_of_many_who_advance_at_once_one_wins(place: SharedPlace) -> None:
     won = []
 
     def run(i: int) -> None:
@@ -80,7 +80,7 @@ def test_of_many_who_advance_at_once_one_wins(place: Place) -> None:
     assert [b"%d" % i for i in won] == [state.data]
 
 
-def test_all_names_are_listed_with_their_sizes_and_times(place: Place) -> None:
+def test_all_names_are_listed_with_their_sizes_and_times(place: SharedPlace) -> None:
     place.write("blocks/ab/1", b"x" * 100)
     place.write("windows/ab/2", b"y")
     (entry,) = place.entries("blocks/")

@@ -11,7 +11,7 @@ import pytest
 from kvcellar.errors import StoreError
 from kvcellar.store import Store
 from kvcellar.store.shared.histories import Pulled
-from kvcellar.store.shared.places import Place
+from kvcellar.store.shared.places import SharedPlace
 from kvcellar.store.shared.upkeep import collect, count
 from tests.store.fakes import History, load_all, make_key, save, tokens_of
 
@@ -32,7 +32,7 @@ def store(tmp_path: Path, place_url: str) -> Iterator[Store]:
         yield opened
 
 
-def place_of(store: Store) -> Place:
+def place_of(store: Store) -> SharedPlace:
     assert store.shared is not None
     return store.shared.place
 

@@ -72,7 +72,7 @@ class Front:
         self._host.service.run(lambda engine: engine.cancel(self._request_id)).result()
 
 
-class Ahead:
+class ReadAhead:
     """The blocks of a match, loaded by a thread of their own that may be left waiting for a disk.
 
     A block that comes too late is dropped; what it took is learnt, for the next time.

@@ -25,9 +25,9 @@ from kvcellar.agents.kv.kv_transfer import (
     write_boundaries,
     write_loaded,
 )
-from kvcellar.agents.kv.overlap_restore import Ahead, Front
+from kvcellar.agents.kv.overlap_restore import Front, ReadAhead
 from kvcellar.agents.kv.verify_restore import MAX_TAIL, check_restored
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.engine import (
     Engine,
     HeldPrefix,
@@ -358,7 +358,7 @@ class _Job:
         Ends where waiting for the next block would take longer than computing what is left.
         """
         costs, first = self.host.costs, restore.first
-        source = Ahead(self.store, match, first, stop, costs)
+        source = ReadAhead(self.store, match, first, stop, costs)
         on_the_way: deque[tuple[Future[float], Loaded, float]] = deque()
         spent: dict[str, list[float]] = {}
         started, at = time.perf_counter(), first
@@ -437,7 +437,7 @@ def save_history(
         StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
     """
     tokens, engine = agent.tokens, host.engine
-    host = host.in_salt(agent.key.salt).reading(len(tokens))
+    host = host.isolated(agent.key.salt).reading(len(tokens))
     key = agent.key.for_length(len(tokens))
     n_trusted = len(tokens) if engine.failure is None else 0  # its cells may hold anything
     held = engine.hold(tokens[:n_trusted], host.space)

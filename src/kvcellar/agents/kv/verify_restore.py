@@ -40,7 +40,7 @@ of another token, differ by more than their length."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RestoreFinding:
     """Outcome of a comparison of what was restored with what was computed again.
 
     Attributes:
@@ -59,7 +59,7 @@ def check_restored(
     blocks: Sequence[Loaded],
     boundaries: Sequence[BoundaryState],
     stop: int,
-) -> Finding:
+) -> RestoreFinding:
     """Compute some of what was restored again and compare. Only between steps.
 
     Of a model without recurrent layers that is up to ``MAX_ROWS`` rows. States are computed from
@@ -79,9 +79,9 @@ def check_restored(
     positions = check.positions(stop)
     computed = restore.compute_again(runner, positions) if positions else None
     if computed is None:
-        return Finding(0, {})
+        return RestoreFinding(0, {})
     check.compare_rows([np.array(positions)] * len(layout.groups), computed)
-    return Finding(len(positions), check.bad)
+    return RestoreFinding(len(positions), check.bad)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,14 +107,14 @@ class _Check:
         picked = np.linspace(0, len(found) - 1, MAX_ROWS).round().astype(int)
         return [found[i] for i in picked]
 
-    def tail(self, runner: Runner, stop: int) -> Finding:
+    def tail(self, runner: Runner, stop: int) -> RestoreFinding:
         """Compute the last tokens again, and compare their rows and the states behind them."""
         restore = self.restore
         starts = range(stop - 1, max(-1, stop - 1 - MAX_TAIL), -1)
         start = next(filter(restore.can_compute_again, starts), None)
         tail = None if start is None else restore.compute_tail(runner, start, stop)
         if start is None or tail is None:
-            return Finding(0, {})
+            return RestoreFinding(0, {})
         self.compare_rows(tail.positions, tail.rows)
         earlier = [boundary for boundary in self.boundaries if boundary.n_tokens == start]
         if self.bad and earlier:
@@ -126,7 +126,7 @@ class _Check:
                 f"a state after {stop} tokens is {error:.2f} of its length away from what this "
                 f"model computes; up to {limit:g} is rounding"
             )
-        return Finding(stop - start, self.bad)
+        return RestoreFinding(stop - start, self.bad)
 
     def compare_rows(self, positions: Sequence[IntArray], computed: Any) -> None:
         """Compare restored rows with computed ones.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.agent.durable_marks import Mark
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History

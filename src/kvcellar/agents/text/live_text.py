@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import AnswerParser, Call, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import PromptProgress
@@ -31,7 +31,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnswerPieces:
     """Pieces of an answer have come: of a thought, of text, of calls."""
 
     parts: tuple[Part, ...]
@@ -50,11 +50,11 @@ class Over:
     reason: str | None
 
 
-LiveEvent = Begun | PromptProgress | Said | Over
+LiveEvent = Begun | PromptProgress | AnswerPieces | Over
 
 
 @dataclass(slots=True)
-class _Turn:
+class _LiveTurn:
     """A turn under way."""
 
     asked: str | None
@@ -112,7 +112,7 @@ class LiveText:
 
     def __init__(self) -> None:
         """Know of no turn."""
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, _LiveTurn] = {}
         self._listeners: dict[str, list[_Listener]] = {}
         self._lock = threading.Lock()
 
@@ -122,7 +122,7 @@ class LiveText:
     ) -> Iterator[None]:
         """Say that an agent's turn is under way, for as long as the block lasts."""
         agent_id, before = agent.agent_id, agent.turns
-        turn = _Turn(asked, agent.history_digest, reading)
+        turn = _LiveTurn(asked, agent.history_digest, reading)
         with self._lock:
             self._turns[agent_id] = turn
             self._tell(agent_id, turn.so_far())
@@ -132,7 +132,7 @@ class LiveText:
             with self._lock:
                 rest = self._turns.pop(agent_id).read("", is_last=True)
                 if rest:
-                    self._tell(agent_id, Said(rest))
+                    self._tell(agent_id, AnswerPieces(rest))
                 reason = None if agent.turns is before else agent.turns[-1].reason
                 self._tell(agent_id, Over(agent.history_digest, reason))
 
@@ -162,7 +162,7 @@ class LiveText:
             turn = self._turns.get(agent_id)
             parts = turn.read(text) if turn is not None and text else ()
             if parts:
-                self._tell(agent_id, Said(parts))
+                self._tell(agent_id, AnswerPieces(parts))
 
     async def listen(self, agent_id: str) -> AsyncGenerator[LiveEvent, None]:
         """Tell of the turns of an agent, from the one that is under way on, without an end."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.records.agent.agent import Agent
+from kvcellar.agents.records.agent import Agent
 from kvcellar.hosting.conversation import Message, n_alike, split_begun
 from kvcellar.hosting.volatile import apply_rules, match_key
 

@@ -26,7 +26,7 @@ from kvcellar.models.prompts import begun_of
 from kvcellar.models.templates import text_of_templates
 
 if TYPE_CHECKING:
-    from kvcellar.agents.records.agent.agent import Agent
+    from kvcellar.agents.records.agent import Agent
     from kvcellar.hosting.host import ModelHost
 
 

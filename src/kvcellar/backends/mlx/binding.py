@@ -25,7 +25,7 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from kvcellar.backends.mlx.caches import MlxCache
-from kvcellar.backends.mlx.mixing import Batches, StateCache, batches_of, mixing
+from kvcellar.backends.mlx.mixing import Batches, MixerCache, batches_of, mixing
 from kvcellar.backends.mlx.state_layers import StateLayer
 from kvcellar.backends.mlx.state_pools import StatePools
 from kvcellar.errors import ConfigError
@@ -97,7 +97,7 @@ class Forward:
         self._layer = 0
         self._state_plan: StatePlan | None = None
         self._batches: Batches | None = None
-        self._state_caches: list[StateCache] = []
+        self._state_caches: list[MixerCache] = []
         self.wanted: tuple[int, ...] = ()
         self.inputs: dict[int, mx.array] = {}
         self.hidden: mx.array | None = None
@@ -171,9 +171,9 @@ class Forward:
 
     # Recurrent layers ----------------------------------------------------------------------------
 
-    def state_cache(self, layer: int, states: StateLayer) -> StateCache:
+    def state_cache(self, layer: int, states: StateLayer) -> MixerCache:
         """Make what stands in for the cache of recurrent layer ``layer``."""
-        made = StateCache(self, layer, states)
+        made = MixerCache(self, layer, states)
         self._state_caches.append(made)
         return made
 

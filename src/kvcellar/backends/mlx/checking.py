@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvcellar.backends.mlx.learning import Learnt
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import KVCellarError, ModelError
-from kvcellar.models.check import TOLERANCE, VERSION, Subject, Verdict, compare, kinds_of
+from kvcellar.models.check import TOLERANCE, VERSION, CheckVerdict, Subject, compare, kinds_of
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray
@@ -48,7 +48,7 @@ def versions(dtype: str) -> dict[str, str]:
 
 def check_network(
     network: Any, learnt: Learnt, family: str, device: mx.Device | None = None
-) -> Verdict:
+) -> CheckVerdict:
     """Compare a model behind our caches with itself behind mlx-lm's.
 
     Rounding is that of its weights' type and of its device, so how far mlx-lm's own chunks are from
@@ -78,7 +78,7 @@ def check_network(
     except Exception as error:  # whatever mlx-lm's own code does not like
         said = (str(error).strip().splitlines() or [""])[0]
         reason = said if isinstance(error, KVCellarError) else f"{type(error).__name__}: {said}"
-    return Verdict(
+    return CheckVerdict(
         family=family,
         layers=kinds_of(learnt.params),
         subject="the model itself, beside mlx-lm",

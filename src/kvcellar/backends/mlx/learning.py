@@ -31,7 +31,7 @@ from kvcellar.backends.mlx.binding import (
     bind_mixers,
 )
 from kvcellar.backends.mlx.learning_states import learn_states
-from kvcellar.backends.mlx.recording import FAR, WAY_OUT, Call, Record, n_read, traced
+from kvcellar.backends.mlx.recording import FAR, WAY_OUT, ModuleCall, Record, n_read, traced
 from kvcellar.backends.mlx.state_layers import StateLayer
 from kvcellar.errors import ModelError
 from kvcellar.models.facts import LayerFacts, ModelFacts, Rope, StateFacts
@@ -192,7 +192,7 @@ class _Numbers:
         first = {use.place: use.within for use in reversed(self._record.uses)}
         return [self._of(first[layer.place]) for layer in layers]
 
-    def _of(self, call: Call | None) -> int:
+    def _of(self, call: ModuleCall | None) -> int:
         """Return the number of the layer that a call is in; -1: it is in none."""
         while call is not None and id(call.module) not in self._blocks:
             call = call.parent

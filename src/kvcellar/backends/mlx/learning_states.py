@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta
 
-from kvcellar.backends.mlx.recording import WAY_OUT, Call, Record, Use
+from kvcellar.backends.mlx.recording import WAY_OUT, ModuleCall, Record, Use
 from kvcellar.backends.mlx.state_layers import Held, State, StateLayer
 from kvcellar.errors import ModelError
 
@@ -88,7 +88,7 @@ def _check_mixer(record: Record, use: Use) -> None:
             raise ModelError(f"{what} go with tensors that are not one per token; {WAY_OUT}")
 
 
-def _above(call: Call) -> Iterator[Call]:
+def _above(call: ModuleCall) -> Iterator[ModuleCall]:
     """Yield the calls that a call is in, itself left out."""
     while call.parent is not None:
         call = call.parent

@@ -20,7 +20,7 @@ from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.check import Verdict, demand_exact, keep_verdict, verdict_of
+from kvcellar.models.check import CheckVerdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.configs import positions_of
 from kvcellar.models.facts import ModelFacts
@@ -183,7 +183,7 @@ def _prove(raw: Mapping[str, Any], model: Any, learnt: Learnt, options: LoadOpti
     demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
 
 
-def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
+def prove_model(model: str | Path, report: ProgressFn) -> tuple[CheckVerdict, bool]:
     """Check a checkpoint and learn its facts anew, whatever is kept of it, and keep what was found.
 
     Args:

@@ -23,7 +23,7 @@ from kvcellar.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class MixerBatch:
     """Stretches of as many tokens each, which a mixer runs in one call.
 
     Attributes:
@@ -54,7 +54,7 @@ class Batches:
         order: ``[T]`` where each token is among the batches' tokens; None: in their order.
     """
 
-    of: tuple[Batch, ...]
+    of: tuple[MixerBatch, ...]
     order: mx.array | None
 
 
@@ -68,7 +68,7 @@ def batches_of(plan: StatePlan) -> Batches:
         key = level, advance.n_tokens, advance.src == NO_SLOT
         sorted_into.setdefault(key, []).append(advance)
     where: dict[int, tuple[int, int]] = {}  # slot -> the batch and row that write it last
-    found: list[Batch] = []
+    found: list[MixerBatch] = []
     tokens: list[np.ndarray[Any, Any]] = []
     for (level, length, is_new), advances in sorted(sorted_into.items(), key=lambda kv: kv[0]):
         first = np.array([advance.q_start for advance in advances])
@@ -79,7 +79,7 @@ def batches_of(plan: StatePlan) -> Batches:
         where |= {slot: (len(found), row) for row, slot in enumerate(dst)}
         is_all = np.array_equal(own, np.arange(plan.n_tokens))
         found.append(
-            Batch(
+            MixerBatch(
                 None if is_all else mx.array(own),
                 mx.array(first),
                 len(advances),
@@ -126,7 +126,7 @@ class _Progress:
     n_mixed: int = 0
 
 
-class StateCache(theirs.ArraysCache):
+class MixerCache(theirs.ArraysCache):
     """States of one layer as a model sees them: mlx-lm's protocol, for a batch at a time."""
 
     def __init__(self, forward: Mixing, layer: int, states: StateLayer) -> None:
@@ -186,13 +186,13 @@ class StateCache(theirs.ArraysCache):
         """Let go of what a forward has left."""
         self._progress = _Progress()
 
-    def _read(self, batch: Batch) -> dict[int, mx.array]:
+    def _read(self, batch: MixerBatch) -> dict[int, mx.array]:
         """Return the states that a batch goes on from, by index."""
         if batch.src is None:
             return {}
         return self._states.give(self._forward.state_pools.read(self._layer, batch.src))
 
-    def _of_earlier(self, batch: Batch) -> dict[int, mx.array]:
+    def _of_earlier(self, batch: MixerBatch) -> dict[int, mx.array]:
         """Return what earlier batches of this forward gave, as far as mixers have run."""
         made = [self._progress.made[at] for at, _ in batch.made]
         return {
@@ -208,7 +208,7 @@ class StateCache(theirs.ArraysCache):
             pools.write(self._layer, batch.dst, self._states.store(made))
         self._forward.wrote_states(self._layer)
 
-    def _part(self, batch: Batch, value: Any) -> Any:
+    def _part(self, batch: MixerBatch, value: Any) -> Any:
         """Return what a batch is given of an argument: tokens ``[n, length, ...]`` of its own."""
         if value is self._forward.offsets:
             return mx.take(value, batch.first, axis=0)
@@ -229,14 +229,14 @@ def _joined(outs: list[Any], batches: Batches) -> Any:
     return joined if batches.order is None else mx.take(joined, batches.order, axis=0)
 
 
-def state_cache_of(values: tuple[Any, ...]) -> StateCache | None:
+def state_cache_of(values: tuple[Any, ...]) -> MixerCache | None:
     """Return the stand-in among a mixer's arguments, also in a list; None: there is none."""
     return next(_stand_ins(values), None)
 
 
-def _stand_ins(values: Any) -> Iterator[StateCache]:
+def _stand_ins(values: Any) -> Iterator[MixerCache]:
     for value in values:
-        if isinstance(value, StateCache):
+        if isinstance(value, MixerCache):
             yield value
         elif isinstance(value, theirs.CacheList):
             yield from _stand_ins(value.caches)

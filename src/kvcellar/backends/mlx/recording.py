@@ -24,14 +24,14 @@ WAY_OUT = "load it with the backend torch, or run it with mlx-lm alone"
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of a module."""
 
     module: Any
     method: str
     args: tuple[Any, ...]
     out: Any = None
-    parent: Call | None = None
+    parent: ModuleCall | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class Update:
     values: mx.array
     given: Fetched
     n_calls: int
-    within: Call
+    within: ModuleCall
     readers: list[Attend] = field(default_factory=list)
 
 
@@ -81,7 +81,7 @@ class Attend:
     has_sinks: bool = False
     softcap: float | None = None
     parts: tuple[Any, Any] | None = None
-    within: Call | None = None
+    within: ModuleCall | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class Use:
     place: int
     index: int
     value: Any
-    within: Call
+    within: ModuleCall
 
 
 def _zeros(like: mx.array, n: int) -> mx.array:
@@ -113,8 +113,8 @@ class Record:
         self.name = name
         self.offset = offset
         self.ids = ids
-        self.open: list[Call] = []
-        self.calls: list[Call] = []
+        self.open: list[ModuleCall] = []
+        self.calls: list[ModuleCall] = []
         self.updates: list[Update] = []
         self.attends: list[Attend] = []
         self.uses: list[Use] = []
@@ -306,7 +306,7 @@ def _telling(base: type, name: str, record: Record) -> Any:
 
     def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         parent = record.open[-1] if record.open else None
-        call = Call(self, name, (*args, *kwargs.values()), parent=parent)
+        call = ModuleCall(self, name, (*args, *kwargs.values()), parent=parent)
         record.open.append(call)
         try:
             call.out = own(self, *args, **kwargs)

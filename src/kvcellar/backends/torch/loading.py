@@ -34,7 +34,7 @@ from kvcellar.backends.torch.run.place_weights import hold_parts
 from kvcellar.budget import format_size
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
-from kvcellar.models.check import Verdict, demand_exact, keep_verdict, verdict_of
+from kvcellar.models.check import CheckVerdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -82,7 +82,7 @@ _DOWNLOAD = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundCheckpoint:
     """A checkpoint that can be loaded, and how.
 
     Attributes:
@@ -167,7 +167,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
     )
 
 
-def _expanded(found: _Found) -> list[str]:
+def _expanded(found: _FoundCheckpoint) -> list[str]:
     """Say that weights of few bits are plain numbers in memory, where they are."""
     format = None if found.folder.is_file() else format_of(found.raw, found.folder)
     if format is None or format.method not in GROUPED:
@@ -175,7 +175,7 @@ def _expanded(found: _Found) -> list[str]:
     return [f"{format.said} is {str(found.dtype).removeprefix('torch.')} in memory"]
 
 
-def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
+def _prove(found: _FoundCheckpoint, options: LoadOptions, report: ProgressFn) -> None:
     """Make sure that a model is exact behind our caches; that is found out once, and kept.
 
     Raises:
@@ -185,7 +185,7 @@ def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
         return
     report(0.01, "checking")
 
-    def find() -> Verdict:
+    def find() -> CheckVerdict:
         from kvcellar.backends.torch.learn.checking import (
             check_checkpoint,  # a second load needs it not
         )
@@ -200,7 +200,7 @@ def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
         prove_division(found.raw, options.name, is_unchecked=options.is_unchecked)
 
 
-def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
+def prove_model(model: str | Path, report: ProgressFn) -> tuple[CheckVerdict, bool]:
     """Check a checkpoint and learn its facts anew, whatever is kept of it, and keep what was found.
 
     Args:
@@ -226,7 +226,7 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
     return verdict, is_replaced
 
 
-def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, Adapters]:
+def _read_network(found: _FoundCheckpoint, report: ProgressFn) -> tuple[Any, Held | None, Adapters]:
     """Read the weights; return the module on its device, what a kernel has of it, and its adapters.
 
     Raises:
@@ -258,7 +258,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     return network, held, load_adapters(network, parts, layers, found.adapters, found.facts)
 
 
-def _read_divided(found: _Found) -> tuple[Any, Leader]:
+def _read_divided(found: _FoundCheckpoint) -> tuple[Any, Leader]:
     """Have all ranks read their part of a model; return this one's, and what leads the others.
 
     Raises:
@@ -276,7 +276,7 @@ def _read_divided(found: _Found) -> tuple[Any, Leader]:
     return read_together(ranks, what, found.device)
 
 
-def _said(found: _Found, held: Held) -> str:
+def _said(found: _FoundCheckpoint, held: Held) -> str:
     """Say in one line how much of a model the kernel has, and what became of other blocks."""
     said = held.said(str(found.weights))
     is_ours = found.weights == FILE and found.folder.is_file()
@@ -287,7 +287,7 @@ def _said(found: _Found, held: Held) -> str:
     return said
 
 
-def _warn_of_weights(found: _Found, name: str) -> None:
+def _warn_of_weights(found: _FoundCheckpoint, name: str) -> None:
     """Warn where the weights' format was measured to harm the model."""
     if found.weights is None:
         return
@@ -305,7 +305,7 @@ def check_model(options: LoadOptions) -> None:
         pick_types(options.dtype or "float32", options.device, {}, Counter())
 
 
-def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
+def _check(folder: Path, options: LoadOptions, asked: str | None) -> _FoundCheckpoint:
     """Check a checkpoint's files and the options, and pick types and device."""
     raw = _read_raw(folder)
     facts = model_facts(raw)
@@ -342,7 +342,7 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     with quiet(lambda part: None):
         check_adapters(adapters, raw)
     where = dtype, device, weights, facts
-    return _Found(folder, raw, *where, counted.blocks, kept, adapters, options.tp)
+    return _FoundCheckpoint(folder, raw, *where, counted.blocks, kept, adapters, options.tp)
 
 
 def _blocks(

@@ -39,7 +39,7 @@ from kvcellar.server.answer.tools import chosen
 from kvcellar.server.errors import ApiError
 from kvcellar.server.state.conversations import Seat
 from kvcellar.server.state.service import Service
-from kvcellar.server.stream.streams import Stream
+from kvcellar.server.stream.streams import MergedStream
 
 
 async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEvent, None]:
@@ -53,7 +53,7 @@ async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEve
     _check_answerable(question)
     with service.admitted():
         async with service.models.registry.use(name) as own:
-            host = own.in_salt(question.whose.salt)
+            host = own.isolated(question.whose.salt)
             turn, wording = await word(service, host, question)
             held = await _held(service, host, question)
             async with service.conversations.seat(turn, question.whose) as seat:
@@ -79,7 +79,7 @@ async def read_prompt(service: Service, question: Question) -> History:
         ModelError: the template refuses it, or there is none.
     """
     async with service.models.registry.use(service.models.resolve(question.model)) as own:
-        host = own.in_salt(question.whose.salt)
+        host = own.isolated(question.whose.salt)
         if host.tokenizer is None:
             raise ModelError(f"model {host.name!r} has no tokenizer, so it reads no messages")
         turn, _ = await word(service, host, question)
@@ -100,7 +100,7 @@ async def whole(
     """Answer questions to their ends, all at once; with the tokens where they came one by one."""
     tokens: list[list[GeneratedToken]] = [[] for _ in questions]
     ends: dict[int, Ended] = {}
-    async with Stream.of(*(answer(service, question) for question in questions)) as events:
+    async with MergedStream.of(*(answer(service, question) for question in questions)) as events:
         async for number, event in events:
             if isinstance(event, TextEvent | ReasoningEvent) and event.token is not None:
                 tokens[number].append(event.token)

@@ -25,7 +25,7 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import CompletionRequest
 from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.service import Service
-from kvcellar.server.stream.streams import Stream, until_gone
+from kvcellar.server.stream.streams import MergedStream, until_gone
 
 MOST_CHOICES = 256
 DEFAULT_MAX_TOKENS = 16
@@ -140,7 +140,7 @@ async def continued(
             param="best_of",
         )
     async with service.models.registry.use(batch.path) as own:
-        host = own.in_salt(whose.salt)
+        host = own.isolated(whose.salt)
         if body.suffix:
             await _fill_in(service, host, body)
         prompts = await _prompts(service, host, body)
@@ -369,7 +369,7 @@ def _is_tokens(body: CompletionRequest) -> bool:
     return not isinstance(body.prompt, str) and not isinstance(first, str)
 
 
-async def to_the_end(request: Request, stream: Stream[Pieces]) -> None:
+async def to_the_end(request: Request, stream: MergedStream[Pieces]) -> None:
     """Wait until continuations have ended, for as long as their client does.
 
     Raises:

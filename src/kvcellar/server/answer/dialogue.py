@@ -10,7 +10,7 @@ from kvcellar.agents import AgentUsage
 from kvcellar.dialects import Call, is_whole
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.generate import GeneratedToken
-from kvcellar.grammar.form import Form
+from kvcellar.grammar.form import ResponseFormat
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.answer.tools import Toolbox, ToolChoice
@@ -54,7 +54,7 @@ class Question:
     tools: Toolbox = field(default_factory=Toolbox)
     choice: ToolChoice = field(default_factory=ToolChoice)
     is_parallel: bool = True
-    form: Form | None = None
+    form: ResponseFormat | None = None
     thinking: Thinking = field(default_factory=Thinking)
     whose: Whose = field(default_factory=Whose)
     pins: Sequence[PinWish] = ()

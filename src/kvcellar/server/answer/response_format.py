@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from kvcellar.errors import PromptError
-from kvcellar.grammar.form import Form
+from kvcellar.grammar.form import ResponseFormat
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import FormFields, JsonFormat
 from kvcellar.valid import read_json, valid_json
 
 
-def form_of(body: FormFields) -> Form | None:
+def form_of(body: FormFields) -> ResponseFormat | None:
     """Return what an answer has to be; None for anything.
 
     Raises:
@@ -29,7 +29,7 @@ def form_of(body: FormFields) -> Form | None:
     return found[0] if found else None
 
 
-def _all_of(body: FormFields) -> list[Form | None]:
+def _all_of(body: FormFields) -> list[ResponseFormat | None]:
     outputs = body.structured_outputs
     found = [
         _of_format(body.response_format),
@@ -52,19 +52,19 @@ def _all_of(body: FormFields) -> list[Form | None]:
     return found
 
 
-def _of_format(wanted: JsonFormat | None) -> Form | None:
+def _of_format(wanted: JsonFormat | None) -> ResponseFormat | None:
     field = "response_format"
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return Form("schema", wanted.object_schema or {"type": "object"}, field)
+        return ResponseFormat("schema", wanted.object_schema or {"type": "object"}, field)
     if wanted.json_schema is None or wanted.json_schema.json_schema is None:
         raise ApiError(400, f"{field} json_schema comes without a schema", param=field)
     is_strict = wanted.json_schema.strict is not False
-    return Form("schema", wanted.json_schema.json_schema, field, is_strict)
+    return ResponseFormat("schema", wanted.json_schema.json_schema, field, is_strict)
 
 
-def _schema(value: Mapping[str, Any] | str | None, field: str) -> Form | None:
+def _schema(value: Mapping[str, Any] | str | None, field: str) -> ResponseFormat | None:
     if value is None:
         return None
     if isinstance(value, str):
@@ -74,10 +74,10 @@ def _schema(value: Mapping[str, Any] | str | None, field: str) -> Form | None:
             value = None
         if not isinstance(value, Mapping):
             raise ApiError(400, f"{field} is a text that is no JSON schema", param=field)
-    return Form("schema", value, field)
+    return ResponseFormat("schema", value, field)
 
 
 def _other(
     kind: Literal["regex", "choice", "grammar"], value: str | list[str] | None, field: str
-) -> Form | None:
-    return None if value is None or value == "" else Form(kind, value, field)
+) -> ResponseFormat | None:
+    return None if value is None or value == "" else ResponseFormat(kind, value, field)

@@ -52,7 +52,7 @@ class Thread:
         usage = end.usage
         stored = StoredResponse(
             message,
-            [_kept(one) for one in _dumped(body.messages)],
+            [_as_read_again(one) for one in _dumped(body.messages)],
             end.agent_id,
             usage.prompt_tokens + usage.completion_tokens,
             [*self.added, *without_tools(end.added)],
@@ -172,10 +172,10 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _kept(value: Any) -> Any:
+def _as_read_again(value: Any) -> Any:
     """Return a message or a block as it is read again: no pictures, and no wishes to keep it."""
     if isinstance(value, list):
-        return [_kept(one) for one in value]
+        return [_as_read_again(one) for one in value]
     if not isinstance(value, dict):
         return value
     found = _bare(value)
@@ -183,9 +183,9 @@ def _kept(value: Any) -> Any:
     if isinstance(source, dict) and source.get("type") not in ("text", "content"):
         found["source"] = {name: one for name, one in source.items() if name != "data"}
     elif source is not None:
-        found["source"] = _kept(source)
+        found["source"] = _as_read_again(source)
     if "content" in found:
-        found["content"] = _kept(found["content"])
+        found["content"] = _as_read_again(found["content"])
     return found
 
 

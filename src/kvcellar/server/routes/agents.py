@@ -28,7 +28,7 @@ from kvcellar.agents import (
     salt_of,
     without_salt,
 )
-from kvcellar.agents.text.live_text import Begun, LiveEvent, Said
+from kvcellar.agents.text.live_text import AnswerPieces, Begun, LiveEvent
 from kvcellar.agents.text.reading import reading_of
 from kvcellar.agents.text.transcripts import write_transcript
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
@@ -52,7 +52,7 @@ from kvcellar.server.schemas.agents import (
 from kvcellar.server.state.isolation import OwnAgent, own_id, salt_for
 from kvcellar.server.state.service import Service, service_of
 from kvcellar.server.stream.replies import Frames, frame, sse
-from kvcellar.server.stream.streams import Stream, ended, kept_on, until_gone
+from kvcellar.server.stream.streams import MergedStream, ended, kept_on, until_gone
 
 router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
 
@@ -140,7 +140,7 @@ async def live(request: Request, agent_id: OwnAgent) -> Response:
     """
     service = service_of(request)
     await service.agents.directory.find(agent_id)
-    return await sse(request, Stream.of(_heard(service, agent_id)), LiveFrames(request))
+    return await sse(request, MergedStream.of(_heard(service, agent_id)), LiveFrames(request))
 
 
 @router.get("/{agent_id}/why")
@@ -343,7 +343,7 @@ async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) 
     if body.background:
         events = kept_on(events, service.keep)
     if body.stream:
-        return await sse(request, Stream.of(events), TurnFrames(request))
+        return await sse(request, MergedStream.of(events), TurnFrames(request))
 
     async def to_the_end() -> _Ended:
         async with contextlib.aclosing(events):
@@ -383,7 +383,7 @@ def _without_salts(value: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
+class _TurnToken:
     """A token of a turn, and the parts of the answer that became certain with it.
 
     What was held back at the end comes without a token.
@@ -404,7 +404,7 @@ class _Ended:
 
 async def _events(
     service: Service, agent_id: str, model: str, body: GenerateRequest
-) -> AsyncGenerator[_Piece | _Ended, None]:
+) -> AsyncGenerator[_TurnToken | _Ended, None]:
     """Run a turn and read its answer.
 
     Raises:
@@ -413,7 +413,7 @@ async def _events(
     params = sampling_of(body, max_tokens=body.max_tokens or service.config.max_tokens)
     with service.admitted():
         async with service.models.registry.use(model) as own:
-            host = own.in_salt(salt_of(agent_id))
+            host = own.isolated(salt_of(agent_id))
             agent = service.agents.directory.agent(agent_id)
             said, follows = None, body.follows
             if body.go_on:  # with the answer that is there now, and no later one
@@ -452,7 +452,7 @@ async def _events(
                         n_read += len(event.token.text)
                         parts += parser.push(event.token.text)
                         pieces += parts
-                        yield _Piece(parts, event.token)
+                        yield _TurnToken(parts, event.token)
                         check_calls(parser)
             end, parser = running.end, parser or reading.parser()
             is_stopped = end.finish.reason == "cancelled" and not service.is_closing
@@ -462,7 +462,7 @@ async def _events(
             if not is_stopped:
                 check_calls(parser, end.finish.finish)
             if parts:
-                yield _Piece(parts)
+                yield _TurnToken(parts)
             reason: str = end.finish.reason
             if end.finish.finish is not None:
                 reason = reason_of(parser, end.finish.finish)
@@ -560,20 +560,20 @@ class LiveFrames(Frames[LiveEvent]):
         """Write the beginning of a turn, the next pieces of its answer, or its end."""
         if isinstance(item, Begun):
             return frame(_begun(item), "turn")
-        if isinstance(item, Said):
+        if isinstance(item, AnswerPieces):
             return frame(_pieces(item.parts), "token")
         kind = "reading" if isinstance(item, PromptProgress) else "end"
         return frame(dataclasses.asdict(item), kind)
 
 
-class TurnFrames(Frames[_Piece | _Ended]):
+class TurnFrames(Frames[_TurnToken | _Ended]):
     """Tokens of a turn with the parts of the answer that they bring, and its end."""
 
     error_event = "error"
 
-    async def of(self, number: int, item: _Piece | _Ended) -> bytes:
+    async def of(self, number: int, item: _TurnToken | _Ended) -> bytes:
         """Write the next token, or the end."""
-        if isinstance(item, _Piece):
+        if isinstance(item, _TurnToken):
             token_id = None if item.token is None else item.token.token_id
             return frame({"token_id": token_id, **_pieces(item.parts)}, "token")
         end = _end(item)

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
-from kvcellar.grammar.form import Form
+from kvcellar.grammar.form import ResponseFormat
 from kvcellar.server.answer.answer_facts import (
     AnswerFrames,
     agent_facts,
@@ -52,7 +52,7 @@ from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.service import Service, new_id, service_of
 from kvcellar.server.state.signing import Signer
 from kvcellar.server.stream.replies import frame, sse
-from kvcellar.server.stream.streams import Stream, until_gone
+from kvcellar.server.stream.streams import MergedStream, until_gone
 from kvcellar.valid import valid_json
 
 router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
@@ -99,7 +99,9 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     message_id = new_id(PREFIX)
     if body.stream:
         frames = MessageFrames(request, body, message_id, thread)
-        return await sse(request, Stream.of(answer(service, question)), frames, ignored_of(body))
+        return await sse(
+            request, MergedStream.of(answer(service, question)), frames, ignored_of(body)
+        )
     ((end, _),) = await until_gone(request, whole(service, [question]))
     message = await _ended(request, body, message_id, thread, end)
     return JSONResponse(message, headers={**answer_headers(end), **ignored_of(body)})
@@ -132,7 +134,7 @@ def _question(
         tools=tools,
         choice=_choice(body),
         is_parallel=not (choice and choice.disable_parallel_tool_use),
-        form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
+        form=ResponseFormat("schema", wanted.json_schema, "output_config") if wanted else None,
         thinking=_thinking(body),
         whose=whose,
         pins=pins,

@@ -26,7 +26,7 @@ from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.schemas.openai import CompletionRequest
 from kvcellar.server.state.service import new_id, service_of
 from kvcellar.server.stream.replies import Frames, frame, sse
-from kvcellar.server.stream.streams import Stream
+from kvcellar.server.stream.streams import MergedStream
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -45,7 +45,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     }
     batch = Continuations(body, path, whose_of(request, body.agent_id, salt=body.cache_salt), head)
     refuse_streamed_scores(body)
-    stream = Stream(continued(service, batch))
+    stream = MergedStream(continued(service, batch))
     if body.stream:
         return await sse(request, stream, CompletionFrames(request, batch), ignored_of(body))
     await to_the_end(request, stream)

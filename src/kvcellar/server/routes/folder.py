@@ -24,7 +24,7 @@ from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.front.entrance import FOLDER_OWNER
 from kvcellar.server.state.service import Service, service_of
 from kvcellar.server.stream.replies import Frames, sse
-from kvcellar.server.stream.streams import Stream, ended
+from kvcellar.server.stream.streams import MergedStream, ended
 
 router = APIRouter(prefix="/folder", route_class=BodyRoute, include_in_schema=False)
 
@@ -42,7 +42,7 @@ async def ask(request: Request, verb: str) -> Response:
     if verb not in VERBS and verb != "fits":
         raise ApiError(404, f"there is no verb {verb[:40]!r}", "not_found")
     given = await request.json()
-    return await sse(request, Stream.of(_events(request, verb, given)), Lines(request))
+    return await sse(request, MergedStream.of(_events(request, verb, given)), Lines(request))
 
 
 async def _events(

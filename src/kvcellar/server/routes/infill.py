@@ -20,7 +20,7 @@ from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.isolation import salt_for
 from kvcellar.server.state.service import Service, service_of
 from kvcellar.server.stream.replies import Frames, frame, sse
-from kvcellar.server.stream.streams import Stream
+from kvcellar.server.stream.streams import MergedStream
 
 router = APIRouter(tags=["Lookup"], route_class=BodyRoute)
 
@@ -40,7 +40,7 @@ async def infill(request: Request, body: InfillRequest) -> Response:
         asked, path, Whose(salt=salt_for(request)), {"model": service.models.public(path)}
     )
     started_s = time.perf_counter()
-    stream = Stream(continued(service, batch))
+    stream = MergedStream(continued(service, batch))
     if body.stream:
         frames = InfillFrames(request, batch, started_s)
         return await sse(request, stream, frames, _ignored(body))

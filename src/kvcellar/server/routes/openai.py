@@ -55,7 +55,7 @@ from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.schemas.openai import ChatRequest, FunctionTool
 from kvcellar.server.state.service import Service, new_id, service_of
 from kvcellar.server.stream.replies import frame, sse
-from kvcellar.server.stream.streams import Stream, until_gone
+from kvcellar.server.stream.streams import MergedStream, until_gone
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -137,7 +137,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     }
     refuse_streamed_scores(body)
     if body.stream:
-        events = Stream.of(*(answer(service, question) for question in questions))
+        events = MergedStream.of(*(answer(service, question) for question in questions))
         return await sse(request, events, ChatFrames(request, body, head), ignored_of(body))
     scored = None
     if body.prompt_logprobs is not None:
@@ -261,7 +261,7 @@ async def _scored(
         )
     tokens = [int(i) for i in (await read_prompt(service, question))[:]]
     async with service.models.registry.use(path) as own:
-        host = own.in_salt(question.whose.salt)
+        host = own.isolated(question.whose.salt)
         scores = await score_prompt(service, host, tokens, n)
         return prompt_logprobs(host, tokens, scores, n)
 

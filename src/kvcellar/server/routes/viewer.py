@@ -14,7 +14,7 @@ from starlette.responses import Response
 from kvcellar.server.errors import ApiError
 from kvcellar.server.look.events import SnapshotFrames, Watch
 from kvcellar.server.stream.replies import sse
-from kvcellar.server.stream.streams import Stream
+from kvcellar.server.stream.streams import MergedStream
 
 router = APIRouter()
 
@@ -50,7 +50,7 @@ async def part(name: str) -> Response:
 async def events(request: Request) -> Response:
     """Server-sent events: what ``/v1/cache`` says, whenever it has changed."""
     watch: Watch = request.app.state.watch
-    return await sse(request, Stream.of(watch.snapshots()), SnapshotFrames(request))
+    return await sse(request, MergedStream.of(watch.snapshots()), SnapshotFrames(request))
 
 
 @functools.cache

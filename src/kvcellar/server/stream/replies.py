@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.server.errors import as_api_error, error_body
 from kvcellar.server.state.service import service_of
-from kvcellar.server.stream.streams import Stream, disconnected, ended, until_gone
+from kvcellar.server.stream.streams import MergedStream, disconnected, ended, until_gone
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Frames(ABC, Generic[T]):
 
 async def sse(
     request: Request,
-    items: Stream[T],
+    items: MergedStream[T],
     frames: Frames[T],
     headers: Mapping[str, str] | None = None,
 ) -> Response:
@@ -100,7 +100,7 @@ class SseResponse(Response, Generic[T]):
 
     def __init__(
         self,
-        items: Stream[T],
+        items: MergedStream[T],
         frames: Frames[T],
         *,
         ping_s: float,

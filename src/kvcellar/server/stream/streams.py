@@ -26,7 +26,7 @@ _AHEAD = 256
 Sources = Sequence[AsyncGenerator[T, None]]
 
 
-class Stream(Generic[T]):
+class MergedStream(Generic[T]):
     """Merges several asynchronous generators: items as they come, with the number of each.
 
     They run in tasks of their own until all have ended, one has failed or the stream is closed;
@@ -42,11 +42,11 @@ class Stream(Generic[T]):
         self._task = asyncio.create_task(self._run(opened))
 
     @classmethod
-    def of(cls, *sources: AsyncGenerator[T, None]) -> Stream[T]:
+    def of(cls, *sources: AsyncGenerator[T, None]) -> MergedStream[T]:
         """Start to read generators that need nothing around them."""
         return cls(nullcontext(sources))
 
-    async def __aenter__(self) -> Stream[T]:
+    async def __aenter__(self) -> MergedStream[T]:
         """Return the stream itself."""
         return self
 
@@ -54,7 +54,7 @@ class Stream(Generic[T]):
         """Close it."""
         await self.close()
 
-    def __aiter__(self) -> Stream[T]:
+    def __aiter__(self) -> MergedStream[T]:
         """Return the stream itself."""
         return self
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from kvcellar.store.reports import EventKind, EventLog
-from kvcellar.store.shared.places import Place, PlaceError
+from kvcellar.store.shared.places import PlaceError, SharedPlace
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Reach:
         trouble: what went wrong last; empty while it answers.
     """
 
-    def __init__(self, place: Place, verb: str, events: EventLog) -> None:
+    def __init__(self, place: SharedPlace, verb: str, events: EventLog) -> None:
         """Create a reach of a place that nobody has asked yet."""
         self.place = place
         self.verb = verb
@@ -51,7 +51,7 @@ class Reach:
         """True while it is left alone."""
         return time.monotonic() < self._away_until
 
-    def begin(self, request: Callable[[Place], T]) -> Future[T]:
+    def begin(self, request: Callable[[SharedPlace], T]) -> Future[T]:
         """Ask in a thread; the future raises AwayError where the place does not answer."""
         if self.is_away:
             future: Future[T] = Future()
@@ -62,7 +62,7 @@ class Reach:
         except RuntimeError as error:  # closed meanwhile
             raise AwayError("the store is closed") from error
 
-    def ask(self, request: Callable[[Place], T], wait_s: float) -> T:
+    def ask(self, request: Callable[[SharedPlace], T], wait_s: float) -> T:
         """Ask and wait.
 
         Raises:
@@ -82,7 +82,7 @@ class Reach:
         """End the threads; what is being asked is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _answer(self, request: Callable[[Place], T]) -> T:
+    def _answer(self, request: Callable[[SharedPlace], T]) -> T:
         if self.is_away:
             raise AwayError(self.trouble)
         try:

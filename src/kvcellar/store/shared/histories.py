@@ -30,7 +30,7 @@ from kvcellar.store.shared.manifests import (
     register_of,
     unpack_manifest,
 )
-from kvcellar.store.shared.places import Place, State
+from kvcellar.store.shared.places import PlaceState, SharedPlace
 
 ASK_S = 5.0
 """How long one answer about a history is waited for."""
@@ -141,7 +141,7 @@ class SharedHistories:
                 self._hand_in_again(was.name)
 
     def _follow(
-        self, register: str, state: State, known: Known | None, is_giving_way: bool
+        self, register: str, state: PlaceState, known: Known | None, is_giving_way: bool
     ) -> Pulled:
         """Make a state of the tier the local one, unless that has gone on by itself."""
         if state.data == TOMBSTONE:
@@ -165,7 +165,7 @@ class SharedHistories:
             self._note(register, state.number, manifest)
         return Pulled.SAME if local == manifest.ref.serial else Pulled.TAKEN
 
-    def _remove(self, register: str, state: State, known: Known | None) -> Pulled:
+    def _remove(self, register: str, state: PlaceState, known: Known | None) -> Pulled:
         if known is None:
             return Pulled.SAME
         with self._cold.locked():
@@ -339,14 +339,14 @@ class SharedHistories:
         self._behind[register] = (ref.serial, *manifest.behind)
 
 
-def _news(place: Place, register: str, known: Known | None) -> State | None:
+def _news(place: SharedPlace, register: str, known: Known | None) -> PlaceState | None:
     """Return the latest state of a register, where that is not the one that is known."""
     if place.number(register) in (0, 0 if known is None else known.number):
         return None
     return place.latest(register)
 
 
-def _behind_of(register: str, state: State, known: tuple[int, ...]) -> tuple[int, ...]:
+def _behind_of(register: str, state: PlaceState, known: tuple[int, ...]) -> tuple[int, ...]:
     """Return the serial numbers of a state and of those behind it; 0 is one that was deleted.
 
     One that nobody can read counts as that which is known, and is followed: else nothing would be

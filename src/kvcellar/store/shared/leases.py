@@ -16,7 +16,7 @@ from kvcellar.errors import LeaseHeldError, LeaseLostError
 from kvcellar.store.leases import Lease, Leases
 from kvcellar.store.references import file_stem
 from kvcellar.store.shared.guarded_calls import AwayError, Reach
-from kvcellar.store.shared.places import Place
+from kvcellar.store.shared.places import SharedPlace
 
 TTL_S = 8.0
 """How long a lease lasts that nobody renews: what a machine that died keeps others waiting, who are
@@ -84,7 +84,7 @@ class TierLeases:
         self._local.close()
 
 
-def _take(place: Place, lease: Lease) -> str | None:
+def _take(place: SharedPlace, lease: Lease) -> str | None:
     """Take a lease; return its owner where another has it."""
     data = json.dumps([lease.owner, lease.token, lease.expires_s]).encode()
     for _ in range(3):
@@ -99,7 +99,7 @@ def _take(place: Place, lease: Lease) -> str | None:
     return "another machine"
 
 
-def _renew(place: Place, lease: Lease) -> bool:
+def _renew(place: SharedPlace, lease: Lease) -> bool:
     """Give a lease that is still this one a later end; false where another has it."""
     _, token, _ = _read(place, lease.name)
     if token != lease.token:
@@ -108,12 +108,12 @@ def _renew(place: Place, lease: Lease) -> bool:
     return True
 
 
-def _release(place: Place, lease: Lease) -> None:
+def _release(place: SharedPlace, lease: Lease) -> None:
     if _read(place, lease.name)[1] == lease.token:
         place.drop([_key(lease.name)])
 
 
-def _read(place: Place, name: str) -> tuple[str, str, float]:
+def _read(place: SharedPlace, name: str) -> tuple[str, str, float]:
     """Return owner, token and end of what is there; nobody's, of long ago, where there is none."""
     try:
         owner, token, expires_s = json.loads(place.read(_key(name)) or b"[]")

@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.shared.places import MOST_PENDING, Entry, PlaceError, State
+from kvcellar.store.shared.places import MOST_PENDING, Entry, PlaceError, PlaceState
 from kvcellar.store.shared.urls import shown_url
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class ObjectPlace:
         """Return the number of a register's latest state; 0 where it has none."""
         return max(self._numbers_of(register), default=0)
 
-    def latest(self, register: str) -> State | None:
+    def latest(self, register: str) -> PlaceState | None:
         """Return a register's latest state; None where it has none."""
         for _ in range(3):
             number = self.number(register)
@@ -95,7 +95,7 @@ class ObjectPlace:
                 return None
             data = self.read(_state(register, number))
             if data is not None:
-                return State(number, data)
+                return PlaceState(number, data)
         raise PlaceError(f"{self.title} lists what it does not give: {register}")
 
     def advance(self, register: str, number: int, data: bytes) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvcellar.errors import ConfigError
 from kvcellar.installed import pip_command
-from kvcellar.store.shared.places import Place
+from kvcellar.store.shared.places import SharedPlace
 from kvcellar.store.shared.urls import OBJECT_SCHEMES, VALKEY_SCHEMES, checked_scheme, shown_url
 
 
-def open_place(url: str, *, timeout_s: float) -> Place:
+def open_place(url: str, *, timeout_s: float) -> SharedPlace:
     """Open the place that a URL names; nothing is asked of it yet.
 
     Args:

@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PlaceState:
     """The latest state of a register.
 
     Attributes:
@@ -45,7 +45,7 @@ class State:
     data: bytes
 
 
-class Place(Protocol):
+class SharedPlace(Protocol):
     """Named bytes that several machines reach. For any thread.
 
     Every method raises :class:`PlaceError` where the place does not answer in time, refuses, or is
@@ -80,7 +80,7 @@ class Place(Protocol):
     def number(self, register: str) -> int:
         """Return the number of a register's latest state; 0 where it has none."""
 
-    def latest(self, register: str) -> State | None:
+    def latest(self, register: str) -> PlaceState | None:
         """Return a register's latest state; None where it has none."""
 
     def advance(self, register: str, number: int, data: bytes) -> bool:

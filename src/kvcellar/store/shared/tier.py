@@ -24,7 +24,7 @@ from kvcellar.store.shared.histories import Pulled, SharedHistories
 from kvcellar.store.shared.leases import TierLeases
 from kvcellar.store.shared.ledger import Ledger
 from kvcellar.store.shared.manifests import folder_of, register_of
-from kvcellar.store.shared.places import Place, PlaceError
+from kvcellar.store.shared.places import PlaceError, SharedPlace
 from kvcellar.store.shared.pusher import Pusher
 
 TIMEOUT_S = 30.0
@@ -53,7 +53,7 @@ class SharedTier:
         blocks: content-addressed blocks and boundary states.
     """
 
-    def __init__(self, place: Place, cold: ColdTier, events: EventLog) -> None:
+    def __init__(self, place: SharedPlace, cold: ColdTier, events: EventLog) -> None:
         """Begin to hand in what a place lacks; nothing is waited for."""
         self.title = place.title
         self.place = place

@@ -15,7 +15,7 @@ from kvcellar.errors import StoreError
 from kvcellar.store.format import DamagedError
 from kvcellar.store.shared.blocks import key_of
 from kvcellar.store.shared.manifests import TOMBSTONE, Manifest, unpack_manifest
-from kvcellar.store.shared.places import Entry, Place, PlaceError
+from kvcellar.store.shared.places import Entry, PlaceError, SharedPlace
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class PlaceGcReport:
     size_bytes: int
 
 
-def count(place: Place) -> PlaceStats:
+def count(place: SharedPlace) -> PlaceStats:
     """Count what is in a place.
 
     Raises:
@@ -74,7 +74,11 @@ def count(place: Place) -> PlaceStats:
 
 
 def collect(
-    place: Place, *, limit_bytes: int | None = None, keep_s: float | None = None, grace_s: float
+    place: SharedPlace,
+    *,
+    limit_bytes: int | None = None,
+    keep_s: float | None = None,
+    grace_s: float,
 ) -> PlaceGcReport:
     """Remove blocks that no history needs, then the KV of histories that nobody goes on with.
 
@@ -117,11 +121,11 @@ def collect(
     return PlaceGcReport(len(gone), freed, n_given_up, left)
 
 
-def _blocks(place: Place) -> Mapping[str, Entry]:
+def _blocks(place: SharedPlace) -> Mapping[str, Entry]:
     return {entry.key: entry for folder in _FOLDERS for entry in place.entries(folder)}
 
 
-def _states(place: Place, now: float) -> list[tuple[float, Manifest]]:
+def _states(place: SharedPlace, now: float) -> list[tuple[float, Manifest]]:
     """Read the latest state of every history, and when it was handed in; forget old deletions."""
     found = []
     written: dict[str, float] = {}
@@ -145,7 +149,7 @@ def _states(place: Place, now: float) -> list[tuple[float, Manifest]]:
     return found
 
 
-def _asked(place: Place, request: Callable[[Place], T]) -> T:
+def _asked(place: SharedPlace, request: Callable[[SharedPlace], T]) -> T:
     try:
         return request(place)
     except PlaceError as error:

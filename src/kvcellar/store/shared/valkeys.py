@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import valkey
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.shared.places import Entry, PlaceError, State
+from kvcellar.store.shared.places import Entry, PlaceError, PlaceState
 from kvcellar.store.shared.urls import shown_url
 
 T = TypeVar("T")
@@ -101,10 +101,10 @@ class ValkeyPlace:
         """Return the number of a register's latest state; 0 where it has none."""
         return int(self._ask(lambda: self._db.hget(self._key(register), "n")) or 0)
 
-    def latest(self, register: str) -> State | None:
+    def latest(self, register: str) -> PlaceState | None:
         """Return a register's latest state; None where it has none."""
         number, data = self._ask(lambda: self._db.hmget(self._key(register), "n", "data"))
-        return None if data is None else State(int(number), data)
+        return None if data is None else PlaceState(int(number), data)
 
     def advance(self, register: str, number: int, data: bytes) -> bool:
         """Make these bytes a register's state ``number``; false where another moved it on."""

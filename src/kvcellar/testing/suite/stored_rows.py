@@ -11,7 +11,7 @@ from kvcellar.testing.opening import open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
 
-class StoredRows(Scenarios):
+class RowStorage(Scenarios):
     """Scenarios of stored rows: long reads, rounding to the storage type, bytes."""
 
     def test_long_histories_in_long_runs_are_read_whole(self) -> None:

@@ -20,7 +20,7 @@ Sizes = Mapping[str, tuple[int, int]]
 """Inputs and outputs of linear layers, by name."""
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """A module that multiplies, and which of its outputs are a layer's.
 
     Attributes:
@@ -42,7 +42,7 @@ def linear_sizes(network: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
-def place_of(network: nn.Module, parts: Parts, sizes: Sizes, name: str) -> Place | None:
+def place_of(network: nn.Module, parts: Parts, sizes: Sizes, name: str) -> LayerPlace | None:
     """Return where a linear layer is now; None: it is not computed as one any more.
 
     Args:
@@ -53,7 +53,7 @@ def place_of(network: nn.Module, parts: Parts, sizes: Sizes, name: str) -> Place
     """
     now = _moved(parts, name)
     if _multiplies(network, now):
-        return Place(now, 0)
+        return LayerPlace(now, 0)
     for end in reversed([i for i, letter in enumerate(name) if letter == "."]):
         owner, child = name[:end], name[end + 1 :]
         if owner in parts:
@@ -61,7 +61,7 @@ def place_of(network: nn.Module, parts: Parts, sizes: Sizes, name: str) -> Place
                 if child in joined:
                     before = joined[: joined.index(child)]
                     first = sum(sizes[f"{owner}.{one}"][1] for one in before)
-                    found = Place(f"{_moved(parts, owner)}.{place}", first)
+                    found = LayerPlace(f"{_moved(parts, owner)}.{place}", first)
                     return found if _multiplies(network, found.module) else None
     return None
 

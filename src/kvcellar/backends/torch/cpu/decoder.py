@@ -17,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.bind.positions import RopeLength
+from kvcellar.backends.torch.cache.forward import can_run, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.cache.kernel import address_of
 from kvcellar.backends.torch.cpu.blocks import BlockLinear
-from kvcellar.backends.torch.cpu.find.finding import Finder
+from kvcellar.backends.torch.cpu.find.finding import PartFinder
+from kvcellar.backends.torch.cpu.find.trial import IDS, LinearStandIn, ModuleCall, Trial
 from kvcellar.backends.torch.cpu.layers import KernelEmbedding, KernelLayer, KernelNorm
 from kvcellar.backends.torch.cpu.linears import KernelLinear
 from kvcellar.backends.torch.cpu.parts import AttentionPart, LayerPart, NormPart, Parts
 from kvcellar.backends.torch.cpu.rotations import Rotations
-from kvcellar.backends.torch.cpu.find.trial import IDS, Call, Mix, Trial
-from kvcellar.backends.torch.cache.forward import can_run, finish_forward, plan_forward, pools_of
-from kvcellar.backends.torch.cache.kernel import address_of
-from kvcellar.backends.torch.bind.positions import RopeLength
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 
@@ -47,7 +47,7 @@ class Whole:
     rotary: str
 
 
-def find_whole(finder: Finder) -> Whole | None:
+def find_whole(finder: PartFinder) -> Whole | None:
     """Find out whether a network is nothing but what it gives from one known part to the next."""
     trial, parts = finder.exact, finder.parts
     calls = {name: found[0] for name, found in trial.calls.items() if len(found) == 1}
@@ -64,7 +64,7 @@ def find_whole(finder: Finder) -> Whole | None:
     norm = _who_takes(calls, [n for n in calls if isinstance(parts.get(n), NormPart)], state)
     if norm is None or embedding is None or not _is_ids(calls[embedding].first()):
         return None
-    heads = [name for name in calls if isinstance(trial.module(name), Mix)]
+    heads = [name for name in calls if isinstance(trial.module(name), LinearStandIn)]
     head = _who_takes(calls, heads, calls[norm].result)
     rotary = _find_rotary(finder.own, layers)
     if head is None or rotary is None or not _is_one(calls[head].result, trial.result):
@@ -87,13 +87,13 @@ def _is_one(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
 
 
-def _who_takes(calls: Mapping[str, Call], names: Sequence[str], x: Any) -> str | None:
+def _who_takes(calls: Mapping[str, ModuleCall], names: Sequence[str], x: Any) -> str | None:
     """Return which of some modules was given x."""
     return next((name for name in names if _is_one(calls[name].first(), x)), None)
 
 
 def _whose_result(
-    trial: Trial, calls: Mapping[str, Call], is_kind: Callable[[nn.Module], bool], x: Any
+    trial: Trial, calls: Mapping[str, ModuleCall], is_kind: Callable[[nn.Module], bool], x: Any
 ) -> str | None:
     """Return which module of a kind said x."""
     names = (name for name in calls if is_kind(trial.module(name)))

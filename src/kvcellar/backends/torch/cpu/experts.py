@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.cache.kernel import dtype_of
+from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.cache.memory import Arena
 from kvcellar.backends.torch.cpu.blocks import (
     Placer,
@@ -26,8 +26,6 @@ from kvcellar.backends.torch.cpu.blocks import (
     weights_at,
 )
 from kvcellar.backends.torch.cpu.linears import FEW_BF16, torch_multiplies_bf16
-from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
-from kvcellar.backends.torch.cache.memory import Arena
 from kvcellar.kernel import experts as native
 from kvcellar.kernel import linear
 from kvcellar.models.weights import BLOCK, GROUP, SHARED, coded_bytes

@@ -22,8 +22,13 @@ from kvcellar.backends.torch.cpu.blocks import (
     unread_of,
 )
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder, Whole, find_whole
-from kvcellar.backends.torch.cpu.find.finding import Finder, outermost
-from kvcellar.backends.torch.cpu.holdable import Rows, held_embeddings, held_linears, linear_of
+from kvcellar.backends.torch.cpu.find.finding import PartFinder, outermost
+from kvcellar.backends.torch.cpu.holdable import (
+    EmbeddingRows,
+    held_embeddings,
+    held_linears,
+    linear_of,
+)
 from kvcellar.backends.torch.cpu.kept import keep_parts, key_of, read_parts
 from kvcellar.backends.torch.cpu.layers import (
     Beside,
@@ -44,8 +49,6 @@ from kvcellar.backends.torch.cpu.mixtures import hold_experts, n_numbers
 from kvcellar.backends.torch.cpu.parts import LayerPart, Part, Parts, build
 from kvcellar.backends.torch.cpu.planning import plan_of
 from kvcellar.backends.torch.cpu.sorted_experts import hold_sorted_experts
-from kvcellar.backends.torch.cache.memory import Arena, give_back
-from kvcellar.backends.torch.bind.mixers import Mixer
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
 from kvcellar.models.facts import ModelFacts
@@ -170,7 +173,7 @@ def _find_mixers(model: Any, linears: Mapping[str, tuple[int, int, bool]]) -> di
     """Find the recurrent modules that the kernel computes; none in what cannot be tried."""
     sizes = {id(model.get_submodule(name)): size for name, size in linears.items()}
     try:
-        finder = Finder(model, lambda module: sizes.get(id(module)))
+        finder = PartFinder(model, lambda module: sizes.get(id(module)))
         finder.find_mixers()
     except Exception:  # whatever does not like random numbers: it runs as it is
         return {}
@@ -212,7 +215,7 @@ def find_parts(
         return *kept, None
     sizes = {id(model.get_submodule(name)): size for name, size in linears.items()}
     try:
-        finder = Finder(model, lambda module: sizes.get(id(module)))
+        finder = PartFinder(model, lambda module: sizes.get(id(module)))
         finder.find()
         parts, whole = finder.parts, find_whole(finder)
     except Exception as error:  # whatever does not like random numbers: it runs as it is
@@ -269,7 +272,7 @@ class _Holder:
             return id(layer.weight) in self._blocks
         return not self._is_packed or can_pack(layer.in_features)
 
-    def _find_tied(self) -> tuple[str, Rows] | None:
+    def _find_tied(self) -> tuple[str, EmbeddingRows] | None:
         """Return the embedding that is to read rows of the last layer; None for two of them."""
         head = None if self._head is None else linear_of(self._head)
         name = _name_in(self._model, self._embedding)

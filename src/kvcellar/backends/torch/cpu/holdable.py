@@ -90,18 +90,18 @@ def _run_turned(module: nn.Module, weight: Tensor, bias: Tensor | None) -> bool 
 
 
 @dataclass(frozen=True)
-class Rows:
+class EmbeddingRows:
     """An embedding that returns its rows; times ``scale`` in their type, where there is one."""
 
     scale: Tensor | None
 
 
-def rows_of(module: nn.Module) -> Rows | None:
+def rows_of(module: nn.Module) -> EmbeddingRows | None:
     """Return how a module is an embedding; None for one that is something else."""
     if not isinstance(module, nn.Embedding):
         return None
     if type(module).forward is nn.Embedding.forward:
-        return Rows(None)
+        return EmbeddingRows(None)
     ids = torch.tensor([[2, 0, 1]])
     shape, dtype = (ids.numel(), module.embedding_dim), module.weight.dtype
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -120,9 +120,9 @@ def rows_of(module: nn.Module) -> Rows | None:
         return None
     want = F.embedding(ids, weight)
     if torch.equal(got, want):
-        return Rows(None)
+        return EmbeddingRows(None)
     found = (scale for scale in scales if torch.equal(got, want * scale.to(dtype)))
-    return next((Rows(scale) for scale in found), None)
+    return next((EmbeddingRows(scale) for scale in found), None)
 
 
 def held_linears(network: nn.Module, leave: Container[nn.Module] = ()) -> dict[str, nn.Linear]:
@@ -146,7 +146,7 @@ def held_linears(network: nn.Module, leave: Container[nn.Module] = ()) -> dict[s
     return found
 
 
-def held_embeddings(network: Any) -> dict[str, Rows]:
+def held_embeddings(network: Any) -> dict[str, EmbeddingRows]:
     """Return the embeddings of tokens whose rows may be held otherwise, by name."""
     n_vocab = network.get_input_embeddings().weight.shape[0]
     found = {}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.bind.positions import Positions, RopeLength
+from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.cpu.experts import KernelExperts
 from kvcellar.backends.torch.cpu.mixtures import HELD, mixtures
-from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.kernel import experts as native
 from kvcellar.kernel import linear
 
@@ -56,7 +56,7 @@ class KernelMixture(nn.Module):
         return out
 
 
-class _Asked:
+class _RecordingExperts:
     """Experts that keep what they are asked for, and answer with random rows."""
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def find_router(block: Any, experts: Any) -> tuple[native.Router, list[Tensor]] 
     weights = [p for p in others if p.shape[0] == experts.num_experts]
     if len(weights) != 1 or weights[0].dtype != torch.bfloat16:
         return None
-    asked = _Asked()
+    asked = _RecordingExperts()
     generator = torch.Generator().manual_seed(4)
     x = torch.randn((1, TOKENS, weights[0].shape[1]), generator=generator).bfloat16()
     vars(experts)["forward"] = asked
@@ -100,7 +100,7 @@ def find_router(block: Any, experts: Any) -> tuple[native.Router, list[Tensor]] 
 
 
 def _routers(
-    block: Any, weight: nn.Parameter, asked: _Asked
+    block: Any, weight: nn.Parameter, asked: _RecordingExperts
 ) -> Iterator[tuple[native.Router, list[Tensor]]]:
     """Yield routers that a block may have, and what they read besides its weights."""
     n_experts, hidden = weight.shape
@@ -129,7 +129,7 @@ def _routers(
         yield native.Router(weights, n_chosen, scale=scale, **made), beside
 
 
-def _choose(router: native.Router, asked: _Asked) -> tuple[Tensor, Tensor]:
+def _choose(router: native.Router, asked: _RecordingExperts) -> tuple[Tensor, Tensor]:
     """Return what a router chooses for the same tokens, in the order of experts."""
     x, shape = asked.x.contiguous(), asked.chosen.shape
     chosen, shares = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
@@ -143,7 +143,7 @@ def _sorted(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, shares.float().gather(-1, order)
 
 
-def _agrees(router: native.Router, asked: _Asked) -> bool:
+def _agrees(router: native.Router, asked: _RecordingExperts) -> bool:
     """Return true if nearly all tokens choose the same, and with the same shares."""
     want, found = _sorted(asked.chosen, asked.shares), _choose(router, asked)
     is_same = (want[0] == found[0]).all(-1)

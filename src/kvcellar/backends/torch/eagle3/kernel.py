@@ -15,11 +15,9 @@ from torch import Tensor
 
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.forward import can_plan, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.cache.kernel import address_of
 from kvcellar.backends.torch.cpu.linears import pack
 from kvcellar.backends.torch.eagle3.weights import Eagle3Weights
-from kvcellar.backends.torch.cpu.linears import pack
-from kvcellar.backends.torch.cache.forward import can_plan, finish_forward, plan_forward, pools_of
-from kvcellar.backends.torch.cache.kernel import address_of
 from kvcellar.kernel import attend, layers, levels, linear
 from kvcellar.models.weights import can_pack
 

@@ -19,6 +19,7 @@ import torch
 
 from kvcellar.backends.host_rows import slots_of
 from kvcellar.backends.torch.cache.caches import TorchCache
+from kvcellar.backends.torch.cache.state_pools import Together, together
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.capture import CudaGraphs, Graph, GraphDevice
 from kvcellar.backends.torch.gpu.following import Following
@@ -31,7 +32,6 @@ from kvcellar.backends.torch.gpu.recording import (
     joined,
     put_tokens,
 )
-from kvcellar.backends.torch.cache.state_pools import Together, together
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.types import IntArray, StepPlan
 

@@ -29,8 +29,8 @@ from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import (
     CAPACITY,
     TOLERANCE,
+    CheckVerdict,
     Subject,
-    Verdict,
     compare,
     kinds_of,
     unit_of,
@@ -63,7 +63,9 @@ def unheard(part: float) -> None:
     """Report to nobody."""
 
 
-def check_checkpoint(folder: Path, raw: Mapping[str, Any], report: Report = unheard) -> Verdict:
+def check_checkpoint(
+    folder: Path, raw: Mapping[str, Any], report: Report = unheard
+) -> CheckVerdict:
     """Compare a model behind our caches with its own eager attention over whole texts, in float32.
 
     Args:
@@ -92,7 +94,7 @@ def check_checkpoint(folder: Path, raw: Mapping[str, Any], report: Report = unhe
     return _check(str(raw.get("model_type")), make, report)
 
 
-def check_family(model_type: str, report: Report = unheard, **fields: Any) -> Verdict:
+def check_family(model_type: str, report: Report = unheard, **fields: Any) -> CheckVerdict:
     """Compare a family's twin with itself, made of the family's default config.
 
     Args:
@@ -124,7 +126,7 @@ class Pair:
 
 
 @quiet(unheard)  # transformers says at length that it has no kernels of its own
-def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
+def _check(family: str, make: Callable[[], Pair], report: Report) -> CheckVerdict:
     """Make a pair of networks and compare them; what goes wrong is the verdict's reason.
 
     Raises:
@@ -154,7 +156,7 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
     del pair
     give_back()  # a process that is measured afterwards holds the model alone
     seconds = round(time.perf_counter() - start, 2)
-    return Verdict(
+    return CheckVerdict(
         family,
         layers,
         name,

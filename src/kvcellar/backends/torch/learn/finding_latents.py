@@ -33,7 +33,7 @@ _watching = threading.local()
 """Has ``watch`` while a thread watches a network."""
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """One call of a layer's attention.
 
     ``outputs`` are those of the linear layers within it.
@@ -89,7 +89,7 @@ class _Watch:
 
     def __init__(self, network: Any, marked: Collection[nn.Module]) -> None:
         """Create the watch of one forward; ``marked`` layers give the numbers of their outputs."""
-        self.calls: list[_Call] = []
+        self.calls: list[_AttentionCall] = []
         self._outputs: dict[nn.Module, Tensor] = {}
         self._marked = marked
         self._device, self._dtype = network.device, network.dtype
@@ -97,7 +97,7 @@ class _Watch:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Note a call; return zeros ``[1, T, n_heads, v_head_dim]``."""
-        self.calls.append(_Call(module, q.clone(), k.clone(), v.clone(), self._outputs))
+        self.calls.append(_AttentionCall(module, q.clone(), k.clone(), v.clone(), self._outputs))
         self._outputs = {}
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
@@ -155,7 +155,7 @@ def _with_tensors(module: nn.Module) -> Iterator[nn.Module]:
 
 def _watch(
     network: Any, numbered: Collection[nn.Module] = (), marked: Collection[nn.Module] = ()
-) -> dict[int, _Call]:
+) -> dict[int, _AttentionCall]:
     """Run a short text; return the call of each layer's attention, of those that have one.
 
     Args:
@@ -206,7 +206,7 @@ AttentionInterface.register(NAME, _attention)
 # What was seen -----------------------------------------------------------------------------------
 
 
-def _fitting(call: _Call) -> Iterator[tuple[str, nn.Linear]]:
+def _fitting(call: _AttentionCall) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers that could expand latents, and take fewer bytes, by their sizes."""
     for name, linear in call.attention.named_modules():
         if type(linear) is nn.Linear and linear.bias is None:
@@ -217,7 +217,7 @@ def _fitting(call: _Call) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _latents(
-    name: str, linear: nn.Linear, call: _Call, order: tuple[bool, bool, bool]
+    name: str, linear: nn.Linear, call: _AttentionCall, order: tuple[bool, bool, bool]
 ) -> Latents | None:
     """Return a layer's latents as they would have to be in this order; None: they cannot be."""
     n_kv_heads, head_dim, v_dim = *call.k.shape[1::2], call.v.shape[3]
@@ -229,7 +229,7 @@ def _latents(
     return Latents(name, *order, *dims)
 
 
-def _linear_of(call: _Call) -> tuple[str, nn.Linear] | None:
+def _linear_of(call: _AttentionCall) -> tuple[str, nn.Linear] | None:
     """Return the linear layer that fits and of which V's first numbers are outputs."""
     for name, linear in _fitting(call):
         if linear in call.outputs:
@@ -239,7 +239,9 @@ def _linear_of(call: _Call) -> tuple[str, nn.Linear] | None:
     return None
 
 
-def _read(name: str, linear: nn.Linear, plain: _Call, marked: _Call) -> Latents | None:
+def _read(
+    name: str, linear: nn.Linear, plain: _AttentionCall, marked: _AttentionCall
+) -> Latents | None:
     """Return what the marks say; None where K and V are more than the linear layer's outputs."""
     k, v = _columns(marked.k), _columns(marked.v)
     either = (True, False)

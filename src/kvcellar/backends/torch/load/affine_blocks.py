@@ -25,7 +25,7 @@ from kvcellar.models.formats import MLX, WeightFormat
 from kvcellar.models.weights import GROUP
 
 
-class Keyed(NamedTuple):
+class StoredMatrix(NamedTuple):
     """A matrix that stays as it is stored.
 
     Attributes:
@@ -37,7 +37,7 @@ class Keyed(NamedTuple):
     kept: Kept
 
 
-def kept_of(folder: Path, format: WeightFormat, whole: Any) -> dict[str, Keyed]:
+def kept_of(folder: Path, format: WeightFormat, whole: Any) -> dict[str, StoredMatrix]:
     """Return the matrices that the kernel multiplies as a checkpoint has them, by parameter.
 
     Args:
@@ -57,16 +57,16 @@ def kept_of(folder: Path, format: WeightFormat, whole: Any) -> dict[str, Keyed]:
         if made is not None:
             stored[key] = made
     found = {
-        name: Keyed(key, stored[key])
+        name: StoredMatrix(key, stored[key])
         for key, name in _parameters(stored, whole)
         if shapes.get(name) == stored[key].shape
     }
     return found | (_experts(matrices, whole) if format.method == MLX else {})
 
 
-def _experts(matrices: Mapping[str, Affine], whole: Any) -> dict[str, Keyed]:
+def _experts(matrices: Mapping[str, Affine], whole: Any) -> dict[str, StoredMatrix]:
     """Return the parameters of mixtures as MLX has them; of each module all, or none."""
-    found: dict[str, Keyed] = {}
+    found: dict[str, StoredMatrix] = {}
     for (name, _), keys in stacks_of(matrices, whole).items():
         module = whole.get_submodule(name)
         stacks = {"down_proj": ("down",), "gate_up_proj": ("gate", "up")}
@@ -82,7 +82,7 @@ def _experts(matrices: Mapping[str, Affine], whole: Any) -> dict[str, Keyed]:
             if first is not None and first.shape == (n_out, n_in):
                 by_turns = len(parts) > 1 and not module.is_concatenated
                 full = f"{name}.{parameter}"
-                kept[full] = Keyed(full, StoredExperts(n_experts, of, shape, by_turns))
+                kept[full] = StoredMatrix(full, StoredExperts(n_experts, of, shape, by_turns))
         found |= kept if len(kept) == len(stacks) else {}
     return found
 

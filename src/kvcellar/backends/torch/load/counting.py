@@ -15,7 +15,7 @@ from kvcellar.backends.torch.bind.latent import bind_latents
 from kvcellar.backends.torch.cpu.blocks import Kept, placed_bytes
 from kvcellar.backends.torch.cpu.holdable import matrices_of
 from kvcellar.backends.torch.cpu.linears import reads_weights
-from kvcellar.backends.torch.load.affine_blocks import Keyed, kept_of
+from kvcellar.backends.torch.load.affine_blocks import StoredMatrix, kept_of
 from kvcellar.backends.torch.load.gguf import blocks_of
 from kvcellar.backends.torch.load.networks import empty_networks
 from kvcellar.models.facts import ModelFacts
@@ -76,11 +76,13 @@ def count(raw: Mapping[str, Any], facts: ModelFacts, checkpoint: Path | None = N
     return Counted(sizes, matrices, blocks, {name: one.key for name, one in kept.items()})
 
 
-def _kept(raw: Mapping[str, Any], checkpoint: Path, whole: Any, network: Any) -> dict[str, Keyed]:
+def _kept(
+    raw: Mapping[str, Any], checkpoint: Path, whole: Any, network: Any
+) -> dict[str, StoredMatrix]:
     """Return the matrices that can stay as a checkpoint has them, by the network's names."""
     if checkpoint.is_file():
         blocks = blocks_of(read_gguf(checkpoint), network)
-        return {name: Keyed(name, one) for name, one in blocks.items()}
+        return {name: StoredMatrix(name, one) for name, one in blocks.items()}
     format = format_of(raw, checkpoint)
     if format is None:
         return {}

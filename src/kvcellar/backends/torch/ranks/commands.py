@@ -51,7 +51,7 @@ class Load:
     n_ranks: int
 
 
-class Open(NamedTuple):
+class OpenCache(NamedTuple):
     """Make a cache for a model's rows on this rank.
 
     Attributes:
@@ -132,4 +132,4 @@ class Forget(NamedTuple):
     number: int
 
 
-Command = Join | Load | Open | Forward | Move | ReadRows | WriteRows | WriteStates | Forget
+Command = Join | Load | OpenCache | Forward | Move | ReadRows | WriteRows | WriteStates | Forget

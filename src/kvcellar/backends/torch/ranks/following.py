@@ -25,7 +25,7 @@ from kvcellar.backends.torch.ranks.commands import (
     Join,
     Load,
     Move,
-    Open,
+    OpenCache,
     ReadRows,
     WriteRows,
     WriteStates,
@@ -135,7 +135,7 @@ class Follower:
                 with quiet(lambda part: None):
                     network, _ = read_part(command, self._device)
                 self._models[command.model] = _Model(network, command.facts)
-            case Open():
+            case OpenCache():
                 self._caches[command.cache] = ToldCache(command.config, in_blocks=command.in_blocks)
                 self._model_of[command.cache] = command.model
             case Forward():

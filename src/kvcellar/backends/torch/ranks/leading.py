@@ -19,7 +19,7 @@ from kvcellar.backends.torch.ranks.commands import (
     Forward,
     Load,
     Move,
-    Open,
+    OpenCache,
     ReadRows,
     WriteRows,
     WriteStates,
@@ -63,7 +63,7 @@ class Leader:
         own = replace(pools.config, params=replace(cache.config.params, groups=self.groups))
         others = OtherRanks(self.ranks, number, cache.config.params.groups, self.groups)
         shown = replace(own, budget=None)
-        with self.ranks.together(Open(number, self.number, shown, pools.in_blocks)):
+        with self.ranks.together(OpenCache(number, self.number, shown, pools.in_blocks)):
             pools.divide(self.groups, others)
         self._caches[pools] = others
         weakref.finalize(pools, self.ranks.forget, "cache", number)

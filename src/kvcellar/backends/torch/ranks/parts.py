@@ -103,7 +103,7 @@ def _groups_of(network: Any, facts: ModelFacts, n_ranks: int) -> tuple[LayerGrou
     Raises:
         ModelError: layers of one group have different numbers, or states are divided.
     """
-    seen = _Seen(facts.params)
+    seen = _HeadCounts(facts.params)
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
     try:
         with use_cache(cast(Cache, seen)), torch.inference_mode(), Positions(token):
@@ -127,7 +127,7 @@ def _group_of(group: LayerGroup, n_heads: Mapping[int, int], n_ranks: int) -> La
     return replace(group, n_kv_heads=n)
 
 
-class _Seen(StateKeeper):
+class _HeadCounts(StateKeeper):
     """A cache that keeps nothing and knows how many KV heads each layer has brought."""
 
     def __init__(self, params: ModelCacheParams) -> None:

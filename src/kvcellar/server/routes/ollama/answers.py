@@ -23,7 +23,7 @@ from kvcellar.server.routes.ollama.writing import OllamaAnswer, OllamaFrames, Ra
 from kvcellar.server.schemas.ollama import OllamaBody, OllamaChatRequest, OllamaGenerateRequest
 from kvcellar.server.state.service import service_of
 from kvcellar.server.stream.replies import sse
-from kvcellar.server.stream.streams import Stream, until_gone
+from kvcellar.server.stream.streams import MergedStream, until_gone
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -61,7 +61,7 @@ async def _continued(request: Request, body: OllamaGenerateRequest) -> Response:
     path = path_of(service, body.model)
     asked = await raw_completion(service, path, body)
     batch = Continuations(asked, path, whose_of(request, body.agent_id), {})
-    stream = Stream(continued(service, batch))
+    stream = MergedStream(continued(service, batch))
     if body.stream is not False:
         return await sse(request, stream, RawFrames(request, said, batch), _ignored(body))
     await to_the_end(request, stream)
@@ -74,7 +74,9 @@ async def _answered(request: Request, body: OllamaBody, question: Question) -> R
     path = path_of(service, body.model)
     if body.stream is not False:
         frames = OllamaFrames(request, said, path)
-        return await sse(request, Stream.of(answer(service, question)), frames, _ignored(body))
+        return await sse(
+            request, MergedStream.of(answer(service, question)), frames, _ignored(body)
+        )
     ((end, tokens),) = await until_gone(request, whole(service, [question]))
     usage = end.usage
     note(

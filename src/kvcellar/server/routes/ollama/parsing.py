@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.engine import SamplingParams
-from kvcellar.grammar.form import Form
+from kvcellar.grammar.form import ResponseFormat
 from kvcellar.server.answer.dialogue import Question
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.parsing import sampling_of, whose_of
@@ -150,11 +150,11 @@ def params_of(service: Service, body: OllamaBody) -> SamplingParams:
     return sampling_of(fields_of(options), max_tokens=most, logprobs=logprobs)
 
 
-def _form(body: OllamaBody) -> Form | None:
+def _form(body: OllamaBody) -> ResponseFormat | None:
     if not body.format:
         return None
     schema = {"type": "object"} if body.format == "json" else body.format
-    return Form("schema", schema, "format")
+    return ResponseFormat("schema", schema, "format")
 
 
 def _plain(messages: Sequence[OllamaMessage], left_out: LeftOut) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from kvcellar.agents import n_system_of, salted_id
 from kvcellar.dialects.messages import read_arguments
-from kvcellar.grammar.form import Form
+from kvcellar.grammar.form import ResponseFormat
 from kvcellar.server.answer.dialogue import Question
 from kvcellar.server.answer.media import THOUGHT, LeftOut
 from kvcellar.server.answer.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
@@ -151,15 +151,15 @@ def _question(
     )
 
 
-def _form(body: ResponseRequest) -> Form | None:
+def _form(body: ResponseRequest) -> ResponseFormat | None:
     wanted = body.text.format if body.text else None
     if wanted is None or wanted.type not in ("json_object", "json_schema"):
         return None
     if wanted.type == "json_object":
-        return Form("schema", wanted.json_schema or {"type": "object"}, "text.format")
+        return ResponseFormat("schema", wanted.json_schema or {"type": "object"}, "text.format")
     if wanted.json_schema is None:
         raise ApiError(400, "text.format json_schema comes without a schema", param="text")
-    return Form("schema", wanted.json_schema, "text.format", wanted.strict is not False)
+    return ResponseFormat("schema", wanted.json_schema, "text.format", wanted.strict is not False)
 
 
 def _tools(body: ResponseRequest) -> Toolbox:

@@ -26,7 +26,7 @@ from kvcellar.server.schemas.responses import ResponseRequest
 from kvcellar.server.state.isolation import salt_for
 from kvcellar.server.state.service import new_id, service_of
 from kvcellar.server.stream.replies import sse
-from kvcellar.server.stream.streams import Stream, until_gone
+from kvcellar.server.stream.streams import MergedStream, until_gone
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 router.include_router(conversations.router)
@@ -43,7 +43,9 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     question = await question_of(request, value)
     if body.stream:
         frames = ResponseFrames(request, value)
-        return await sse(request, Stream.of(answer(service, question)), frames, ignored_of(body))
+        return await sse(
+            request, MergedStream.of(answer(service, question)), frames, ignored_of(body)
+        )
     ((end, _),) = await until_gone(request, whole(service, [question]))
     value.finish(end)
     value.note(request)

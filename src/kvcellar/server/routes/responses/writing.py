@@ -30,7 +30,7 @@ from kvcellar.server.stream.replies import frame
 
 
 @dataclass(slots=True)
-class Said:
+class ItemText:
     """Text of an item: of the answer, or of what the model thinks."""
 
     is_reasoning: bool
@@ -48,7 +48,7 @@ class ResponseFrames(AnswerFrames):
         self._value = value
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open: Said | CallEvent | None = None
+        self._open: ItemText | CallEvent | None = None
         """The open item: its text so far, or its call."""
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
@@ -89,9 +89,9 @@ class ResponseFrames(AnswerFrames):
 
     def _text(self, event: TextEvent | ReasoningEvent) -> bytes:
         is_reasoning, begun = isinstance(event, ReasoningEvent), b""
-        if not isinstance(self._open, Said) or self._open.is_reasoning != is_reasoning:
+        if not isinstance(self._open, ItemText) or self._open.is_reasoning != is_reasoning:
             begun = self._begin_text(is_reasoning=is_reasoning)
-        assert isinstance(self._open, Said)
+        assert isinstance(self._open, ItemText)
         self._open.text += event.text
         at = {**self._place(), "content_index": 0, "delta": event.text}
         if is_reasoning:
@@ -100,7 +100,7 @@ class ResponseFrames(AnswerFrames):
 
     def _begin_text(self, *, is_reasoning: bool) -> bytes:
         closed = self._close()
-        self._open = Said(is_reasoning)
+        self._open = ItemText(is_reasoning)
         item, part = self._value.text_item, text_part("")
         if is_reasoning:
             item, part = self._value.reasoning_item, reasoning_part("")
@@ -136,7 +136,7 @@ class ResponseFrames(AnswerFrames):
         return done + self._said("response.output_item.done", output_index=index, item=item)
 
     def _text_done(
-        self, said: Said, place: dict[str, Any], is_cut: bool
+        self, said: ItemText, place: dict[str, Any], is_cut: bool
     ) -> tuple[dict[str, Any], bytes]:
         """Return the open item of text as it is at its end, and the events of that."""
         index, at = len(self._items), {**place, "content_index": 0}
@@ -154,7 +154,7 @@ class ResponseFrames(AnswerFrames):
 
     def _place(self) -> dict[str, Any]:
         index, now = len(self._items), self._open
-        kind = "rs" if isinstance(now, Said) and now.is_reasoning else "msg"
+        kind = "rs" if isinstance(now, ItemText) and now.is_reasoning else "msg"
         item_id = f"{kind}_{self._value.key}{index}"
         if isinstance(now, CallEvent):
             item_id = self._value.call_id(now.call)

@@ -20,11 +20,11 @@ from kvcellar.backends.torch.cpu.find.finding_recurrent import Known, does_the_s
 from kvcellar.backends.torch.cpu.find.trial import (
     AnyExperts,
     Attended,
-    Call,
     IsLinear,
+    LinearStandIn,
     LongPast,
-    Mix,
     Mixes,
+    ModuleCall,
     Recorder,
     Trial,
     recorded,
@@ -45,7 +45,7 @@ from kvcellar.backends.torch.cpu.rotations import possible_rotations
 from kvcellar.errors import ConfigError
 
 
-class Finder:
+class PartFinder:
     """Looks for parts of one network, from the smallest to the largest.
 
     Attributes:
@@ -187,9 +187,9 @@ class Finder:
     def _mixes(self, name: str) -> list[str]:
         """Return linear layers inside a module, in the order of their calls, if one each."""
         inside = self._called_inside(name)
-        found = [one for one in inside if isinstance(self._inner(name, one), Mix)]
+        found = [one for one in inside if isinstance(self._inner(name, one), LinearStandIn)]
         modules = self.exact.module(name).modules()
-        is_all = len(found) == sum(isinstance(module, Mix) for module in modules)
+        is_all = len(found) == sum(isinstance(module, LinearStandIn) for module in modules)
         return found if is_all else []
 
     def _called_inside(self, name: str) -> list[str]:
@@ -204,7 +204,7 @@ class Finder:
     def _inner(self, name: str, relative: str) -> nn.Module:
         return self.exact.module(f"{name}.{relative}")
 
-    def _calls(self, name: str, relative: str) -> list[Call]:
+    def _calls(self, name: str, relative: str) -> list[ModuleCall]:
         return self.exact.calls[f"{name}.{relative}"]
 
     def _is_covered(self, name: str) -> bool:
@@ -239,7 +239,7 @@ class Finder:
         norms = []
         for one in self._called_inside(name):
             call = self._calls(name, one)[0]
-            x, is_mix = call.first(), isinstance(self._inner(name, one), Mix)
+            x, is_mix = call.first(), isinstance(self._inner(name, one), LinearStandIn)
             is_same = x is not None and isinstance(call.result, Tensor) and not is_mix
             if is_same and x is not None and call.result.shape == x.shape:
                 norms += [one] * (x.shape[-1] == head_dim)

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.cpu.recurrent import KernelMixer, MixerPart
-from kvcellar.backends.torch.cpu.find.trial import Mix, Recorder, Trial, recorded
-from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.bind.mixers import Mixer, time_limit_of
+from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.cache.state_pools import Stretches
+from kvcellar.backends.torch.cpu.find.trial import LinearStandIn, Recorder, Trial, recorded
+from kvcellar.backends.torch.cpu.recurrent import KernelMixer, MixerPart
 from kvcellar.kernel import levels
 from kvcellar.kernel import recurrent as native
 from kvcellar.states import NO_SLOT, Advance
@@ -37,7 +37,7 @@ ADVANCES = (
 
 _N_TOKENS = 15
 
-_LINEAR = (Mix, nn.Linear)
+_LINEAR = (LinearStandIn, nn.Linear)
 """Linear layers in a trial: stand-ins, and those that are too small to be held."""
 
 _APART = 1e-4

@@ -43,7 +43,7 @@ _OTHERS = 1 / 20
 """Results that may be other ones in bfloat16: a sum taken in another order rounds otherwise."""
 
 
-class Mix(nn.Module):
+class LinearStandIn(nn.Module):
     """A linear layer's stand-in: each output is some of the inputs, times something."""
 
     def __init__(self, n_in: int, n_out: int, has_bias: bool, make: RandomTensors) -> None:
@@ -122,7 +122,7 @@ class RandomTensors:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One call of a module: its arguments as they were before, and its result."""
 
     args: tuple[Any, ...]
@@ -220,7 +220,7 @@ class Trial:
         self.network = _copied(network, RandomTensors(dtype), is_linear)
         self._modules = dict(self.network.named_modules())
         self._names = {id(module): name for name, module in self._modules.items()}
-        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self.calls: dict[str, list[ModuleCall]] = defaultdict(list)
         self.attended: list[Attended] = []
         for at, positions in enumerate(POSITIONS):
             try:
@@ -232,7 +232,7 @@ class Trial:
 
     def _run_recorded(self, positions: Sequence[int]) -> None:
         recorder = Recorder()
-        calls: dict[str, list[Call]] = defaultdict(list)
+        calls: dict[str, list[ModuleCall]] = defaultdict(list)
         given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ class Trial:
             given.append((_kept(args), _kept(kwargs)))
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            calls[recorder.inside.pop()].append(Call(*given.pop(), _kept(result)))
+            calls[recorder.inside.pop()].append(ModuleCall(*given.pop(), _kept(result)))
 
         with ExitStack() as stack:
             for module in self.network.modules():
@@ -322,7 +322,7 @@ def _copied(network: Any, make: RandomTensors, is_linear: IsLinear) -> nn.Module
         found = is_linear(module)
         own = list(module.parameters(recurse=False))
         if found is not None:
-            memo[id(module)] = Mix(*found, make).eval()
+            memo[id(module)] = LinearStandIn(*found, make).eval()
         elif is_mixture(module) or (
             any(p.dim() > 2 for p in own) and sum(p.numel() for p in own) > _MOST_NUMBERS
         ):
