@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import run
-from kvcellar.agents.records.agent.views import TurnRecord
 
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.views import TurnRecord
 from kvcellar.history import History
 from kvcellar.store import ModelKey, RowLayout, Store
 from kvcellar.types import LayerGroup

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcellar.agents.records.agent.checking import _check_turn
-from kvcellar.agents.records.agent.durable import stored_state
-from kvcellar.agents.records.agent.views import Took, TurnRecord
 
 from kvcellar.agents.records.agent import _turn_as_json, _turn_of
+from kvcellar.agents.records.checking import _check_turn
+from kvcellar.agents.records.durable import stored_state
+from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import Store, StoreConfig
 from kvcellar.store.facts import BadFactError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcellar.agents.records.agent.families import partings
 
 from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.families import partings
 from kvcellar.history import History
 from tests.agents.fakes import manager, run, turn
 from tests.agents.test_state_keys import KEY

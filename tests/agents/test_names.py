@@ -7,9 +7,9 @@ import errno
 from typing import Any
 
 import pytest
-from kvcellar.agents.records.agent.names import derived_id
 
 from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.names import derived_id
 from kvcellar.errors import AgentError, AgentNameError, StoreError, UnknownAgentError
 from tests.agents.fakes import manager, run, tokens_of, turn
 

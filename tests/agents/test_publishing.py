@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvcellar.agents.records.agent.checking import key_of
 
 from kvcellar.agents import Turn, publishing
+from kvcellar.agents.records.checking import key_of
 from kvcellar.engine import SamplingParams
 from kvcellar.engine import service as service_module
 from kvcellar.store import ModelKey, RowLayout

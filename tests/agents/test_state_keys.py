@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvcellar.agents.records.agent.checking import key_of
 
+from kvcellar.agents.records.checking import key_of
 from kvcellar.errors import StoreError
 from kvcellar.history import History
 from kvcellar.store import Reference

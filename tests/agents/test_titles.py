@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from kvcellar.agents.records.agent.names import checked_id, is_chosen, new_ids
-from kvcellar.agents.records.agent.titles import MOST_CHARS, checked_title, said_title
 
+from kvcellar.agents.records.names import checked_id, is_chosen, new_ids
+from kvcellar.agents.records.titles import MOST_CHARS, checked_title, said_title
 from kvcellar.errors import AgentNameError
 
 

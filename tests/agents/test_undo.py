@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvcellar.agents.records.agent.checking import key_of
 
 from kvcellar.agents import dropped as dropped_module
+from kvcellar.agents.records.checking import key_of
 from kvcellar.errors import AgentError, StoreError, UnknownAgentError
 from kvcellar.store import DROPPED
 from tests.agents.fakes import SMALL, manager, nothing_is_held, run, tokens_of, turn

@@ -8,8 +8,8 @@ from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.kv.residence import BroughtBack
 from kvcellar.agents.manager import AgentManager
 from kvcellar.agents.planning import Turn
-from kvcellar.agents.records.agent.misses import CAUSES, Miss
-from kvcellar.agents.records.agent.names import (
+from kvcellar.agents.records.misses import CAUSES, Miss
+from kvcellar.agents.records.names import (
     checked_id,
     is_unnamed,
     salt_of,
@@ -17,7 +17,7 @@ from kvcellar.agents.records.agent.names import (
     unnamed_id,
     without_salt,
 )
-from kvcellar.agents.records.agent.views import AgentInfo, TurnRecord
+from kvcellar.agents.records.views import AgentInfo, TurnRecord
 from kvcellar.agents.text.find_by_text import Place
 from kvcellar.agents.text.match_messages import Joined, n_system_of
 from kvcellar.hosting.conversation import Message

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from kvcellar.agents.kv.residence import MIN_GAIN, BroughtBack
 from kvcellar.agents.planning import Turn
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.misses import Miss, explain, miss_beside
-from kvcellar.agents.records.agent.views import Took
+from kvcellar.agents.records.misses import Miss, explain, miss_beside
+from kvcellar.agents.records.views import Took
 from kvcellar.engine import FinishEvent
 from kvcellar.hosting.conversation import n_alike, what_changed
 from kvcellar.hosting.host import ModelHost

@@ -13,10 +13,10 @@ from kvcellar.agents.external_changes import News, NewsReader
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.families import partings
-from kvcellar.agents.records.agent.misses import Miss
-from kvcellar.agents.records.agent.names import is_made_up, model_tag, reference_name, salt_of
-from kvcellar.agents.records.agent.views import AgentInfo, TurnRecord, damaged_info
+from kvcellar.agents.records.families import partings
+from kvcellar.agents.records.misses import Miss
+from kvcellar.agents.records.names import is_made_up, model_tag, reference_name, salt_of
+from kvcellar.agents.records.views import AgentInfo, TurnRecord, damaged_info
 from kvcellar.checks import seen
 from kvcellar.engine import Engine
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError

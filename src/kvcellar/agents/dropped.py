@@ -18,8 +18,8 @@ from kvcellar.agents.directory import Directory
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.names import derived_id
-from kvcellar.agents.records.agent.views import AgentInfo
+from kvcellar.agents.records.names import derived_id
+from kvcellar.agents.records.views import AgentInfo
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Store
 

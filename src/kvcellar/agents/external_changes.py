@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.durable import stored_state
+from kvcellar.agents.records.durable import stored_state
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Reference, Store
 

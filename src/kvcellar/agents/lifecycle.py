@@ -16,9 +16,9 @@ from kvcellar.agents.freeing import free_cells
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.names import checked_id, derived_id, new_ids, salt_of
-from kvcellar.agents.records.agent.titles import checked_title
-from kvcellar.agents.records.agent.views import AgentInfo
+from kvcellar.agents.records.names import checked_id, derived_id, new_ids, salt_of
+from kvcellar.agents.records.titles import checked_title
+from kvcellar.agents.records.views import AgentInfo
 from kvcellar.agents.text.match_messages import Joined
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.hosting.host import ModelHost

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.names import salt_of
+from kvcellar.agents.records.names import salt_of
 from kvcellar.agents.text.find_by_text import MOST_NEAR, Place, Places, nearest
 from kvcellar.agents.text.match_messages import Joined, join
 from kvcellar.hosting.text_limits import size_of

@@ -14,8 +14,8 @@ from kvcellar.agents.kv.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.names import checked_id, salt_of
-from kvcellar.agents.records.agent.views import AgentInfo
+from kvcellar.agents.records.names import checked_id, salt_of
+from kvcellar.agents.records.views import AgentInfo
 from kvcellar.errors import AgentError, StoreError
 from kvcellar.hosting.host import ModelHost
 from kvcellar.hosting.models import ModelRegistry

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvcellar.agents.kv.residence import ProgressFn
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.misses import Miss
-from kvcellar.agents.records.agent.views import Took, TurnRecord
+from kvcellar.agents.records.misses import Miss
+from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.agents.text.reading import Reading, worded
 from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
 from kvcellar.errors import PromptError

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from kvcellar.agents.kv.residence import save_history
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.checking import checked_facts, key_of
-from kvcellar.agents.records.agent.durable import entry_of, stored_state
+from kvcellar.agents.records.checking import checked_facts, key_of
+from kvcellar.agents.records.durable import entry_of, stored_state
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
 from kvcellar.hosting.host import ModelHost
 from kvcellar.store import Reference, SaveState, SaveTicket, Store

@@ -25,8 +25,8 @@ from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.checking import check_said
-from kvcellar.agents.records.agent.names import derived_id, salt_of
+from kvcellar.agents.records.checking import check_said
+from kvcellar.agents.records.names import derived_id, salt_of
 from kvcellar.agents.text.live_text import LiveEvent, LiveText, Over
 from kvcellar.agents.text.match_messages import continues, join
 from kvcellar.agents.text.reading import reading_of

@@ -156,7 +156,7 @@ def verify_command(store: Folder = None, as_json: AsJson = False) -> None:
     Damaged files go to the folder `quarantine`; what they held is computed again when it is
     wanted. Ends with exit code 1 where something was wrong.
     """
-    from kvcellar.agents.records.agent.checking import check_agent
+    from kvcellar.agents.records.checking import check_agent
 
     with _opened(StorePlace(store=store)) as opened:
         with progress_bar("verifying") as report:

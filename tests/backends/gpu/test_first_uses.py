@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 from kvcellar.backends.torch.gpu.compiled import keep_compiled  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
-from kvcellar.backends.torch.load import recurrent_kernels
+from kvcellar.backends.torch.load import recurrent_kernels  # noqa: E402
 from kvcellar.kernel import levels  # noqa: E402
 
 

@@ -27,10 +27,10 @@ if not levels.is_available():
     pytest.skip(levels.why_not(), allow_module_level=True)
 
 import kvcellar as kv  # noqa: E402
-from kvcellar.backends.torch.cache import kernel
+from kvcellar.backends.torch.cache import kernel  # noqa: E402
 from kvcellar.backends.torch.gpu import choice, launch, lists, logits, plans  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
-from kvcellar.backends.torch.run import place_weights as holding
+from kvcellar.backends.torch.run import place_weights as holding  # noqa: E402
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402
 from tests.backends.gpu.test_held import by_torch  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 import kvcellar as kv  # noqa: E402
-from kvcellar.backends.torch.bind import model_attention
+from kvcellar.backends.torch.bind import model_attention  # noqa: E402
 from kvcellar.backends.torch.bind.binding import bind_network  # noqa: E402
 from kvcellar.backends.torch.gpu.graphs import StepGraphs  # noqa: E402
 from kvcellar.backends.torch.learn.probe import learn_facts  # noqa: E402

@@ -267,8 +267,8 @@ def test_who_asks_a_slow_place_waits_once(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ObjectPlace, "_ask", slow)
     monkeypatch.setattr(histories, "ASK_S", 0.05)
-    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 600.0)
-    monkeypatch.setattr(reach, "LONGEST_PAUSE_S", 600.0)
+    monkeypatch.setattr(guarded_calls, "FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr(guarded_calls, "LONGEST_PAUSE_S", 600.0)
     with Store(tmp_path / "a", shared=str(share)) as store:
         assert tier(store).pull(NAME) is Pulled.SAME
         before = len(asked)

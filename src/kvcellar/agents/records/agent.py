@@ -6,12 +6,12 @@ import time
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from kvcellar.agents.records.agent.checking import KIND, VERSION, checked_facts, is_agent, key_of
-from kvcellar.agents.records.agent.durable_marks import Mark, next_serial
-from kvcellar.agents.records.agent.misses import Miss
-from kvcellar.agents.records.agent.names import is_chosen, model_tag, reference_name
-from kvcellar.agents.records.agent.titles import said_title
-from kvcellar.agents.records.agent.views import AgentInfo, Took, TurnRecord
+from kvcellar.agents.records.checking import KIND, VERSION, checked_facts, is_agent, key_of
+from kvcellar.agents.records.durable_marks import Mark, next_serial
+from kvcellar.agents.records.misses import Miss
+from kvcellar.agents.records.names import is_chosen, model_tag, reference_name
+from kvcellar.agents.records.titles import said_title
+from kvcellar.agents.records.views import AgentInfo, Took, TurnRecord
 from kvcellar.errors import AgentError, MovedOnError
 from kvcellar.history import History
 from kvcellar.hosting.conversation import Message

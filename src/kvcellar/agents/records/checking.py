@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcellar.agents.records.agent.misses import CAUSES
-from kvcellar.agents.records.agent.titles import MOST_CHARS
+from kvcellar.agents.records.misses import CAUSES
+from kvcellar.agents.records.titles import MOST_CHARS
 from kvcellar.errors import KVCellarError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.states import StateGroup, StateShape

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from kvcellar.agents.records.agent import Agent
-from kvcellar.agents.records.agent.durable_marks import Mark
+from kvcellar.agents.records.durable_marks import Mark
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
 from kvcellar.hosting.conversation import n_alike

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.records.agent.views import TurnRecord
+from kvcellar.agents.records.views import TurnRecord
 from kvcellar.history import History
 from kvcellar.hosting.conversation import Message
 

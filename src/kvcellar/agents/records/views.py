@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcellar.agents.records.agent.misses import Miss
+from kvcellar.agents.records.misses import Miss
 
 
 @dataclass(frozen=True, slots=True)

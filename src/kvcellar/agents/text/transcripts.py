@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcellar.agents.records.agent.views import AgentInfo
+from kvcellar.agents.records.views import AgentInfo
 from kvcellar.dialects.messages import read_arguments
 
 _NAMES = {"user": "You", "assistant": "Model", "system": "System prompt", "tool": "Result"}

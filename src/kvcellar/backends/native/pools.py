@@ -32,7 +32,7 @@ _FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 @dataclass(frozen=True)
 class SideForm:
-    """How rows of one side, K or V, are stored.
+    """Form in which rows of one side, K or V, are stored.
 
     Attributes:
         dtype: the kernel's name of the storage type.

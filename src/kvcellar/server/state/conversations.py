@@ -20,7 +20,7 @@ from kvcellar.agents import (
     salted_id,
     unnamed_id,
 )
-from kvcellar.agents.records.agent.names import is_response
+from kvcellar.agents.records.names import is_response
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 from kvcellar.store.journal import MOST_DOCUMENTS
 
