@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.native.caches import NativeCache
-from kvcellar.backends.native.weights import Holder
+from kvcellar.backends.native.weights import WeightHolder
 from kvcellar.backends.reference.pools import to_bfloat16_bits
 from kvcellar.kernel import attend, layers
 from kvcellar.models.plan import ModelPlan, RopePlan
@@ -57,7 +57,7 @@ class Rotations:
 class NativeDecoder:
     """A model's weights, and the kernel's call that runs a forward of it."""
 
-    def __init__(self, plan: ModelPlan, holder: Holder) -> None:
+    def __init__(self, plan: ModelPlan, holder: WeightHolder) -> None:
         """Hold the weights of a planned model.
 
         Raises:

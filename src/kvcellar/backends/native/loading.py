@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcellar.backends.native.decoder import NativeDecoder
 from kvcellar.backends.native.runner import NativeRunner
-from kvcellar.backends.native.weights import Holder, tensors_of
+from kvcellar.backends.native.weights import WeightHolder, tensors_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import levels
 from kvcellar.models.checkpoint import (
@@ -68,7 +68,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
         report(0.91, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
     report(0.92, "loading weights")
-    decoder = NativeDecoder(plan, Holder(tensors_of(folder, plan), weights, dtype))
+    decoder = NativeDecoder(plan, WeightHolder(tensors_of(folder, plan), weights, dtype))
     check_vocabulary(tokenizer, plan.facts.vocab_size, folder)
     report(1.0, "ready")
     return NativeModel(

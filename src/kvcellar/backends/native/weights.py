@@ -34,7 +34,7 @@ _FITTED_BLOCK, _FITTED_BYTES = 256, 144
 """Numbers of a block of Q4_K, and its bytes in a file."""
 
 
-class Matrix(NamedTuple):
+class TensorRows(NamedTuple):
     """A tensor as a checkpoint stores it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Matrix(NamedTuple):
 class Tensors(Protocol):
     """Protocol of a checkpoint's tensors, by the names of a plan."""
 
-    def matrix(self, name: str) -> Matrix:
+    def matrix(self, name: str) -> TensorRows:
         """Map a matrix as it is stored.
 
         Raises:
@@ -103,10 +103,10 @@ class FolderTensors:
         start, stop = (8 + length + at for at in header[name]["data_offsets"])
         return place.dtype, data[start:stop].view(_TYPES[place.dtype]).reshape(place.shape)
 
-    def matrix(self, name: str) -> Matrix:
+    def matrix(self, name: str) -> TensorRows:
         """Map a matrix; see :class:`Tensors`."""
         kind, rows = self._numbers(name)
-        return Matrix(kind, rows, int(rows.shape[-1]))
+        return TensorRows(kind, rows, int(rows.shape[-1]))
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
@@ -151,12 +151,12 @@ class GgufTensors:
             rows = rows.reshape(n, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         return tensor.type_name, rows, tensor.shape[-1]
 
-    def matrix(self, name: str) -> Matrix:
+    def matrix(self, name: str) -> TensorRows:
         """Map a matrix; see :class:`Tensors`."""
         kind, rows, n_in = self._stored(name)
         if kind in _TYPES:
             rows = np.ascontiguousarray(rows).view(_TYPES[kind]).reshape(-1, n_in)
-        return Matrix(kind, rows, n_in)
+        return TensorRows(kind, rows, n_in)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
@@ -233,7 +233,7 @@ class Embedding:
             self._weights.gather(ids.ctypes.data, len(ids), self._dtype, rows.ctypes.data)
 
 
-class Holder:
+class WeightHolder:
     """Puts the weights of a model where the kernel reads them.
 
     Attributes:
@@ -315,7 +315,7 @@ class Holder:
         table = self.kept[-1] if self._weights == "bf16" else None
         return Embedding(weights, table, self.dtype)
 
-    def _blocks(self, one: Matrix, name: str) -> products.LinearWeights:
+    def _blocks(self, one: TensorRows, name: str) -> products.LinearWeights:
         if one.kind not in blocks.INPUTS:
             raise ModelError(
                 f"the tensor {name} is in {one.kind}, which the kernel does not multiply as it is; "
@@ -347,7 +347,7 @@ class Holder:
         return products.LinearWeights(kind, n_in, n_out, *to)
 
 
-def _plain(one: Matrix, name: str) -> Array:
+def _plain(one: TensorRows, name: str) -> Array:
     """Return the numbers of a matrix: float32, or bfloat16's bits.
 
     Raises:
