@@ -27,11 +27,13 @@ from tests.backends.gpu.meta_card import CARD, CaptureError, MetaCard, meta_card
 from tests.models.test_check import EXACT, RECURRENT  # noqa: E402
 
 FEW = ("llama", "gpt_oss", "llama4", "phimoe", "gemma3n", "lfm2")
-"""Families of which each has something that others lack; the rest is slow."""
+"""Families of which each has something that others lack; the rest runs with all cases alone."""
+
+ALL = (*EXACT.split(), *RECURRENT.split())
 
 CASES = [
-    pytest.param(family, weights, marks=() if family in FEW else pytest.mark.slow)
-    for family in (*EXACT.split(), *RECURRENT.split())
+    (family, weights)
+    for family in (ALL if "KVCELLAR_ALL_CASES" in os.environ else FEW)
     for weights in (None, "bf16")
 ]
 
