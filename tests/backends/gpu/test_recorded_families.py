@@ -65,7 +65,7 @@ def played(card: MetaCard, network: Any, facts: Any) -> StepGraphs:
         runner.forward([1] * 5, cache.begin_step([0] * 5))
         for seq_id in range(1, 8):
             cache.seq_cp(0, seq_id)
-        for n in (1, 1, 8, 8):
+        for n in (8, 8, 1, 1):  # states of eight move when they come, and a graph goes with them
             runner.forward([1] * n, cache.begin_step(range(n)), range(n))
     return runner.graphs
 
