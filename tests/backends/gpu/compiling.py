@@ -3,7 +3,8 @@
     python -m tests.backends.gpu.compiling cuda 90 large
 
 Prints one JSON line for each kernel: its name, what it is for, the bytes of shared memory that it
-takes, and how often its machine code goes through memory that is a thread's own (spilled).
+takes, how often its machine code goes through memory that is a thread's own (spilled), and how many
+loads of 16 bytes it has (wide).
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ KERNELS = (
     (stores, "move_rows"),
     (stores, "copy_rows"),
     (products, "multiply_few"),
+    (products, "multiply_packed"),
     (products, "multiply_tiles"),
+    (products, "sum_parts"),
     (products, "take_rows"),
     (between, "norm_rows"),
     (between, "turn_heads"),
@@ -107,13 +110,15 @@ class Recorder:
                 aligned[(at,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, fixed, aligned)
         made = triton.compile(source, target=self.target, options=options)
-        spilled = sum(made.asm.get("ptx", "").count(word) for word in ("ld.local", "st.local"))
+        ptx = made.asm.get("ptx", "")
+        spilled = sum(ptx.count(word) for word in ("ld.local", "st.local"))
         name = self.kernel.fn.__name__
         found = {
             "kernel": name,
             "case": self.case,
             "shared": made.metadata.shared,
             "spilled": spilled,
+            "wide": ptx.count("ld.global.v4"),
         }
         print(json.dumps(found), flush=True)
 
@@ -190,11 +195,10 @@ def lay_between(dtype: torch.dtype) -> None:
 def matrices_of(form: Form, n_experts: int, n_out: int, n_in: int) -> CardMatrices:
     """Zeros of a form."""
     n_groups, n_each = n_in // form.group if form.group else 0, 1 + form.has_minima
-    shape, number = (n_experts, n_out), torch.bfloat16 if form.bits == 16 else torch.int8
-    number = torch.uint8 if form.bits == 4 else number
+    shape, number = (n_experts, n_out), torch.bfloat16 if form.bits == 16 else torch.int32
     step = torch.uint8 if form.has_exponents else torch.float16
     step = (torch.uint8 if form.has_minima else torch.int8) if form.top else step
-    numbers = torch.zeros(*shape, n_in // 2 if form.bits == 4 else n_in, dtype=number)
+    numbers = torch.zeros(*shape, n_in if form.bits == 16 else n_in * form.bits // 32, dtype=number)
     steps = torch.zeros(*shape, n_groups, n_each, dtype=step)
     n_tops = n_groups // form.top if form.top else 0
     tops = torch.zeros(*shape, n_tops, n_each, dtype=torch.float16)

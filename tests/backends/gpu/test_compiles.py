@@ -30,9 +30,8 @@ def compiled(*words: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-OF_WEIGHTS = (
-    "multiply_few", "multiply_tiles", "take_rows", "norm_rows", "turn_heads", "gate_rows"
-)  # fmt: skip
+OF_WEIGHTS = ("multiply_tiles", "take_rows", "norm_rows", "turn_heads", "gate_rows")
+OF_FEW_BITS = ("multiply_packed", "sum_parts")
 
 
 @needs_triton
@@ -43,8 +42,11 @@ def test_kernels_compile_for_nvidia() -> None:
         (kernel, case)
         for kernel in ("attend_lists", "merge_parts", "write_rows", "move_rows", "copy_rows")
         for case in QUICK
-    } | {(kernel, case) for kernel in OF_WEIGHTS for case in WEIGHTS}
+    } | {(kernel, case) for kernel in OF_WEIGHTS for case in WEIGHTS} | {
+        ("multiply_few", "weights-bf16"), *((kernel, "weights-q4_k") for kernel in OF_FEW_BITS)
+    }  # fmt: skip
     assert all(int(str(one["shared"])) <= LARGE for one in found)
+    assert all(one["wide"] for one in found if one["kernel"] == "multiply_packed")
 
 
 CARDS = [("cuda", "89", "small")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,8 @@ def by_torch(folder: Path, weights: str) -> Any:
 
 def in_eight_bits(weight: Tensor) -> Tensor:
     """The numbers that packed weights stand for."""
-    form, n_in, (numbers, steps, _) = astuple(packed(weight, 8, torch.device("cpu")))
-    return numbers[0] * steps[0, :, :, 0].float().repeat_interleave(form.group, 1)[:, :n_in]
+    matrix = packed(weight, 8, torch.device("cpu"))
+    return multiply.take(matrix, torch.arange(len(weight)), torch.float32)
 
 
 def pack_experts(module: Any) -> None:

@@ -26,7 +26,7 @@ from kvcellar.backends.torch.gpu.transfers import transfers_on  # noqa: E402
 from tests.backends.gpu.interpreter import device, hasten  # noqa: E402
 
 CARD = device()
-N_IN, N_OUT = 64, 24
+N_IN, N_OUT = 64, 32
 WHOLE = torch.empty((0,), dtype=torch.int64, device=CARD)
 
 

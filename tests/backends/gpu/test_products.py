@@ -130,11 +130,36 @@ def test_results_have_the_type_of_the_inputs() -> None:
         torch.testing.assert_close(got.float(), closest, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("n_rows", [33, 70, 200])
-def test_many_rows_are_tiles(n_rows: int) -> None:
+@pytest.mark.parametrize("n_rows", [9, 33, 70])
+@pytest.mark.parametrize("n_parts", [1, 16])
+def test_more_rows_are_tiles_of_parts_of_the_inputs(
+    n_rows: int, n_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiply, "PARTS", n_parts)
     matrix, want = on_card("Q4_K")
-    x = torch.randn(n_rows, N_IN)
-    near(multiply.multiply(matrix, x, None), x @ want.T)
+    x, bias, add = torch.randn(n_rows, N_IN), torch.randn(N_OUT), torch.randn(n_rows, N_OUT)
+    near(multiply.multiply(matrix, x, bias, add), x @ want.T + bias + add)
+
+
+@pytest.mark.parametrize("form", ["Q4_K", "Q6_K", "F16"])
+def test_many_rows_meet_weights_that_are_unpacked_a_part_at_a_time(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiply, "UNPACKED_BYTES", 10 * N_IN * 4)  # of 37 outputs
+    matrix, want = on_card(form)
+    x, bias, add = torch.randn(200, N_IN), torch.randn(N_OUT), torch.randn(200, N_OUT)
+    near(multiply.multiply(matrix, x), x @ want.T)
+    near(multiply.multiply(matrix, x, bias), x @ want.T + bias)
+    out = torch.zeros(200, 99)
+    assert multiply.multiply(matrix, x, bias, add, out[:, 9 : 9 + N_OUT]).data_ptr() == (
+        out[:, 9:].data_ptr()
+    )
+    near(out[:, 9 : 9 + N_OUT], x @ want.T + bias + add)
+    assert not out[:, :9].any() and not out[:, 9 + N_OUT :].any()
+    half = x.bfloat16()
+    got = multiply.multiply(matrix, half)
+    exact = half.float() @ want.T
+    assert got.dtype == torch.bfloat16 and (got - exact).norm() < 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("shape", [(20, 96), (37, 160), (16, 32)])

@@ -156,10 +156,11 @@ def tiling_of(
     many = 128 if is_large and width <= 128 else few
     stages = 3 if is_large and width <= 128 else 2
     group = n_heads // n_kv_heads
-    return Tiling(group, n_kv_heads, few, many, cells, stages, _n_programs(device))
+    return Tiling(group, n_kv_heads, few, many, cells, stages, programs_of(device))
 
 
-def _n_programs(device: torch.device) -> int:
+def programs_of(device: torch.device) -> int:
+    """Return how many programs fill a device."""
     if device.type == "cuda":
         return PROGRAMS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
     return 256

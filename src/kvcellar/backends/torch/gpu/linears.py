@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 import triton
 from torch import Tensor, nn
 
@@ -99,9 +98,6 @@ class CardLinear(nn.Module):
             x = norm(x[None])[0]
         first = self._matrices[0]
         if len(self._matrices) == 1:
-            numbers = first.parts.numbers[0]
-            if first.form.bits == 16 and numbers.dtype == x.dtype and len(x) > multiply.FEW:
-                return _by_torch(x, numbers, self.bias, add)
             return multiply.multiply(first, x, self.bias, add, norm=of_inputs)
         out, at = x.new_empty((len(x), self.out_features)), 0
         for one in self._matrices:
@@ -193,15 +189,6 @@ def gate(both: Tensor) -> Tensor:
     with on_device(both.device):
         between.gate_rows[(n_rows, triton.cdiv(n, size))](both, out, n, size)
     return out.to(both.dtype)
-
-
-def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
-    """Multiply many rows by weights of their type."""
-    if add is None:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return torch.addmm(add, x, weight.T)
-    return F.linear(x, weight, bias) + add
 
 
 def _merged(matrices: Sequence[CardMatrices]) -> list[CardMatrices]:

@@ -1,9 +1,11 @@
 """Matrices as a card holds them: numbers of 4, 8 or 16 bits, and what stands beside them.
 
-A weight is ``step * (number - zero) + minimum``. Numbers of an output lie one behind the other, two
-of 4 bits in a byte; steps and minima are of a group of inputs, float16 or float32, or bytes that
-count float16 numbers of several groups, or the exponents of MXFP4. These are the forms that the CPU
-kernel has, and the same weights to the last bit; only where the bytes lie is another thing.
+A weight is ``step * (number - zero) + minimum``, and a number is never negative. Numbers of 4 or 8
+bits lie in chunks of 16 bytes, which a thread reads at once: four words, of which word m has in its
+field j the number of the chunk's input ``4 * j + m``, so that the inputs that meet one field of all
+four words are neighbours. Steps and minima are of a group of inputs, float16 or float32, or bytes
+that count float16 numbers of several groups, or the exponents of MXFP4. These are the forms that
+the CPU kernel has, and the same weights to the last bit; only where the bits lie is another thing.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ class Form(NamedTuple):
 FORMS = {
     "Q4_0": Form(4, 8, group=32),
     "Q4_1": Form(4, group=32, has_minima=True),
-    "Q5_0": Form(8, group=32),
+    "Q5_0": Form(8, 16, group=32),
     "Q5_1": Form(8, group=32, has_minima=True),
-    "Q8_0": Form(8, group=32),
+    "Q8_0": Form(8, 128, group=32),
     "Q4_K": Form(4, group=32, top=8, has_minima=True),
     "Q5_K": Form(8, group=32, top=8, has_minima=True),
-    "Q6_K": Form(8, group=16, top=16),
+    "Q6_K": Form(8, 32, group=16, top=16),
     "IQ4_NL": Form(4, codes=IQ4, group=32),
     "IQ4_XS": Form(4, codes=IQ4, group=32, top=8),
     "MXFP4": Form(4, codes=E2M1, group=32, has_exponents=True),
@@ -70,7 +72,7 @@ FORMS = {
 }
 """Forms of the blocks of GGUF files, by their types."""
 
-PACKED = {8: Form(8, group=SHARED[8]), 4: Form(4, 8, group=SHARED[4])}
+PACKED = {8: Form(8, 128, group=SHARED[8]), 4: Form(4, 8, group=SHARED[4])}
 """Forms of weights that are packed here, by their bits."""
 
 
@@ -78,7 +80,8 @@ class Parts(NamedTuple):
     """Tensors of a matrix, or of one for each expert with an axis before these.
 
     Attributes:
-        numbers: ``[n_out, numbers of a row]``; two of 4 bits in one of them.
+        numbers: int32 ``[n_out, n_in * bits / 32]``, the words of chunks; or of 16 bits
+            ``[n_out, n_in]``, the weights.
         steps: ``[n_out, n_groups, 1]``, of two with minima; empty for 16 bits.
         tops: float16 ``[n_out, n_groups / top, 1]``, of two with minima; empty where there is none.
     """
@@ -201,9 +204,9 @@ def _packed(weight: Tensor, device: torch.device, bits: int) -> tuple[Form, Part
         held = of_rows.float()
         inverse = torch.where(held == 0, 0.0, 1.0 / torch.where(held == 0, 1.0, held))
         found = torch.round(grouped * inverse[..., None])
-        low, high = (-8, 7) if bits == 4 else (-128, 127)
-        found = found.clamp(low, high).nan_to_num(low).flatten(1)[:, :n_in]
-        numbers.append(_in_pairs((found + 8).byte()) if bits == 4 else found.to(torch.int8))
+        zero = form.zero
+        found = found.clamp(-zero, zero - 1).nan_to_num(-zero).flatten(1)[:, :n_in]
+        numbers.append(_in_words((found + zero).byte(), bits))
         steps.append(of_rows[..., None])
     return form, Parts(torch.cat(numbers), torch.cat(steps), _nothing(device))
 
@@ -237,20 +240,23 @@ def _nothing(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.float16, device=device)
 
 
-def _in_pairs(numbers: Tensor) -> Tensor:
-    """Put numbers of 4 bits ``[..., n]`` in bytes, the first of two in the lower half."""
-    low, high = numbers.unflatten(-1, (-1, 2)).unbind(-1)
-    both: Tensor = low | (high << 4)
-    return both
+def _in_words(numbers: Tensor, bits: int) -> Tensor:
+    """Put numbers ``[n_out, n_in]``, a byte each, in the words of chunks."""
+    fields = numbers.unflatten(-1, (-1, 32 // bits, 4)).unbind(-2)
+    words = fields[0].int()
+    for j, field in enumerate(fields[1:], 1):
+        words |= field.int() << (bits * j)
+    return words.flatten(-2)
 
 
 # What files have ----------------------------------------------------------------------------------
 
 
 def _shipped(blocks: Tensor, exponents: Tensor, device: torch.device) -> tuple[Form, Parts]:
-    """Return a matrix of a checkpoint in MXFP4, whose pairs lie as they do here."""
-    numbers, steps = blocks.flatten(1).to(device), exponents[..., None].to(device)
-    return FORMS["MXFP4"], Parts(numbers, steps, _nothing(device))
+    """Return a matrix of a checkpoint in MXFP4, which has two inputs in a byte, the lower first."""
+    pairs, steps = blocks.flatten(1).to(device), exponents[..., None].to(device)
+    numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+    return FORMS["MXFP4"], Parts(_in_words(numbers, 4), steps, _nothing(device))
 
 
 def _parts_of(stored: Stored, device: torch.device) -> tuple[Form, Parts]:
@@ -258,8 +264,9 @@ def _parts_of(stored: Stored, device: torch.device) -> tuple[Form, Parts]:
     if isinstance(stored, StoredAffine):
         numbers, scales, minima = (part.to(device) for part in stored.read())
         form = Form(stored.bits, group=stored.group, has_minima=True)
-        numbers = _in_pairs(numbers) if stored.bits == 4 else numbers
-        return form, Parts(numbers, torch.stack([scales, minima], -1), _nothing(device))
+        return form, Parts(
+            _in_words(numbers, stored.bits), torch.stack([scales, minima], -1), _nothing(device)
+        )
     form, rows = FORMS[stored.type_name], stored.read().to(device)
     if form.bits == 16:
         dtype = torch.float16 if stored.type_name == "F16" else torch.bfloat16
@@ -268,10 +275,7 @@ def _parts_of(stored: Stored, device: torch.device) -> tuple[Form, Parts]:
     found = []
     for some in rows.split(max(1, _AT_A_TIME // stored.n_in)):
         numbers, steps, tops = _READERS[stored.type_name](some.unflatten(1, (per_row, -1)))
-        numbers = numbers.flatten(1)
-        if form.bits == 4:
-            numbers = _in_pairs(numbers)
-        found.append((numbers, steps.flatten(1, 2), tops))
+        found.append((_in_words(numbers.flatten(1), form.bits), steps.flatten(1, 2), tops))
     parts = [torch.cat(part) for part in zip(*found, strict=True)]
     return form, Parts(*parts)
 
@@ -298,19 +302,18 @@ def _fifth(found: Tensor) -> Tensor:
     return (((found[..., None] >> at) & 1) << 4).flatten(-2)
 
 
-def _read_simple(blocks: Tensor, n_steps: int, *, fifth: bool, sub: int = 0) -> Read:
+def _read_simple(blocks: Tensor, n_steps: int, *, fifth: bool) -> Read:
     """Read blocks of 32: their float16 numbers, a bit of each number or none, and half bytes."""
     at = 2 * n_steps
     steps = _float16(blocks[..., :at]).unsqueeze(-2)
     numbers = _halves(blocks[..., at + 4 * fifth :])
     if fifth:
         numbers = numbers | _fifth(blocks[..., at : at + 4])
-    numbers = (numbers.to(torch.int8) - sub) if fifth else numbers
     return numbers, steps, _nothing(blocks.device)
 
 
 def _read_q8_0(blocks: Tensor) -> Read:
-    numbers = blocks[..., 2:].contiguous().view(torch.int8)
+    numbers = blocks[..., 2:] ^ 128  # of int8: 128 more
     return numbers, _float16(blocks[..., :2]).unsqueeze(-2), _nothing(blocks.device)
 
 
@@ -335,7 +338,6 @@ def _read_k(blocks: Tensor, *, fifth: bool) -> Read:
     if fifth:
         at = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
         numbers |= (((blocks[..., None, 16:48] >> at) & 1) << 4).flatten(-2)
-        numbers = numbers.to(torch.int8)
     return numbers, _counts(blocks[..., 4:16]), tops
 
 
@@ -344,7 +346,7 @@ def _read_q6_k(blocks: Tensor) -> Read:
     low = torch.cat([low & 15, low >> 4], -1)
     at = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     high = ((blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> at) & 3).flatten(-2)
-    numbers = (low | (high << 4)).flatten(-2).to(torch.int8) - 32
+    numbers = (low | (high << 4)).flatten(-2)
     steps = blocks[..., 192:208].contiguous().view(torch.int8)
     return numbers, steps[..., None], _float16(blocks[..., 208:210])
 
@@ -361,7 +363,7 @@ def _read_iq4_xs(blocks: Tensor) -> Read:
 _READERS: dict[str, Callable[[Tensor], Read]] = {
     "Q4_0": partial(_read_simple, n_steps=1, fifth=False),
     "Q4_1": partial(_read_simple, n_steps=2, fifth=False),
-    "Q5_0": partial(_read_simple, n_steps=1, fifth=True, sub=16),
+    "Q5_0": partial(_read_simple, n_steps=1, fifth=True),
     "Q5_1": partial(_read_simple, n_steps=2, fifth=True),
     "Q8_0": _read_q8_0,
     "Q4_K": partial(_read_k, fifth=False),

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from kvcellar.backends.torch.gpu import products
-from kvcellar.backends.torch.gpu.launch import TYPES, is_interpreted, on_device
+from kvcellar.backends.torch.gpu.launch import TYPES, is_interpreted, on_device, programs_of
 from kvcellar.backends.torch.gpu.matrices import IQ4_NUMBERS, CardMatrices
 from kvcellar.backends.torch.gpu.plans import rounded_up
 
@@ -20,8 +20,32 @@ FEW = 4
 FEW_PAIRS = 32
 """Rows with an expert each up to which each of them reads its expert by itself."""
 
+MANY = 128
+"""Rows from which weights in few bits are unpacked before torch multiplies.
+
+Unpacking costs each weight about 5 bytes of traffic, 1.5 ps on a card of 3.3 TB/s, and then each
+row 3.3 fs at 600 TFLOP/s. Tiles cost each weight some ten operations for every 128 rows, which is
+0.3 ps, and each row twice what torch takes. By that both take as long at 260 rows, and at 128 where
+what is unpacked stays in the second cache; neither has been measured.
+"""
+
+UNPACKED_BYTES = 32 << 20
+"""Bytes of weights that are unpacked at a time: they stay in a card's second cache."""
+
 OUTPUTS_AT_ONCE, NUMBERS_AT_ONCE = 4, 8192
 """Outputs of a program of few rows, and bits of each that it reads at once: 32 bytes a thread."""
+
+CHUNKS_AT_ONCE = 128
+"""Chunks of an output in few bits that a program reads at once: one of each output a thread.
+
+Outputs are twice as many there for a row alone: what is done to inputs is done for all of them.
+"""
+
+PARTS = 16
+"""Parts that inputs are split into at most, so that a product of few tiles fills a card."""
+
+TAKEN = 16
+"""Weights of a program that unpacks, in thousands of bits."""
 
 LEAST_TILE, MOST_TILE = 16, 128
 """Rows of a tile; float32 has half as many at most, since tiles are twice as large."""
@@ -98,6 +122,8 @@ def multiply(
     if n_rows <= FEW:
         return _few(weights, x, to, 1, None, norm, is_gated=is_gated)
     assert not is_gated and norm is None, "those are for few rows"
+    if n_rows >= MANY or weights.parts.numbers.dtype == x.dtype:
+        return _many(weights, x, to)
     return _tiles(weights, x, to, 1, None, min(max(LEAST_TILE, rounded_up(n_rows)), _most_tile(x)))
 
 
@@ -161,14 +187,51 @@ def take(weights: CardMatrices, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of a matrix, ``[n] -> [n, n_in]``; zeros for a row that is not there."""
     kind = torch.float32 if is_interpreted() else dtype
     out = torch.empty((len(ids), weights.n_in), dtype=kind, device=ids.device)
-    k = min(1024, triton.next_power_of_2(weights.n_in))
-    if len(ids):
-        with on_device(ids.device):
-            products.take_rows[(len(ids), triton.cdiv(weights.n_in, k))](
-                ids, out, *_places(weights), weights.n_out, weights.n_in, _row(weights),
-                *_fixed(weights, k), k,
-            )  # fmt: skip
+    _unpack(weights, ids, 0, out)
     return out.to(dtype)
+
+
+def _unpack(weights: CardMatrices, ids: Tensor | None, first: int, out: Tensor) -> None:
+    """Write weights of outputs, those of ``ids`` or the first one on, as rows ``[n, n_in]``."""
+    if not len(out):
+        return
+    k = min(1024, triton.next_power_of_2(weights.n_in))
+    n = 1 if ids is not None else TAKEN * 1024 // weights.form.bits // k
+    with on_device(out.device):
+        products.take_rows[(triton.cdiv(len(out), n), triton.cdiv(weights.n_in, k))](
+            out if ids is None else ids, first, out, *_places(weights), len(out), weights.n_out,
+            weights.n_in, *weights.form, ids is not None, n, k,
+        )  # fmt: skip
+
+
+def _many(weights: CardMatrices, x: Tensor, to: Result) -> Tensor:
+    """Multiply by torch; weights in few bits, or of another type, are unpacked a part at a time."""
+    out = x.new_empty((to.n_rows, to.n_out)) if to.out is None else to.out
+    n_out, plain = to.n_out, weights.parts.numbers[0]
+    if plain.dtype == x.dtype:
+        return _by_torch(x, plain, to, slice(None), out)
+    at_once = max(1, UNPACKED_BYTES // (weights.n_in * x.itemsize))
+    kind = torch.float32 if is_interpreted() else x.dtype
+    room = x.new_empty((min(at_once, n_out), weights.n_in), dtype=kind)
+    for first in range(0, n_out, at_once):
+        part = room[: n_out - first]
+        _unpack(weights, None, first, part)
+        _by_torch(x, part.to(x.dtype), to, slice(first, first + len(part)), out)
+    return out
+
+
+def _by_torch(x: Tensor, weight: Tensor, to: Result, outputs: slice, out: Tensor) -> Tensor:
+    """Multiply rows by weights of their type, for some outputs of a result."""
+    found = out[:, outputs]
+    add = None if to.add is None else to.add[:, outputs]
+    bias = None if to.bias is None else to.bias[outputs]
+    if add is None and bias is None:
+        torch.mm(x, weight.T, out=found)
+        return out
+    torch.addmm(bias if add is None else add, x, weight.T, out=found)
+    if add is not None and bias is not None:
+        found += bias
+    return out
 
 
 def _few(
@@ -185,15 +248,29 @@ def _few(
     norm_weight, eps = (x, 0.0) if norm is None else norm
     bias, add = (x if one is None else _by_rows(one) for one in (to.bias, to.add))
     rows = 1 if chosen is not None else rounded_up(to.n_rows)
-    numbers = NUMBERS_AT_ONCE // weights.form.bits // (1 + is_gated)
-    n, k = OUTPUTS_AT_ONCE, min(numbers, triton.next_power_of_2(weights.n_in))
+    n, bits = OUTPUTS_AT_ONCE, weights.form.bits
+    experts = x if chosen is None else chosen
+    sizes = (
+        to.n_rows, weights.n_experts, to.n_out, weights.n_in,
+        x.stride(0), out.stride(0), add.stride(0), per, eps,
+    )  # fmt: skip
+    has = (
+        to.bias is not None, to.add is not None, norm is not None, chosen is not None, is_gated,
+    )  # fmt: skip
     with on_device(x.device):
-        products.multiply_few[(triton.cdiv(to.n_out, n), triton.cdiv(to.n_rows, rows))](
-            x, out, bias, add, norm_weight, *_places(weights), x if chosen is None else chosen,
-            to.n_rows, weights.n_experts, to.n_out, weights.n_in, _row(weights),
-            x.stride(0), out.stride(0), add.stride(0), per, eps, *_fixed(weights, k),
-            to.bias is not None, to.add is not None, norm is not None, chosen is not None,
-            is_gated, rows, n, k,
+        if bits == 16:
+            k = min(NUMBERS_AT_ONCE // bits // (1 + is_gated), rounded_up(weights.n_in))
+            products.multiply_few[(triton.cdiv(to.n_out, n), triton.cdiv(to.n_rows, rows))](
+                x, out, bias, add, norm_weight, weights.parts.numbers, experts, *sizes, *has,
+                rows, n, k,
+            )  # fmt: skip
+            return _rounded(out, to, x)
+        n = (2 * n if rows == 1 else n) // (1 + is_gated)
+        chunk = 128 // bits
+        chunks = min(CHUNKS_AT_ONCE, rounded_up(weights.n_in // chunk))
+        products.multiply_packed[(triton.cdiv(to.n_out, n), triton.cdiv(to.n_rows, rows))](
+            x, out, bias, add, norm_weight, *_places(weights), experts, *sizes, *weights.form,
+            *has, rows, n, chunks * chunk, num_warps=max(1, chunks // 32),
         )  # fmt: skip
     return _rounded(out, to, x)
 
@@ -211,14 +288,30 @@ def _tiles(
     computes = torch.float32 if is_interpreted() else x.dtype
     if computes is torch.float32:
         k //= 2
+    steps, n_programs = triton.cdiv(weights.n_in, k), triton.cdiv(to.n_out, n) * n_tiles
+    n_parts = 1
+    if of_experts is None:
+        n_parts = max(1, min(PARTS, steps // 2, programs_of(x.device) // (2 * n_programs)))
+    split = triton.cdiv(steps, n_parts) * k
+    n_parts = triton.cdiv(weights.n_in, split)
+    room = out
+    if n_parts > 1:
+        room = torch.empty((n_parts, to.n_rows, to.n_out), dtype=torch.float32, device=x.device)
+    is_whole = n_parts == 1
     with on_device(x.device):
-        products.multiply_tiles[(triton.cdiv(to.n_out, n), n_tiles)](
-            x, out, bias, add, *_places(weights), order, tiles,
-            to.n_rows, to.n_out, weights.n_in, _row(weights),
-            x.stride(0), out.stride(0), add.stride(0), per, *_fixed(weights, k),
-            to.bias is not None, to.add is not None, of_experts is not None, TYPES[computes],
+        products.multiply_tiles[(triton.cdiv(to.n_out, n), n_tiles, n_parts)](
+            x, room, bias, add, *_places(weights), order, tiles,
+            to.n_rows, to.n_out, weights.n_in,
+            x.stride(0), room.stride(-2), add.stride(0), per, split, to.n_rows * to.n_out,
+            *weights.form, is_whole and to.bias is not None, is_whole and to.add is not None,
+            of_experts is not None, TYPES[computes],
             size, n, k, num_warps=8 if size > 64 else 4, num_stages=4 if size <= 32 else 3,
         )  # fmt: skip
+        if not is_whole:
+            products.sum_parts[(triton.cdiv(to.n_out, 512), to.n_rows)](
+                room, out, bias, add, n_parts, to.n_rows, to.n_out, out.stride(0), add.stride(0),
+                to.bias is not None, to.add is not None, 512,
+            )  # fmt: skip
     return _rounded(out, to, x)
 
 
@@ -250,19 +343,12 @@ def _by_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _places(weights: CardMatrices) -> tuple[Tensor, ...]:
-    return (*weights.parts, _table(weights.parts.numbers.device))
+def _places(weights: CardMatrices) -> tuple[Tensor | int, ...]:
+    return (*weights.parts, _table(weights.parts.numbers.device), _WHOLE)
 
 
-def _row(weights: CardMatrices) -> int:
-    return weights.parts.numbers.shape[2]
-
-
-def _fixed(weights: CardMatrices, k: int) -> tuple[int | bool, ...]:
-    """Return what a kernel is compiled for; groups are met in powers of two of inputs."""
-    form = weights.form
-    spread = min(k, form.group & -form.group) if form.group else k
-    return (*form, spread)
+_WHOLE = 0x4B000000
+"""Bits of 2 ** 23 as float32, which a kernel has in a register."""
 
 
 @functools.cache
