@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("triton")
+
 import kvcellar as kv
 from kvcellar.backends.torch.gpu import logits as device
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams
@@ -15,6 +17,7 @@ from kvcellar.engine.speculate import NgramDrafter
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.kept_logits import RowSampling
+from tests.backends.gpu.interpreter import hasten
 from tests.engine.test_engine import nothing_is_left
 
 
@@ -25,6 +28,7 @@ def demo() -> Any:
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasten()
     monkeypatch.setattr(device, "ON_CPU", True)
 
 

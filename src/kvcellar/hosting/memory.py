@@ -32,8 +32,9 @@ EAGLE3 = "eagle3"
 NGRAM_BYTES = 512
 """About what a token takes that n-grams are remembered of: an entry per length, and itself."""
 
-CARD_WORKSPACE = 96 << 20
-"""Bytes that a card's libraries and the parts of split attention take beside a forward's own."""
+CARD_WORKSPACE = 128 << 20
+"""Bytes that a card's libraries, the parts of split attention, and weights in few bits that are
+unpacked for a product take beside a forward's own."""
 
 SAMPLING_BYTES, SAMPLED_ROWS = 13, 64
 """Bytes that sampling on a card takes more of each logit, of so many rows at a time."""

@@ -26,16 +26,20 @@ from kvcellar.backends.torch.cpu.rotations import Rotation
 from kvcellar.backends.torch.gpu import (
     between,
     choice,
+    draws,
     kernels,
     launch,
     layers,
     linears,
     multiply,
     products,
+    sampling,
+    settings,
     stores,
 )
 from kvcellar.backends.torch.gpu.matrices import FORMS, PACKED, CardMatrices, Form, Parts
 from kvcellar.backends.torch.gpu.steps import placed_of
+from kvcellar.models.kept_logits import RowSampling
 
 CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
     "bf16": (LayerGroup((0,), 2, 64, 64), 8, "bfloat16", torch.bfloat16, False),
@@ -70,6 +74,9 @@ WEIGHTS: dict[str, tuple[Form, torch.dtype]] = {
 }
 """(form of a matrix, type of its inputs) by name."""
 
+SAMPLING = {"sampling": 128_256, "sampling-of-few": 1000}
+"""Tokens of a vocabulary, by name."""
+
 KERNELS = (
     (kernels, "attend_lists"),
     (kernels, "merge_parts"),
@@ -81,6 +88,9 @@ KERNELS = (
     (products, "multiply_tiles"),
     (products, "sum_parts"),
     (products, "take_rows"),
+    (draws, "adjust_tiles"),
+    (draws, "weigh_tiles"),
+    (draws, "choose_rows"),
     (between, "norm_rows"),
     (between, "turn_heads"),
     (between, "gate_rows"),
@@ -141,6 +151,9 @@ def compile_case(name: str, target: GPUTarget) -> None:
         multiply_all(*WEIGHTS[name])
         lay_between(WEIGHTS[name][1])
         return
+    if name in SAMPLING:
+        sample_all(SAMPLING[name])
+        return
     group, n_heads, kv_dtype, dtype, has_sinks = CASES[name]
     config = make_config(ModelCacheParams(1, groups=(group,)), capacity=2048, kv_dtype=kv_dtype)
     make = make_paged_session if "window" in name else make_seq_session
@@ -180,6 +193,15 @@ def multiply_all(form: Form, dtype: torch.dtype) -> None:
         multiply.multiply_chosen(weights, x, chosen, bias, rows)
 
 
+def sample_all(n_vocab: int) -> None:
+    """Take the likeliest tokens, adjust and draw."""
+    logits = torch.zeros(2, n_vocab, dtype=torch.bfloat16)
+    sampling.likeliest(logits)
+    for draw in (None, 0.5):
+        sent = settings.sent([RowSampling(0, draw=draw, top_p=0.9)], n_vocab, logits.device)
+        sampling.sampled(logits, sent, 0)
+
+
 def lay_between(dtype: torch.dtype) -> None:
     """Normalise rows, turn heads with and without norms, gate rows."""
     norm, heads = linears.CardNorm(torch.zeros(128, dtype=dtype), 1e-5), (8, 2, 128)
@@ -214,7 +236,7 @@ def main() -> None:
     choice.ON_CPU = True
     launch.shared_bytes = lambda device: 232_448 if size == "large" else 101_376
     launch.has_fp8 = lambda device: backend == "cuda" and int(arch) >= 89
-    for name in names or (*CASES, *WEIGHTS):
+    for name in names or (*CASES, *WEIGHTS, *SAMPLING):
         compile_case(name, target)
 
 

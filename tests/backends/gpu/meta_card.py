@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvcellar.backends.torch.gpu import choice, launch, layers, linears, multiply
+from kvcellar.backends.torch.gpu import choice, launch, layers, linears, multiply, sampling
 from kvcellar.backends.torch.run import place_weights as holding
 
 CARD = torch.device("meta")
@@ -201,9 +201,9 @@ def meta_card() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (choice, holding):
             patch.setattr(module, "is_gpu", lambda device: device.type == CARD.type)
-        for module in (launch, multiply, linears):
+        for module in (launch, multiply, linears, sampling):
             patch.setattr(module, "is_interpreted", lambda: False)
-        for module in (launch, multiply, linears, layers):
+        for module in (launch, multiply, linears, layers, sampling):
             patch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
         patch.setattr(InterpretedFunction, "run", lambda *args, **named: None)
         yield

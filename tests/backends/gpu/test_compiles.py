@@ -36,15 +36,16 @@ OF_FEW_BITS = ("multiply_packed", "sum_parts")
 
 @needs_triton
 def test_kernels_compile_for_nvidia() -> None:
-    found = compiled("cuda", "90", "large", *QUICK, *WEIGHTS)
+    found = compiled("cuda", "90", "large", *QUICK, *WEIGHTS, "sampling")
     names = {(one["kernel"], one["case"]) for one in found}
     assert names == {
         (kernel, case)
         for kernel in ("attend_lists", "merge_parts", "write_rows", "move_rows", "copy_rows")
         for case in QUICK
     } | {(kernel, case) for kernel in OF_WEIGHTS for case in WEIGHTS} | {
-        ("multiply_few", "weights-bf16"), *((kernel, "weights-q4_k") for kernel in OF_FEW_BITS)
-    }  # fmt: skip
+        ("multiply_few", "weights-bf16"),
+        *((kernel, "weights-q4_k") for kernel in OF_FEW_BITS),
+    } | {(kernel, "sampling") for kernel in ("adjust_tiles", "weigh_tiles", "choose_rows")}
     assert all(int(str(one["shared"])) <= LARGE for one in found)
     assert all(one["wide"] for one in found if one["kernel"] == "multiply_packed")
 

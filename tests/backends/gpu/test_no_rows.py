@@ -95,7 +95,7 @@ def test_sampling() -> None:
     logits = numbers(0, 9)
     assert sampling.likeliest(logits).shape == (0, 2)
     assert sampling.scored(logits, WHOLE, 2).shape == (0, 3 + 2 * 2)
-    assert sampling.sampled(logits, sent([], (0, 9), CARD), 2, 0).shape == (0, 3 + 2 * 2)
+    assert sampling.sampled(logits, sent([], 9, CARD), 2).shape == (0, 2)
     for likeliest in (None, sampling.likeliest(logits)):
         kept = DeviceLogits(logits, likeliest)
         assert kept.sample([]) == kept.score(0, np.empty(0, np.int64), 2) == []

@@ -264,7 +264,9 @@ class OnMeta(TorchFunctionMode):
         test_a_result_is_added_and_goes_where_it_is_wanted,
         test_a_gate_is_joined_with_the_product,
         test_inputs_are_normed_on_their_way,
-        lambda: test_many_rows_are_tiles(70),
+        lambda: test_more_rows_are_tiles_of_parts_of_the_inputs(
+            70, multiply.PARTS, pytest.MonkeyPatch()
+        ),
         lambda: test_packed_weights_are_those_that_the_cpu_kernel_packs((37, 160), 8),
         test_matrices_of_one_form_are_joined,
     ],

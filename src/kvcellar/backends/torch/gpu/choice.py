@@ -43,14 +43,15 @@ def has_cells(pool: LayerPool, device: torch.device) -> TypeGuard[Pool | BlockFi
 
 def is_gpu(device: torch.device) -> bool:
     """Return true if Triton's kernels run on a device."""
-    return ON_CPU if device.type == "cpu" else device.type in ("cuda", "xpu") and _has_triton()
+    return ON_CPU if device.type == "cpu" else device.type in ("cuda", "xpu") and has_triton()
 
 
 def has_graphs(device: torch.device) -> bool:
     """Return true if small forwards on a device are recorded as graphs."""
-    return device.type == "cuda" and _has_triton()
+    return device.type == "cuda" and has_triton()
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return true if Triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None

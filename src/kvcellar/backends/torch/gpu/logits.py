@@ -10,23 +10,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcellar.backends.torch.cache.shortage import within_memory
-from kvcellar.backends.torch.gpu.sampling import sampled, scored
+from kvcellar.backends.torch.gpu.choice import has_triton
 from kvcellar.backends.torch.gpu.settings import is_plain, sent
 from kvcellar.models.kept_logits import RowChoice, RowSampling
 from kvcellar.types import IntArray
 
 ON_CPU = False
-"""Tests set it: a CPU is a GPU then."""
+"""Tests set it, where Triton interprets its kernels: a CPU is a GPU then."""
 
 MOST_ROWS = 64
 """Rows that are sampled at a time: some 25 bytes a logit are needed meanwhile."""
 
 
 def samples_on(device: torch.device) -> bool:
-    """Return true if logits stay on a device and are sampled there, which takes float64."""
-    if device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return ON_CPU if device.type == "cpu" else device.type == "cuda"
+    """Return true if logits stay on a device and are sampled there: by Triton, with float64."""
+    if device.type == "cpu":
+        return ON_CPU
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        return False
+    return device.type in ("cuda", "xpu") and has_triton()
 
 
 class DeviceLogits:
@@ -43,6 +45,8 @@ class DeviceLogits:
 
     def score(self, first: int, token_ids: IntArray, n_top: int) -> list[RowChoice]:
         """See :meth:`kvcellar.models.kept_logits.KeptLogits.score`."""
+        from kvcellar.backends.torch.gpu.sampling import scored  # it imports Triton
+
         n_top = min(n_top, self._logits.shape[1])
         with torch.inference_mode():
             ids = torch.from_numpy(np.array(token_ids, np.int64)).to(self._logits.device)
@@ -71,18 +75,14 @@ class DeviceLogits:
         ]
 
     @torch.inference_mode()
-    def _told(self, parts: Sequence[Sequence[RowSampling]], n_top: int) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = (
-            torch.cat([self._sampled(part, n_top) for part in parts]).cpu().numpy()
-        )
-        return found
+    def _told(
+        self, parts: Sequence[Sequence[RowSampling]], n_top: int
+    ) -> list[NDArray[np.float64]]:
+        from kvcellar.backends.torch.gpu.sampling import sampled  # it imports Triton
 
-    def _sampled(self, asked: Sequence[RowSampling], n_top: int) -> Tensor:
-        n_vocab = self._logits.shape[1]
-        settings = sent(asked, self._logits.shape, self._logits.device)
-        ks = [ask.top_k for ask in asked if ask.draw is not None and ask.top_k < n_vocab]
-        raw = self._logits if settings.rows is None else self._logits[settings.rows]
-        return sampled(raw.float(), settings, n_top, max(ks, default=0))
+        device, n_vocab = self._logits.device, self._logits.shape[1]
+        found = [sampled(self._logits, sent(part, n_vocab, device), n_top) for part in parts]
+        return [row for told in found for row in told.cpu().numpy()]
 
 
 def _choice(told: NDArray[np.float64], n_top: int, wanted: int | None = None) -> RowChoice:

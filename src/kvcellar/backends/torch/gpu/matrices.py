@@ -243,7 +243,7 @@ def _nothing(device: torch.device) -> Tensor:
 def _in_words(numbers: Tensor, bits: int) -> Tensor:
     """Put numbers ``[n_out, n_in]``, a byte each, in the words of chunks."""
     fields = numbers.unflatten(-1, (-1, 32 // bits, 4)).unbind(-2)
-    words = fields[0].int()
+    words: Tensor = fields[0].int()
     for j, field in enumerate(fields[1:], 1):
         words |= field.int() << (bits * j)
     return words.flatten(-2)

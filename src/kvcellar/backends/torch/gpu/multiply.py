@@ -225,10 +225,11 @@ def _by_torch(x: Tensor, weight: Tensor, to: Result, outputs: slice, out: Tensor
     found = out[:, outputs]
     add = None if to.add is None else to.add[:, outputs]
     bias = None if to.bias is None else to.bias[outputs]
-    if add is None and bias is None:
+    first = bias if add is None else add
+    if first is None:
         torch.mm(x, weight.T, out=found)
         return out
-    torch.addmm(bias if add is None else add, x, weight.T, out=found)
+    torch.addmm(first, x, weight.T, out=found)
     if add is not None and bias is not None:
         found += bias
     return out

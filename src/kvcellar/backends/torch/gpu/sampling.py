@@ -1,46 +1,48 @@
-"""Sampling of many rows of logits at once, by torch's operations on whichever device they are.
+"""Sampling of many rows of logits at once, on their device, by the kernels of ``draws``.
 
-It does to all rows what ``kvcellar.engine.sampling`` does to one, in the same types and order, so
-that the same draws choose the same tokens. Nothing here waits for the device.
+It does to all rows what ``kvcellar.engine.sampling`` does to one, with the same numbers, so that
+the same draws choose the same tokens. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
-from kvcellar.backends.torch.gpu.settings import Adjustments, Draws, Settings
+from kvcellar.backends.torch.gpu import draws
+from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
+from kvcellar.backends.torch.gpu.settings import Settings
+
+TILE = 2048
+"""Logits of a program."""
+
+LISTED = 256
+"""Tokens of a list that a program looks at together."""
 
 _LOW = (1 << 32) - 1
-_NEVER = -torch.inf
 
 
-def sampled(raw: Tensor, settings: Settings, n_top: int, most_k: int) -> Tensor:
-    """Choose a token for each row; return all that is told of it, in one tensor.
+def sampled(logits: Tensor, settings: Settings, n_top: int) -> Tensor:
+    """Choose a token for each of some rows; return all that is told of it, in one tensor.
 
     Args:
-        raw: float32 ``[R, vocab]``, which stays as it is.
-        settings: of these rows.
+        logits: ``[rows, vocab]``, of any float type, which stay as they are.
+        settings: of R of these rows.
         n_top: likeliest tokens that are told, at most ``vocab``.
-        most_k: the highest ``top_k`` of these rows that cuts anything.
 
     Returns:
-        float64 ``[R, 3 + 2 * n_top]``: the token or -1, the highest logit, the token's log
-        probability where it is wanted, then tokens and log probabilities of the likeliest.
+        float64 ``[R, 2]``: the token or -1, and the highest logit; where log probabilities are
+        wanted ``[R, 3 + 2 * n_top]``: then the token's, then tokens and log probabilities of the
+        likeliest.
     """
-    best, logits = raw.amax(1), raw
-    if settings.adjustments is not None:
-        logits = adjusted(raw, settings.adjustments)
-    token_ids = logits.argmax(1)  # the first of equals
-    highest = logits.gather(1, token_ids[:, None])[:, 0]
-    if settings.draws is not None:
-        rows = settings.draws.rows
-        token_ids[rows] = drawn(logits[rows], settings.draws, most_k)
-    told = raw.new_zeros((len(raw), 3 + 2 * n_top), dtype=torch.float64)
-    told[:, 0], told[:, 1] = token_ids.masked_fill(highest == _NEVER, -1), best
-    if settings.scored is not None:
-        rows = settings.scored
-        told[rows, 2:] = logprobs(raw[rows], token_ids[rows], n_top)
+    found = _chosen(logits, len(settings.ints), settings)
+    if settings.scored is None:
+        return found
+    told = found.new_zeros((len(found), 3 + 2 * n_top))
+    told[:, :2], at = found, settings.scored
+    raw, token_ids = logits[settings.ints[at, 0]].float(), found[at, 0].long().clamp(min=0)
+    told[at, 2:] = logprobs(raw, token_ids, n_top)
     return told
 
 
@@ -49,93 +51,65 @@ def likeliest(logits: Tensor) -> Tensor:
 
     It is what ``sampled`` tells first of rows for which nothing is asked.
     """
-    token_ids = logits.argmax(1)  # the first of equals
-    best = logits.gather(1, token_ids[:, None])[:, 0].double()
-    return torch.stack([token_ids.masked_fill(best == _NEVER, -1).double(), best], 1)
+    return _chosen(logits, len(logits), None)
+
+
+def _adjusted(logits: Tensor, n_rows: int, settings: Settings | None) -> tuple[Tensor, Tensor]:
+    """Return adjusted logits, and what is found of their tiles."""
+    n_vocab, device = logits.shape[1], logits.device
+    tile, n_tiles = _tiles(n_vocab)
+    is_plain = settings is None
+    room = torch.empty((1 if is_plain else n_rows, n_vocab), dtype=torch.float32, device=device)
+    parts = torch.empty((n_rows, n_tiles, 5), dtype=torch.float64, device=device)
+    logits = logits.float() if is_interpreted() else logits
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    ints, floats, ids, values, bits = [parts] * 5 if settings is None else settings[:5]
+    with on_device(device):
+        draws.adjust_tiles[(n_tiles, n_rows)](
+            logits, room, parts, ints, floats, ids, values, bits, n_vocab, n_tiles, bits.shape[1],
+            logits.stride(0), is_plain, tile, LISTED,
+        )  # fmt: skip
+    return room, parts
+
+
+def _chosen(logits: Tensor, n_rows: int, settings: Settings | None) -> Tensor:
+    """Return float64 ``[R, 2]``: tokens, or -1, and the highest logits."""
+    n_vocab, device = logits.shape[1], logits.device
+    told = torch.empty((n_rows, 2), dtype=torch.float64, device=device)
+    if not n_rows:
+        return told
+    tile, n_tiles = _tiles(n_vocab)
+    room, parts = _adjusted(logits, n_rows, settings)
+    tiles = triton.next_power_of_2(n_tiles)
+    ints, floats, ids = [parts] * 3 if settings is None else settings[:3]
+    has_draws = settings is not None and settings.has_draws
+    keys = masses = sums = parts
+    with on_device(device):
+        if settings is not None and has_draws:
+            n_sorted = n_rows if settings.is_cut else 1
+            keys = torch.empty((n_sorted, n_tiles, tile), dtype=torch.int32, device=device)
+            masses = torch.empty((n_sorted, n_tiles, tile), dtype=torch.float64, device=device)
+            sums = torch.empty((n_rows, n_tiles), dtype=torch.float64, device=device)
+            draws.weigh_tiles[(n_tiles, n_rows)](
+                room, parts, keys, masses, sums, ints, floats, ids, n_vocab, n_tiles, tile, tiles
+            )
+        draws.choose_rows[(n_rows,)](
+            room, parts, keys, masses, sums, told, ints, floats, ids, n_vocab, n_tiles,
+            settings is None, has_draws, tile, tiles,
+        )  # fmt: skip
+    return told
+
+
+def _tiles(n_vocab: int) -> tuple[int, int]:
+    """Return the logits of a tile, and how many tiles a row has."""
+    tile = min(TILE, triton.next_power_of_2(n_vocab))
+    return tile, triton.cdiv(n_vocab, tile)
 
 
 def scored(raw: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
-    """Return what ``sampled`` tells, of tokens that were chosen elsewhere, ``[R]``."""
+    """Return all that ``sampled`` tells, of tokens that were chosen elsewhere, ``[R]``."""
     found = torch.stack([token_ids.double(), raw.amax(1).double()], 1)
     return torch.cat([found, logprobs(raw, token_ids, n_top)], 1)
-
-
-def adjusted(raw: Tensor, by: Adjustments) -> Tensor:
-    """Return a copy of logits with penalties, bias and guides."""
-    logits = raw.clone()
-    flat = logits.view(-1)
-    if len(by.held):
-        values = flat[by.held]
-        flat[by.held] = torch.where(values > 0, values / by.repetition, values * by.repetition)
-    if len(by.sampled):
-        flat[by.sampled] = flat[by.sampled] - by.often - by.once
-    if len(by.biased):
-        flat[by.biased] = flat[by.biased] + by.bias
-    if len(by.guided):
-        logits[by.guided] = _guided(logits[by.guided], by)
-    if len(by.barred):
-        values = flat[by.barred]
-        flat[by.barred] = _NEVER
-        is_left = logits.amax(1).isfinite()[by.barred_rows]
-        flat[by.barred] = torch.where(is_left, _NEVER, values)  # unless nothing else is allowed
-    return logits
-
-
-def _guided(logits: Tensor, by: Adjustments) -> Tensor:
-    """Return the logits ``[G, vocab]`` of rows with guides, -inf where no token may come."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    bits = (by.bits[:, :, None] >> shifts) & 1
-    is_barred = bits.flatten(1)[:, : logits.shape[1]] == 0
-    if len(by.standing):
-        logits[by.standing, by.end_ids] = _together(logits[by.standing], is_barred, by)
-    return logits.masked_fill(is_barred, _NEVER)
-
-
-def _together(logits: Tensor, is_barred: Tensor, by: Adjustments) -> Tensor:
-    """Return the logits of tokens that stand for others: as likely chosen as all of them."""
-    others = is_barred[by.standing].scatter(1, by.end_ids[:, None], True)
-    values = logits.masked_fill(~others, _NEVER)
-    best = values.amax(1)
-    is_drawn = (by.scales > 0) & best.isfinite()
-    scales = torch.where(is_drawn, by.scales, 1.0)
-    weights = ((values.double() - best[:, None].double()) / scales[:, None]).exp()
-    return torch.where(is_drawn, best + (scales * weights.sum(1).log()).float(), best)
-
-
-def drawn(logits: Tensor, by: Draws, most_k: int) -> Tensor:
-    """Sample every row by inverting its cumulative distribution, in order of token ids.
-
-    Returns:
-        int64 ``[D]``: the tokens; any number where none may come.
-    """
-    scaled = logits - logits.amax(1, keepdim=True)  # before the division, which may overflow
-    scaled = scaled / by.temperatures[:, None]
-    weights = scaled.exp()
-    kept = (scaled >= _edges(scaled, by, most_k)[:, None]) & (weights > 0)
-    cumulative = weights.masked_fill(~kept, 0.0).cumsum(1, dtype=torch.float64)
-    is_above = cumulative > by.numbers[:, None] * cumulative[:, -1:]
-    # Zeros need not leave a sum as it is where it is made in parts: only what is kept is chosen.
-    n_vocab = scaled.shape[1]
-    ids = torch.arange(n_vocab, device=scaled.device)
-    first = torch.where(kept & is_above, ids, n_vocab).amin(1)
-    last = torch.where(kept, ids, 0).amax(1)
-    return torch.where(first < n_vocab, first, last)
-
-
-def _edges(scaled: Tensor, by: Draws, most_k: int) -> Tensor:
-    """Return the lowest scaled logit of each row that stays; the highest is 0."""
-    edges = torch.full_like(by.lowest, _NEVER)
-    if len(by.cut_k):
-        highest = scaled[by.cut_k].topk(most_k).values
-        edges[by.cut_k] = highest.gather(1, by.top_k[:, None])[:, 0]
-    if len(by.cut_p):
-        order = scaled[by.cut_p].sort(descending=True).values
-        kept = (order >= edges[by.cut_p][:, None]) & (order.exp() > 0)
-        cumulative = order.double().exp().masked_fill(~kept, 0.0).cumsum(1)
-        at = (cumulative < by.top_p[:, None] * cumulative[:, -1:]).sum(1)
-        at = at.minimum(kept.sum(1) - 1).clamp(min=0)
-        edges[by.cut_p] = order.gather(1, at[:, None])[:, 0]
-    return edges.maximum(by.lowest)
 
 
 def logprobs(raw: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
