@@ -216,6 +216,10 @@ def _load_installed(name: str, points: EntryPoints) -> Any:
     ) from reason
 
 
+_EXTRAS = ("executorch", "mlx")
+"""Backends that need an extra of this package, of their name."""
+
+
 @contextmanager
 def needed_packages(backend: str, who: str) -> Iterator[None]:
     """Say what to install where an import inside of the block finds no package.
@@ -230,7 +234,7 @@ def needed_packages(backend: str, who: str) -> Iterator[None]:
             raise
         way = error.name
         if backend in _own_names():
-            way = pip_command("" if backend == "torch" else backend)
+            way = pip_command(backend if backend in _EXTRAS else "")
         raise BackendError(
             f"{who} needs the package {error.name!r}; install it with: {way}"
         ) from error

@@ -19,7 +19,7 @@ from kvcellar.kv_dtype import parse_kv_dtype
 
 
 def test_copies_are_the_same_numbers_in_storages_of_their_own(monkeypatch):
-    monkeypatch.setattr(memory, "_CHUNK", 1 << 16)
+    monkeypatch.setattr(memory, "CHUNK", 1 << 16)
     tensors = [
         torch.randn(300, 7),
         torch.randn(5, 1000).bfloat16()[:, ::3],

@@ -108,7 +108,7 @@ class Streaming:
 
 
 class Watched:
-    """What lasts until everybody else has gone on, and which threads have called it."""
+    """Access that lasts until engine, loop and stream have gone on, and notes who called it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch

@@ -27,7 +27,7 @@ _TIDIED = (
 
 
 _UNLIMITED = int(1e30)
-"""What transformers has as a length where a model's files say none."""
+"""Length in tokens that transformers gives a tokenizer whose files name none."""
 
 
 class LoadedTokenizer:

@@ -109,6 +109,16 @@ class ModelPlan:
     head: LinearPlan
     rope: RopePlan
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors of the model, each once."""
+        norms, linears = [self.norm], [self.head]
+        for one in self.layers:
+            norms += [n for n in (one.before, one.q_norm, one.k_norm, one.between) if n is not None]
+            linears += [one.qkv, one.o, one.gate_up, one.down]
+        of_linears = (name for one in linears for name in (*one.weights, *one.biases) if name)
+        return tuple(dict.fromkeys((self.embedding, *(one.weight for one in norms), *of_linears)))
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object, for ``from_json``."""
         return asdict(self)

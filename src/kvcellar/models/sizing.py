@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,11 @@ def _other_loader(backend: str) -> ModelLoader:
         return loader_of(second)
 
 
+Count = Callable[[Mapping[str, Any], Path | None], tuple[Mapping[str, int], Mapping[str, Matrix]]]
+"""Function from a ``config.json``, and the GGUF file or folder of what may stay as it is stored, to
+the numbers of every parameter, a tied one once, and those that a kernel can hold."""
+
+
 def size_checkpoint(
     options: LoadOptions,
     facts_of: FactsOf,
@@ -118,6 +123,7 @@ def size_checkpoint(
     has_kernel: bool = False,
     is_coded: bool = False,
     between: str = BETWEEN_BLOCKS,
+    count: Count | None = None,
 ) -> ModelCacheSpec:
     """Work out what a checkpoint's KV and weights cost.
 
@@ -127,6 +133,8 @@ def size_checkpoint(
         has_kernel: true if its linear layers can be held as a kernel reads them.
         is_coded: true if that kernel reads bfloat16 weights in 12 bits here.
         between: type that a model of a file's blocks computes in, where none is asked for.
+        count: counts parameters as ``count_parameters`` of the torch backend, which does it
+            otherwise.
 
     Raises:
         ModelError, ConfigError, BackendError: as ``size_model``.
@@ -136,7 +144,7 @@ def size_checkpoint(
     raw = read_json(path) if checkpoint is None else read_config(checkpoint)
     try:
         asked = parse_weights(options.weights, options.dtype)
-        return _spec_of(options, path, raw, facts_of, asked, has_kernel, is_coded, between)
+        return _spec_of(options, path, raw, facts_of, asked, has_kernel, is_coded, between, count)
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -208,6 +216,7 @@ def _spec_of(
     has_kernel: bool,
     is_coded: bool,
     between: str,
+    count: Count | None,
 ) -> ModelCacheSpec:
     """Work out a spec from a config, and from the weights' files where they lie beside it."""
     name, dtype = options.name, options.dtype
@@ -233,7 +242,8 @@ def _spec_of(
     keeps = checkpoint is not None and has_kernel and files_bytes is not None
     is_grouped = format is not None and format.method in GROUPED
     kept = checkpoint if keeps and (is_grouped or path.suffix != ".json") else None
-    sizes, matrices = _parameters(raw, files, group_size, kept)
+    counted_by = count or _counter_of(raw, files, group_size)
+    sizes, matrices = counted_by(raw, kept)
     if has_kernel and wants_blocks(asked, dtype) and (asked or are_blocks(sizes, matrices)):
         asked, dtype = FILE, between if dtype in (None, "auto") else dtype
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
@@ -360,20 +370,17 @@ def _dtypes(
     return stored, pick_dtype(wanted, raw, stored_types, is_cpu=True)
 
 
-def _parameters(
-    raw: Mapping[str, Any], files: Path | None, group_size: int, kept: Path | None
-) -> tuple[Mapping[str, int], Mapping[str, Matrix]]:
-    """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
+def _counter_of(raw: Mapping[str, Any], files: Path | None, group_size: int) -> Count:
+    """Return what counts a model's parameters: torch, or the files where there is none.
 
     Args:
         raw: the model's ``config.json``.
         files: the folder of a checkpoint that has as many, asked where there is no torch; it says
             nothing of layers.
         group_size: of its tensors that are quantised.
-        kept: a GGUF file or a folder of what may be held as it is stored, and counts so.
 
     Raises:
-        ModelError: the config's fields do not make a model.
+        BackendError: there is neither torch nor such a folder.
     """
     try:
         counter: Any = loader_of("torch")
@@ -381,10 +388,10 @@ def _parameters(
         if files is not None:
             is_tied = bool(getattr(config_from_dict(raw), "tie_word_embeddings", False))
             skip = (*_NOT_TEXT, *(("lm_head.",) if is_tied else ()))
-            return stored_numbers(files, skip, group_size), {}
+            sizes = stored_numbers(files, skip, group_size)
+            return lambda raw, kept: (sizes, {})
         raise BackendError(
             f"{error}; a model's parameters are counted with it; or say weight_bytes in a spec file"
         ) from error
-    found: tuple[Mapping[str, int], Mapping[str, Matrix]]
-    found = counter.count_parameters(raw, kept)
+    found: Count = counter.count_parameters
     return found

@@ -75,9 +75,10 @@ def _by_transformers(folder: Path, what: str) -> Any:
             f'tokenizer.json, and "tokenizer_class": "PreTrainedTokenizerFast" in '
             f"tokenizer_config.json has that file read as it is"
         ) from None
-    return transformers.AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    with quiet(lambda part: None):
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
 
 
 def opening_tokens(tokenizer: Any) -> list[int]:

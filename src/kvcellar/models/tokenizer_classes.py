@@ -17,7 +17,7 @@ from kvcellar.models.gguf.splits import SPLITS
 from kvcellar.models.loaded_tokenizer import str_of
 
 Said = dict[str, Any]
-"""What the files beside ``tokenizer.json`` say of a tokenizer."""
+"""Settings of a tokenizer that are read from the files beside ``tokenizer.json``."""
 
 
 class UnknownTokenizerError(Exception):

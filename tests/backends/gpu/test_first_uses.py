@@ -1,4 +1,4 @@
-"""What the first requests need on a card is there before them, and kept for the next start."""
+"""Kernels and graphs of the first requests on a card: made before these come, and kept on disk."""
 
 from __future__ import annotations
 

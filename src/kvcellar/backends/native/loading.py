@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from kvcellar.backends.native.decoder import NativeDecoder
 from kvcellar.backends.native.runner import NativeRunner
 from kvcellar.backends.native.weights import WeightHolder, tensors_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.kernel import levels
+from kvcellar.kernel import blocks, levels
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -28,8 +30,8 @@ from kvcellar.models.options import LoadOptions, ProgressFn, no_progress
 from kvcellar.models.plan import ModelPlan, kept_plan
 from kvcellar.models.runner import Runner
 from kvcellar.models.sizing import size_checkpoint
-from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet
-from kvcellar.models.weights import BETWEEN_BLOCKS, FILE, PLAIN, parse_weights
+from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer
+from kvcellar.models.weights import BETWEEN_BLOCKS, FILE, PLAIN, Matrix, parse_weights
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 
@@ -55,18 +57,17 @@ class NativeModel(LoadedModel):
 
     def touch_weights(self) -> int:
         """Return the bytes of the weights: loading has read them all."""
-        return self.decoder.holder.arena.n_bytes
+        return sum(array.nbytes for array in self.decoder.holder.kept)
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
     """Load a model and its tokenizer; see :func:`kvcellar.models.load_model`."""
-    with quiet(lambda part: None):
-        folder = find_checkpoint(options.model, lambda part, what: report(0.9 * part, what))
-        report(0.9, "reading the config")
-        raw, plan = _planned(folder, options)
-        dtype, weights = _types(folder, raw, options)
-        report(0.91, "reading the tokenizer")
-        tokenizer = load_tokenizer(folder)
+    folder = find_checkpoint(options.model, lambda part, what: report(0.9 * part, what))
+    report(0.9, "reading the config")
+    raw, plan = _planned(folder, options)
+    dtype, weights = _types(folder, raw, options)
+    report(0.91, "reading the tokenizer")
+    tokenizer = load_tokenizer(folder)
     report(0.92, "loading weights")
     decoder = NativeDecoder(plan, WeightHolder(tensors_of(folder, plan), weights, dtype))
     check_vocabulary(tokenizer, plan.facts.vocab_size, folder)
@@ -149,7 +150,34 @@ def check_model(options: LoadOptions) -> None:
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
     """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
-    return size_checkpoint(options, model_facts, has_kernel=levels.is_available())
+    return size_checkpoint(options, model_facts, has_kernel=True, count=partial(_count, options))
+
+
+def _count(
+    options: LoadOptions, raw: Mapping[str, Any], kept: Path | None
+) -> tuple[dict[str, int], dict[str, Matrix]]:
+    """Count the numbers of a planned model's tensors; its matrices are the kernel's.
+
+    Args:
+        options: of the model.
+        raw: its ``config.json``.
+        kept: a GGUF file whose blocks stay as they are; None: nothing does.
+    """
+    folder = find_checkpoint(options.model, no_progress)
+    _, plan = _planned(folder, options)
+    tensors, exact = tensors_of(folder, plan), (plan.embedding, *plan.head.weights)
+    sizes, matrices = {}, {}
+    for name in plan.tensors:
+        kind, shape = tensors.shape(name)
+        sizes[name] = math.prod(shape)
+        if len(shape) == 2:
+            n_out, n_in = shape
+            is_rows = name == plan.embedding and name not in plan.head.weights
+            n_bytes = 0
+            if kept is not None and kind in blocks.INPUTS:
+                n_bytes = sum(blocks.block_sizes(blocks.block_type(kind), n_in, n_out)[1:])
+            matrices[name] = Matrix(n_out, n_in, name in exact, is_rows, block_bytes=n_bytes)
+    return sizes, matrices
 
 
 def model_facts(raw: Mapping[str, Any]) -> ModelFacts:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,21 +9,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.backends.large_pages import CHUNK, LINE, mapped
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
 from kvcellar.errors import ModelError
 from kvcellar.kernel import attend, blocks, layers
 from kvcellar.kernel import linear as products
-from kvcellar.models.checkpoint import read_header, tensor_places
+from kvcellar.models.checkpoint import TensorPlace, read_header, tensor_places
 from kvcellar.models.gguf.families import FAMILIES
-from kvcellar.models.gguf.reader import GgufFile, read_gguf
+from kvcellar.models.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvcellar.models.plan import LinearPlan, ModelPlan, NormPlan
 from kvcellar.models.weights import BLOCK, FILE, MOST_EXACT_BITS, SHARED, is_fitted
 from kvcellar.types import IntArray
 
 Array = NDArray[Any]
-
-_LARGE_PAGE, _LINE = 2 << 20, 64
-_CHUNK_BYTES = 64 << 20
 
 _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """Types of safetensors that are read, and of the arrays that hold them; bfloat16 as its bits."""
@@ -68,6 +64,14 @@ class Tensors(Protocol):
         """Read the numbers of a tensor of one axis; errors as of ``matrix``."""
         ...
 
+    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return the type and the axes of a tensor, of which nothing is read.
+
+        Raises:
+            ModelError: there is none of that name.
+        """
+        ...
+
 
 def tensors_of(path: Path, plan: ModelPlan) -> Tensors:
     """Open the tensors of a checkpoint: a folder with safetensors, or a GGUF file."""
@@ -87,7 +91,12 @@ class FolderTensors:
         self._places = tensor_places(folder)
         self._files: dict[str, tuple[Array, Mapping[str, Any]]] = {}
 
-    def _numbers(self, name: str) -> tuple[str, Array]:
+    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return a tensor's type and axes; see :class:`Tensors`."""
+        place = self._place(name)
+        return place.dtype, place.shape
+
+    def _place(self, name: str) -> TensorPlace:
         place = self._places.get(name)
         if place is None or place.dtype not in _TYPES:
             there = "is not there" if place is None else f"is in {place.dtype}"
@@ -95,6 +104,10 @@ class FolderTensors:
                 f"{self._folder}: the tensor {name} {there}, and the native backend reads "
                 f"{', '.join(_TYPES)}; load the model with the backend torch"
             )
+        return place
+
+    def _numbers(self, name: str) -> tuple[str, Array]:
+        place = self._place(name)
         if place.file not in self._files:
             path = self._folder / place.file
             self._files[place.file] = np.memmap(path, np.uint8, "r"), read_header(path)
@@ -124,8 +137,8 @@ class GgufTensors:
         """
         import gguf
 
-        family = FAMILIES.get(file.architecture)
-        if family is None or family.norm_offset:
+        family, heads = FAMILIES.get(file.architecture), {one.heads for one in plan.layers}
+        if family is None or family.norm_offset or len(heads) > 1:
             raise ModelError(
                 f"{file.path}: the native backend does not read GGUF files of the architecture "
                 f"{file.architecture!r}; load it with the backend torch"
@@ -135,7 +148,8 @@ class GgufTensors:
         known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
         self._names = gguf.get_tensor_name_map(known[file.architecture], len(plan.layers))
 
-    def _stored(self, name: str) -> tuple[str, Array, int]:
+    def _tensor(self, name: str) -> tuple[GgufTensor, int]:
+        """Return a tensor, and its heads where their rows are stored in pairs that turn, else 0."""
         base, _, suffix = name.rpartition(".")
         found = f"{self._names.get_name(base) or base}.{suffix}"
         tensor = self._file.tensors.get(found)
@@ -144,26 +158,38 @@ class GgufTensors:
                 f"{self._file.path} lacks the tensor {found}, which its plan has as {name}; load "
                 f"the model with the backend torch"
             )
-        rows = self._file.stored(tensor)
-        leaf = found.split(".")[-2]
-        if self._is_turned and leaf in self._heads:  # stored with neighbours turning together
-            n = self._heads[leaf]
-            rows = rows.reshape(n, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
-        return tensor.type_name, rows, tensor.shape[-1]
+        return tensor, self._heads.get(found.split(".")[-2], 0) if self._is_turned else 0
+
+    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return a tensor's type and axes; see :class:`Tensors`."""
+        tensor, _ = self._tensor(name)
+        return tensor.type_name, tensor.shape
 
     def matrix(self, name: str) -> TensorRows:
         """Map a matrix; see :class:`Tensors`."""
-        kind, rows, n_in = self._stored(name)
+        tensor, n_heads = self._tensor(name)
+        kind, n_in = tensor.type_name, tensor.shape[-1]
+        rows = _by_halves(self._file.stored(tensor), n_heads)
         if kind in _TYPES:
             rows = np.ascontiguousarray(rows).view(_TYPES[kind]).reshape(-1, n_in)
         return TensorRows(kind, rows, n_in)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
-        kind, rows, _ = self._stored(name)
+        tensor, n_heads = self._tensor(name)
+        kind = tensor.type_name
         if kind not in _TYPES:
             raise ModelError(f"{self._file.path} has {name} in {kind}, where numbers are expected")
-        return _floats(kind, np.ascontiguousarray(rows).view(_TYPES[kind]).reshape(-1))
+        stored = np.ascontiguousarray(self._file.stored(tensor)).view(_TYPES[kind]).reshape(-1)
+        return _floats(kind, _by_halves(stored, n_heads))
+
+
+def _by_halves(rows: Array, n_heads: int) -> Array:
+    """Return rows whose halves turn together, of heads stored in pairs; of 0 heads as they are."""
+    if not n_heads:
+        return rows
+    pairs = rows.reshape(n_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _floats(kind: str, numbers: Array) -> NDArray[np.float32]:
@@ -176,16 +202,15 @@ class Arena:
     def __init__(self) -> None:
         """Create an empty arena."""
         self._rest = np.empty(0, np.uint8)
-        self.n_bytes = 0
-        """Bytes that were taken."""
 
     def take(self, n_bytes: int) -> Array:
         """Return so many bytes of any value, on a cache line's boundary."""
-        padded = -(-n_bytes // _LINE) * _LINE
+        padded = -(-n_bytes // LINE) * LINE
         if padded > len(self._rest):
-            self._rest = _mapped(max(padded, _CHUNK_BYTES))
+            size = max(padded, CHUNK)
+            memory, start = mapped(size)
+            self._rest = np.frombuffer(memory, np.uint8, count=size, offset=start)
         taken, self._rest = self._rest[:n_bytes], self._rest[padded:]
-        self.n_bytes += n_bytes
         return taken
 
     def copy(self, parts: Sequence[Array]) -> Array:
@@ -194,16 +219,6 @@ class Arena:
         n_bytes = n_rows * first[:1].size * first.itemsize
         out = self.take(n_bytes).view(first.dtype).reshape(n_rows, *first.shape[1:])
         return np.concatenate(parts, out=out)
-
-
-def _mapped(n_bytes: int) -> Array:
-    memory = mmap.mmap(-1, n_bytes + _LARGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    found = np.frombuffer(memory, np.uint8)
-    start = -found.ctypes.data % _LARGE_PAGE
-    return found[start : start + n_bytes]
 
 
 class Embedding:

@@ -49,7 +49,7 @@ from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of, known_path, renew_facts
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
-from kvcellar.models.plan import keep_plan, kept_plan
+from kvcellar.models.plan import keep_plan
 from kvcellar.models.sizing import find_config, size_checkpoint
 from kvcellar.models.tokenizer import (
     check_vocabulary,
@@ -138,6 +138,8 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
             network, held, beside = _read_network(found, reading)
         else:
             (network, leader), held, beside = _read_divided(found), None, NO_ADAPTERS
+    if held is not None and held.plan is not None and not options.is_unchecked:
+        keep_plan(found.raw, held.plan)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     said = [] if held is None else [_said(found, held)]
@@ -250,8 +252,6 @@ def _read_network(found: _FoundCheckpoint, report: ProgressFn) -> tuple[Any, Hel
         report(0.95, "packing the weights")
     where = found.device, known
     held, parts = hold_parts(network, found.weights, *where, found.blocks, found.facts)
-    if held is not None and held.plan is not None and kept_plan(found.raw) != held.plan:
-        keep_plan(found.raw, held.plan)
     if not found.adapters:
         return network, held, NO_ADAPTERS
     report(0.98, f"loading {len(found.adapters)} adapters")

@@ -18,12 +18,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-LARGE_PAGE = 2 << 20
-"""Bytes of a large page on x86; where they are larger or smaller this costs nothing."""
-
-LINE = 64
-
-_CHUNK = 64 << 20
+from kvcellar.backends.large_pages import CHUNK, LARGE_PAGE, LINE, mapped
 
 
 class Arena:
@@ -43,7 +38,7 @@ class Arena:
         if not n_bytes:
             return torch.empty(0, dtype=torch.uint8)
         if self._memory is None or self._at + n_bytes > self._stop:
-            self._memory = self._map(max(n_bytes, _CHUNK))
+            self._memory = self._map(max(n_bytes, CHUNK))
         taken = torch.frombuffer(self._memory, dtype=torch.uint8, count=n_bytes, offset=self._at)
         self._at += -(-n_bytes // LINE) * LINE
         return taken
@@ -62,7 +57,7 @@ class Arena:
 
     def _map(self, n_bytes: int) -> mmap.mmap:
         """Memory to go on in; what is left of the last one stays unused, and so takes nothing."""
-        memory, self._at = _mapped(n_bytes)
+        memory, self._at = mapped(n_bytes)
         self._stop = self._at + n_bytes
         return memory
 
@@ -75,7 +70,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     n_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or n_bytes < LARGE_PAGE:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory, at = _mapped(n_bytes)
+    memory, at = mapped(n_bytes)
     rows = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=at)
     return rows.view(dtype).view(shape)
 
@@ -89,17 +84,3 @@ def give_back() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError, OSError):
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def _mapped(n_bytes: int) -> tuple[mmap.mmap, int]:
-    """Memory in large pages, and the offset of the first: ``n_bytes`` lie from there on."""
-    if sys.platform == "win32":
-        memory = mmap.mmap(-1, n_bytes + LARGE_PAGE)
-    else:
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, n_bytes + LARGE_PAGE, flags=private)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-    return memory, -address % LARGE_PAGE
