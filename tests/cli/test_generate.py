@@ -147,4 +147,4 @@ def test_a_backend_that_is_registered_is_one_of_the_choices(tiny, monkeypatch):
     assert bounded["token_ids"] == own
     refused = run("generate", tiny, *asked, "--backend", "nowhere")
     assert refused.exit_code == 2
-    assert "there are: elsewhere, executorch, mlx, reference, torch" in refused.stderr
+    assert "there are: elsewhere, executorch, mlx, native, reference, torch" in refused.stderr

@@ -113,8 +113,6 @@ class _FoundCheckpoint:
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
     """Load a model and its tokenizer; see :func:`kvcellar.models.load_model`."""
     asked = parse_weights(options.weights, options.dtype)
-    if is_gpu(_device(options)):
-        keep_compiled()
     start = 0.0  # where reading and loading begin, behind a download
 
     def downloading(part: float, what: str) -> None:
@@ -129,6 +127,8 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         folder = find_checkpoint(options.model, downloading)
         reading(0.0, "reading the config")
         found = _check(folder, options, asked)
+        if is_gpu(found.device):
+            keep_compiled()
         _prove(found, options, reading)
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
