@@ -122,7 +122,8 @@ def test_a_bfloat16_checkpoint_gives_float32_logits_near_those_of_transformers(t
     assert got.dtype == np.float32
     # A router's near ties fall one way or the other by the last bit.
     assert np.median(np.abs(got - want)) < (0.1 if family == "gpt_oss" else 0.05)
-    assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.98
+    alike = [np.corrcoef(*rows)[0, 1] for rows in zip(got, want, strict=True)]
+    assert (np.median if family == "gpt_oss" else np.min)(alike) > 0.98, alike
 
 
 def test_the_text_part_of_a_multimodal_gemma_3_runs_alone(tmp_path):
