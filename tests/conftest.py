@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvcellar.home import default_home
+from tests.proved import note_passed, skip_if_proved
 
 settings.register_profile(
     "local",
@@ -87,6 +88,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     for runtime in RUNTIMES:
         if runtime in words:
             item.add_marker(runtime)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what has passed with the very sources that decide it; see ``tests/proved.py``."""
+    skip_if_proved(item)
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Note what has passed with these sources."""
+    if call.when == "call" and call.excinfo is None:
+        note_passed(item)
 
 
 @pytest.fixture

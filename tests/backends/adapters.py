@@ -82,8 +82,7 @@ class TorchAdapter(BackendAdapter):
         state_cases: Sequence[Case] = (),
         device: str = "cpu",
     ) -> None:
-        there = unless_all(*SPLITTABLE)
-        ours = [case for case in walked(cases) if case in there]
+        ours = [case for case in walked(cases) if case in WALKED]
         super().__init__("torch", cases=cases, walked=ours, state_cases=state_cases)
         self.device = device
 
@@ -224,7 +223,7 @@ class TritonAdapter(TorchAdapter):
 class MlxAdapter(BackendAdapter):
     def __init__(
         self,
-        cases: Sequence[Case] = CASES,
+        cases: Sequence[Case] = unless_all(*SPLITTABLE, *SHARED_OR_CHUNKED, *TWO_ROWS),
         walked: Sequence[Case] | None = WALKED,
         state_cases: Sequence[Case] = (),
     ) -> None:

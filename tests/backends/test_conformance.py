@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcellar.kernel import levels
-from kvcellar.testing import CASES, STATE_CASES, ConformanceSuite, NumpyAdapter
+from kvcellar.testing import STATE_CASES, ConformanceSuite, NumpyAdapter
 from tests.backends.adapters import (
+    SHARED_OR_CHUNKED,
+    SPLITTABLE,
     MlxAdapter,
     MlxInSmallPieces,
     NativeAdapter,
@@ -16,12 +18,17 @@ from tests.backends.adapters import (
     TorchQuantised,
     TorchWithoutKernel,
     needs_mlx,
+    unless_all,
     walked,
 )
 
 
 class TestReference(ConformanceSuite):
-    adapter = NumpyAdapter("reference", walked=walked(CASES), state_cases=STATE_CASES)
+    adapter = NumpyAdapter(
+        "reference",
+        walked=walked(unless_all(*SPLITTABLE, *SHARED_OR_CHUNKED)),
+        state_cases=STATE_CASES,
+    )
 
 
 class TestTorch(ConformanceSuite):

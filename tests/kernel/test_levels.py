@@ -14,6 +14,7 @@ import kvcellar
 from kvcellar.kernel import levels
 
 CHECK = Path(levels.__file__).parent / "native" / "check"
+NATIVE = "src/kvcellar/kernel/native"
 needs_kernel = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 
 
@@ -48,6 +49,7 @@ def test_without_the_extension_the_package_says_how_to_get_it():
 
 @pytest.mark.slow
 @pytest.mark.kernel
+@pytest.mark.decided_by(NATIVE)
 def test_random_steps_of_all_levels_of_x86_are_clean_under_the_sanitisers(tmp_path):
     needs("cmake", os.environ.get("CXX", "c++"))
     cpu = Path("/proc/cpuinfo")
@@ -60,6 +62,7 @@ def test_random_steps_of_all_levels_of_x86_are_clean_under_the_sanitisers(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.kernel
+@pytest.mark.decided_by(NATIVE)
 def test_random_steps_of_neon_agree_with_plain_cpp(tmp_path):
     needs("cmake", "aarch64-linux-gnu-g++", "qemu-aarch64")
     arm = "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64"

@@ -41,6 +41,9 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
 }
 """Name of a tiny model -> what differs from that of the other tests."""
 
+EACH_TIME = ("llama", "qwen2_window", "gemma3", "gpt_oss")
+"""Those that every run holds to transformers; with ``KVCELLAR_ALL_CASES`` it is all."""
+
 
 def checkpoint_of(shared: Path, family: str) -> Path:
     """The checkpoint, made by whoever needs it first."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from tests.backends.executorch.programs import FEW_LAYERS
+from tests.backends.executorch.programs import EACH_TIME, FEW_LAYERS
 from tests.models.players import Player
 from tests.models.test_equals_transformers import (
     test_32_decode_steps_choose_the_same_tokens,
@@ -30,9 +32,8 @@ __all__ = [
     "test_two_trees_and_a_plain_sequence_go_through_one_forward",
 ]
 
-pytestmark = [
-    pytest.mark.parametrize("family", FEW_LAYERS),
-]
+FAMILIES = FEW_LAYERS if "KVCELLAR_ALL_CASES" in os.environ else EACH_TIME
+pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture

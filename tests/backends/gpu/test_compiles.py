@@ -30,11 +30,20 @@ def compiled(*words: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+pytestmark = [
+    needs_triton,
+    pytest.mark.decided_by(
+        "src/kvcellar/backends/torch/gpu",
+        "src/kvcellar/bookkeeping",
+        "tests/backends/gpu/compiling.py",
+        packages=("torch", "triton"),
+    ),
+]
+
 OF_WEIGHTS = ("multiply_tiles", "take_rows", "norm_rows", "turn_heads", "gate_rows")
 OF_FEW_BITS = ("multiply_packed", "sum_parts")
 
 
-@needs_triton
 def test_kernels_compile_for_nvidia() -> None:
     found = compiled("cuda", "90", "large", *QUICK, *WEIGHTS, "sampling")
     names = {(one["kernel"], one["case"]) for one in found}
@@ -55,7 +64,6 @@ if "KVCELLAR_ALL_CASES" in os.environ:
     CARDS += [("cuda", "90", "large"), ("cuda", "80", "large"), ("hip", "gfx942", "small")]
 
 
-@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "arch", "size"), CARDS)
 def test_every_variant_compiles_and_fits(backend: str, arch: str, size: str) -> None:

@@ -10,6 +10,7 @@ from kvcellar.testing import CASES, Case, ConformanceSuite
 from kvcellar.testing.cases import group
 from kvcellar.testing.suite.scenarios import Scenarios
 from tests.backends.adapters import TritonAdapter
+from tests.backends.gpu import decided_here
 
 pytest.importorskip("triton")
 
@@ -39,5 +40,6 @@ class All(ConformanceSuite):
     adapter = TritonAdapter(CASES)
 
 
+@decided_here
 class TestTriton(All if "KVCELLAR_ALL_CASES" in os.environ else Few):  # type: ignore[misc]
     pass

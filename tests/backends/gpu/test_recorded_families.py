@@ -23,6 +23,7 @@ from kvcellar.backends.torch.run.runner import TorchRunner  # noqa: E402
 from kvcellar.errors import ModelError  # noqa: E402
 from kvcellar.kernel import levels  # noqa: E402
 from kvcellar.models.tokenizer import quiet  # noqa: E402
+from tests.backends.gpu import decided_here  # noqa: E402
 from tests.backends.gpu.meta_card import CARD, CaptureError, MetaCard, meta_card  # noqa: E402
 from tests.models.test_check import EXACT, RECURRENT  # noqa: E402
 
@@ -70,6 +71,7 @@ def played(card: MetaCard, network: Any, facts: Any) -> StepGraphs:
     return runner.graphs
 
 
+@decided_here
 @pytest.mark.parametrize(("family", "weights"), CASES)
 def test_a_family_s_steps_are_recorded(family: str, weights: str | None, caplog: Any) -> None:
     if weights is not None and not levels.is_available():
