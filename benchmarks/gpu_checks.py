@@ -1,14 +1,25 @@
-"""Distance of logits on a card from transformers': chunks, forks, trees, windows, sinks, states."""
+"""Parts of ``gpu.py`` that ask whether a card computes what transformers does, and NumPy.
+
+How far logits are from transformers' own, with chunks, forks, trees, windows, sinks and states; and
+the tests that run on a card with all their tensors there.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gpu import PARTS
+from gpu_bench import ROOT, Bench, Found, n_graphs_of
 from numpy.typing import NDArray
 
 import kvcellar as kv
@@ -16,8 +27,13 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.models import LoadedModel, load_model
 
 Logits = NDArray[np.float32]
-GraphsOf = Callable[[LoadedModel, Any], None]
-"""Gives a runner the graphs that it has on a card; where there is none, a stand-in's."""
+
+TESTS = (
+    "tests/backends/gpu/test_products.py",
+    "tests/backends/gpu/test_between.py",
+    "tests/engine/test_kept_logits.py",
+    "tests/backends/gpu/test_on_card.py",
+)
 
 FAMILIES = {
     "llama": "seq",
@@ -89,7 +105,47 @@ class Played:
         self.apart = max(self.apart, float(np.abs(found - wanted).max()))
 
 
-def apart(family: str, kind: str, device: str, graphs: GraphsOf) -> tuple[float, int]:
+def agreement(bench: Bench) -> Found:
+    """Measure how far logits are from transformers', with chunks, forks, windows, sinks, trees."""
+    found: Found = {}
+    for family, kind in FAMILIES.items():
+        if bench.is_dry and kind != "tree":
+            continue
+        distance, n_graphs = _apart(family, kind, bench.device)
+        found[f"float32_apart_{family}"] = float(f"{distance:.2g}")
+        found[f"graphs_of_{family}"] = n_graphs
+    n = 16 if bench.is_dry else 512
+    ratio = _rounding(bench.path, bench.model, bench.device, n)
+    return found | {"bfloat16_error_over_transformers": round(ratio, 3)}
+
+
+def checks(bench: Bench) -> Found:
+    """Run the conformance suite, and tests of products and sampling, with tensors on the card."""
+    tests = ("tests/backends/gpu/test_plans.py",) if bench.is_dry else TESTS
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(bench.is_dry))}
+    left = max(5.0, min(PARTS["checks"], bench.ends_s - time.monotonic()) - 10.0)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left
+        )
+        text, is_whole = done.stdout + done.stderr, True
+    except subprocess.TimeoutExpired as error:
+        text, is_whole = (error.stdout or b"").decode(errors="replace"), False
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", text)}
+    dots = text.count(".") if not is_whole else counts.get("passed", 0)
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    if failed or not is_whole or not dots:
+        print(text[-3000:].strip())
+    return {
+        "tests_passed": dots,
+        "tests_failed": failed + len(re.findall(r"^[.]*F", text, re.M)) * (not is_whole),
+        "tests_are_whole": is_whole,
+        "is_correct": is_whole and not failed and dots > 0,
+    }
+
+
+def _apart(family: str, kind: str, device: str) -> tuple[float, int]:
     """Return how far a tiny model's float32 logits are from transformers', and its graphs."""
     make = kv.make_tree_session if kind == "tree" else kv.make_seq_session
     with tempfile.TemporaryDirectory() as name:
@@ -98,10 +154,9 @@ def apart(family: str, kind: str, device: str, graphs: GraphsOf) -> tuple[float,
         eager = Eager(folder, device, torch.float32)
         with make("torch", kv.make_config(model.params, 4 * PROMPT)) as session:
             runner: Any = model.bind(session)
-            graphs(model, runner)
             played = Played(eager, runner, session.cache)
             _play(played, has_tree=kind == "tree")
-            return played.apart, 0 if runner.graphs is None else runner.graphs.n_graphs
+            return played.apart, n_graphs_of(runner)
 
 
 def _play(played: Played, *, has_tree: bool) -> None:
@@ -120,7 +175,7 @@ def _play(played: Played, *, has_tree: bool) -> None:
             played.guess([first, first + 1, first + 2, first + 3])
 
 
-def rounding(folder: Path, model: LoadedModel, device: str, n: int) -> float:
+def _rounding(folder: Path, model: LoadedModel, device: str, n: int) -> float:
     """Return the error of bfloat16 logits against float32, ours over transformers' own."""
     tokens = [3 + 11 * i % 250 for i in range(n)]
     exact = Eager(folder, device, torch.float32).logits(tokens)

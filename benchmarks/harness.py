@@ -24,8 +24,8 @@ def run(
     question: str,
     measure: Callable[..., Mapping[str, Any]],
     add_options: Callable[[argparse.ArgumentParser], None] | None = None,
-) -> None:
-    """Parse the flags, print the header, measure, print the result.
+) -> dict[str, Any]:
+    """Parse the flags, print the header, measure, print the result and return it.
 
     Args:
         question: what the benchmark answers; shown with ``--help`` and at the top.
@@ -48,6 +48,7 @@ def run(
     print(f"took {took:.1f} s{' (quick)' if options.quick else ''}")
     if options.json:
         print(json.dumps({**result, "quick": options.quick, "took_s": round(took, 1), **where}))
+    return result
 
 
 def environment() -> dict[str, str | int]:

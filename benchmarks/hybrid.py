@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from harness import alternate, median_ms, median_ratio, run
+from random_models import QWEN35_08B
 from restore import Always, turn
 
 import kvcellar as kv
@@ -33,18 +34,7 @@ from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.store import Store, StoreConfig
 
 HISTORY, CONTEXT, VOCABULARY = 4096, 128, 8192
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "tie_word_embeddings": True,
-}
+SHAPE = {**QWEN35_08B, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
 THINK, ANSWER, QUESTION = [11] * 2, 24, 16
 """Tokens: a generation prompt that begins to think, an answer, and what the user says next."""
 
@@ -52,7 +42,7 @@ THINK, ANSWER, QUESTION = [11] * 2, 24, 16
 def make_model(folder: Path) -> None:
     """Save the random model, with the bundled tokenizer."""
     config = transformers.CONFIG_MAPPING["qwen3_5_text"](
-        **SHAPE, max_position_embeddings=32768, dtype="bfloat16"
+        **SHAPE, tie_word_embeddings=True, max_position_embeddings=32768, dtype="bfloat16"
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

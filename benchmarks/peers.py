@@ -26,7 +26,7 @@ import numpy as np
 from gguf_peers import RANDOM_1B, measure_file
 from harness import median_ms, run
 from peer_engines import LlamaCpp, Ours, Remote, Stream, Transformers, left_out
-from random_models import LLAMA_1B, quantise_gguf, random_llama, write_gguf, write_q4_k_m
+from random_models import LLAMA_1B, quantise_gguf, random_llama, write_blocks, write_gguf
 
 from kvcellar.home import default_home
 
@@ -279,7 +279,7 @@ def _file(name: str, models: Path) -> Path:
     path = models / f"{RANDOM_1B}.Q4_K_M.gguf"
     if not path.exists():
         models.mkdir(parents=True, exist_ok=True)
-        write_q4_k_m(LLAMA_1B, path.with_suffix(".half")).rename(path)
+        write_blocks(LLAMA_1B, path.with_suffix(".half")).rename(path)
     return path
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -23,15 +23,33 @@ LLAMA_1B = {
 }
 """The shape of Llama 3.2 1B."""
 
+QWEN35_08B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "vocab_size": 248_320,
+}
+"""The shape of Qwen3.5 0.8B: three recurrent layers, then one of attention."""
+
 
 def random_llama(shape: dict[str, int], folder: Path, device: str = "cpu") -> Path:
-    """Make a random model of a shape in bfloat16 on a device, with a tokenizer of a few words."""
-    config = transformers.LlamaConfig(
-        **shape, max_position_embeddings=16384, tie_word_embeddings=True, dtype="bfloat16"
+    """Make a random Llama of a shape; see :func:`random_model`."""
+    return random_model(
+        "llama", shape, folder, device, max_position_embeddings=16384, tie_word_embeddings=True
     )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = model.to_empty(device=device)
+
+
+def random_model(
+    kind: str, shape: dict[str, int], folder: Path, device: str = "cpu", **fields: Any
+) -> Path:
+    """Make a random model of a family in bfloat16 on a device, with a word for each token."""
+    config = transformers.CONFIG_MAPPING[kind](**shape, **fields, dtype="bfloat16")
+    model = _empty(config).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -40,9 +58,48 @@ def random_llama(shape: dict[str, int], folder: Path, device: str = "cpu") -> Pa
                 parameter.fill_(1.0)
     model.tie_weights()
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    _save_words(config.vocab_size, folder)
     return folder
+
+
+def random_gpt_oss(shape: dict[str, int], folder: Path, device: str = "cpu", **fields: Any) -> Path:
+    """Make a random gpt-oss whose experts are in MXFP4, as it is shipped; the rest in bfloat16."""
+    from safetensors.torch import save_file
+
+    config = transformers.CONFIG_MAPPING["gpt_oss"](**shape, **fields, dtype="bfloat16")
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, parameter in _empty(config).named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            n_experts, n_in, n_out = parameter.shape
+            groups = n_experts, n_out, n_in // 32
+            made = torch.empty(*groups, 16, dtype=torch.uint8, device=device)
+            tensors[f"{name}_blocks"] = made.random_(0, 256, generator=generator).cpu()
+            tensors[f"{name}_scales"] = torch.full(groups, 127 - 7, dtype=torch.uint8)
+            continue
+        made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+        made.normal_(0.0, 0.02, generator=generator)
+        tensors[name] = (made.fill_(1.0) if name.endswith("norm.weight") else made).cpu()
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _save_words(config.vocab_size, folder)
+    return folder
+
+
+def _empty(config: Any) -> Any:
+    """Return the network of a config on the meta device, in bfloat16."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def _save_words(n: int, folder: Path) -> None:
+    """Save a tokenizer of so many words, none of which ends a text."""
+    words = {f"w{i}": i for i in range(n)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def write_gguf(folder: Path, to: Path) -> Path:
@@ -100,11 +157,14 @@ def quantise_gguf(source: Path, to: Path, scheme: str) -> Path:
     return to
 
 
-def write_q4_k_m(shape: dict[str, int], to: Path) -> Path:
-    """Write a Llama of a shape with random blocks, of the types that a Q4_K_M file has.
+def write_blocks(shape: dict[str, int], to: Path, kind: str | None = None) -> Path:
+    """Write a Llama of a shape with random blocks; its vocabulary is the bytes and made-up words.
 
-    Half of the layers have v and down in Q6_K, which the embedding has as well; the rest is Q4_K.
-    Its vocabulary is the bytes and made-up words.
+    Args:
+        shape: of the model.
+        to: the GGUF file.
+        kind: of all blocks: ``Q4_K`` or ``Q6_K``. None: those that a Q4_K_M file has: half of the
+            layers have v and down in Q6_K, which the embedding has as well; the rest is Q4_K.
     """
     import gguf
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -135,8 +195,8 @@ def write_q4_k_m(shape: dict[str, int], to: Path) -> Path:
     writer.add_eos_token_id(257)
 
     def add(name: str, n_out: int, n_in: int, is_finer: bool = False) -> None:
-        kind = gguf.GGMLQuantizationType.Q6_K if is_finer else gguf.GGMLQuantizationType.Q4_K
-        writer.add_tensor(f"{name}.weight", _blocks(random, kind, n_out, n_in), raw_dtype=kind)
+        own = gguf.GGMLQuantizationType[kind or ("Q6_K" if is_finer else "Q4_K")]
+        writer.add_tensor(f"{name}.weight", _blocks(random, own, n_out, n_in), raw_dtype=own)
 
     def norm(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))

@@ -8,22 +8,18 @@ it. Replay: the recorded session of a coding agent (see ``replay.py``) against t
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 from harness import run
 from replay import replay, shared_tokens
+from serving import frames, serving
 
 from kvcellar.models import load_model
 
@@ -61,39 +57,17 @@ class Client:
             "ignore_eos": True,
             "stream": True,
         }
-        data = json.dumps(body).encode()
         started = time.perf_counter()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        try:
-            writer.write(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-                b"Content-Type: application/json\r\nConnection: close\r\n"
-                b"Content-Length: %d\r\n\r\n%s" % (len(data), data)
-            )
-            status = await reader.readline()
-            if b" 200 " not in status:
-                raise ValueError(f"{status!r} {(await reader.read())[-300:]!r}")
-            last = None
-            is_whole = False
-            while line := await reader.readline():
-                if line.startswith(b"data: [DONE]"):
-                    is_whole = True
-                elif line.startswith(b'data: {"error"'):
-                    raise ValueError(line.decode())
-                elif b'"content":' in line and b'"role"' not in line:
-                    now = time.perf_counter()
-                    if last is None:
-                        self.first_s.append(now - started)
-                    else:
-                        self.gaps_s.append(now - last)
-                    last = now
-            if not is_whole:
-                raise EOFError("the answer ended in its middle")
-            self.answers += 1
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+        last = None
+        async for data in frames(self._port, "/v1/chat/completions", body):
+            if b'"content":' in data and b'"role"' not in data:
+                now = time.perf_counter()
+                if last is None:
+                    self.first_s.append(now - started)
+                else:
+                    self.gaps_s.append(now - last)
+                last = now
+        self.answers += 1
 
 
 async def load(port: int, n_clients: int, seconds: float, seed: int) -> list[Client]:
@@ -104,39 +78,15 @@ async def load(port: int, n_clients: int, seconds: float, seed: int) -> list[Cli
     return clients
 
 
-@contextmanager
-def server() -> Iterator[int]:
-    """Start a server in a process of its own; return its port."""
-    with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as folder:
-        command = [sys.executable, "-m", "kvcellar", "serve", "--port", "0"]
-        command += ["--store", f"{folder}/store", "--capacity", str(CAPACITY)]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "KVCELLAR_HOME": f"{folder}/home"},
-        )
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline().rsplit(":", 1)[1])
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
-                        break
-                time.sleep(0.1)
-            yield port
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
 def measure(quick: bool) -> Mapping[str, Any]:
     """Measure the load by turns, then the replay."""
     rounds, alone_s, crowd_s = (2, 1.5, 3.5) if quick else (4, 8.0, 30.0)
     alone: list[Client] = []
     crowd: list[Client] = []
-    with server() as port:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as folder,
+        serving(["--capacity", CAPACITY], Path(folder)) as port,
+    ):
         asyncio.run(load(port, 4, 2.0, 9))  # warm
         for i in range(rounds):
             alone += asyncio.run(load(port, 1, alone_s, 100 + i))

@@ -8,6 +8,7 @@ they are, and the bundled model has one layer, since an interpreted step takes 3
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import shutil
@@ -103,3 +104,24 @@ def _short_demo(folder: Path) -> Path:
     }
     save_file(kept, short / "model.safetensors", metadata={"format": "pt"})
     return short
+
+
+def with_short_steps() -> None:
+    """Have engines run 8 tokens in a step where nobody says how many, and prepare greedy ones."""
+    from kvcellar.engine import EngineConfig, first_use
+
+    init: Any = EngineConfig.__init__
+    assert init.__defaults__[0] == EngineConfig().max_num_batched_tokens
+    init.__defaults__ = (8, *init.__defaults__[1:])
+    settings: Any = first_use._settings
+    first_use._settings = lambda n_rows: itertools.islice(settings(n_rows), 1)
+
+
+if __name__ == "__main__":  # python -m tests.card serve MODEL: a command of kvcellar's, there
+    os.environ["TRITON_INTERPRET"] = "1"
+    stand_in(pytest.MonkeyPatch())
+    with_short_steps()
+
+    from kvcellar.cli import main
+
+    main()

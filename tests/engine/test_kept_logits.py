@@ -26,13 +26,13 @@ from kvcellar.engine.speculate.verify import states_of, walk
 from kvcellar.errors import ModelError
 from kvcellar.history import History
 from kvcellar.models import load_model
-from tests.backends.gpu.interpreter import hasten
+from tests.backends.gpu import interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of what tiles throw away
 
 VOCAB = 41
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = interpreter.device().type
 
 FEW = settings(max_examples=max(1, settings().max_examples // 4))
 """For what is interpreted, which takes long."""
@@ -41,7 +41,7 @@ FEW = settings(max_examples=max(1, settings().max_examples // 4))
 @pytest.fixture(scope="module", autouse=True)
 def tiles() -> Iterator[None]:
     """Rows of several tiles, the last of which is not full."""
-    hasten()
+    interpreter.hasten()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "TILE", 16)
         yield
@@ -340,9 +340,10 @@ def test_an_engine_says_the_same_wherever_its_logits_are_sampled(
         return NgramDrafter() if is_guessing else None
 
     wanted, plain = outputs(demo, drafter())
-    monkeypatch.setattr(device, "ON_CPU", True)
+    monkeypatch.setattr(device, "ON_CPU", DEVICE == "cpu")
     monkeypatch.setattr(sampling, "TILE", 1024)
-    found, kind = outputs(demo, drafter())
+    there = demo if DEVICE == "cpu" else load_model("demo", device=DEVICE)
+    found, kind = outputs(there, drafter())
     assert kind is not plain
     for i, of_one in wanted.items():
         assert len(found[i]) == len(of_one) >= 6
