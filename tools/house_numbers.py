@@ -76,7 +76,7 @@ class House:
         return {name: count for name, count in self.files.items() if count > LONG_FILE}
 
 
-STILL_TWICE = {"Agent", "Form", "Parts", "Side", "ToolCall"}
+STILL_TWICE = {"Agent", "Form", "Side", "ToolCall"}
 """Class names that stand for two things and wait for better ones. This list only shrinks."""
 
 

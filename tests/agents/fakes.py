@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, check_template
+from kvcellar.backends.host_memory import Landing
+from kvcellar.backends.host_rows import LeavingRows
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
 from kvcellar.hosting.costs import Costs, Estimate
@@ -58,6 +60,9 @@ class RowCells(SeqCells):
             row = np.broadcast_to(tokens[None, None, :, None], shape)
             found.append(((row.copy(),), (-row,)))
         return found
+
+    def begin_read(self, tables: Sequence[Any]) -> LeavingRows:
+        return LeavingRows(self.read_rows(tables), Landing())
 
     def write_rows(self, tables: Sequence[Any], rows: Any) -> None:
         for g, (table, given) in enumerate(zip(tables, rows, strict=True)):

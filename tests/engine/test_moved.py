@@ -106,7 +106,7 @@ def test_a_card_without_memory_for_a_copy_computes_again(demo, monkeypatch) -> N
 
     with engine_of(demo, 1000, None) as roomy:
         wanted = answers(roomy)
-    for verb in ("read_rows", "write_rows"):
+    for verb in ("begin_read", "write_rows"):
         with engine_of(demo, 70) as engine, monkeypatch.context() as patch:
             patch.setattr(type(engine.cache), verb, short)
             assert answers(engine) == wanted

@@ -2,17 +2,25 @@
 
 A device copies straight from memory that the system has promised not to move (pinned memory),
 several times as fast as from other memory. Only its runtime can have that, so the store, which
-keeps rows in main memory, asks here, and a backend has said who gives.
+keeps rows in main memory, asks here, and a backend has said who gives. What a device copies there
+comes later than the call that asks for it: an arrival says when.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+Array = NDArray[Any]
+
+HEADROOM = 32 << 10
+"""Bytes before rows that come to main memory: a file's header goes there, and they stay in place.
+"""
 
 
 class HostMemory(Protocol):
@@ -21,6 +29,45 @@ class HostMemory(Protocol):
     def empty(self, n_bytes: int) -> Bytes:
         """Return so many bytes of any value; they are free when no array refers to them."""
         ...
+
+
+class Arrival(Protocol):
+    """Protocol of bytes on their way to main memory; nobody reads or frees them before."""
+
+    def wait(self) -> None:
+        """Return when they are there. For any thread; may be called again."""
+        ...
+
+    @property
+    def took_s(self) -> float | None:
+        """Seconds that it took; 0.0: the call has waited for it. None: they are not there yet."""
+        ...
+
+
+class _There:
+    """Bytes that are there already."""
+
+    took_s = 0.0
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+THERE: Arrival = _There()
+"""Arrival of what was copied before the call that asked for it returned."""
+
+
+class Landing(NamedTuple):
+    """Time and place at which rows come to main memory.
+
+    Attributes:
+        arrival: of the rows.
+        memory: the piece that ``empty_arrays`` has made for them; whoever has the rows may write
+            to its headroom. None: they lie elsewhere.
+    """
+
+    arrival: Arrival = THERE
+    memory: Bytes | None = None
 
 
 class PlainMemory:
@@ -50,9 +97,18 @@ def empty_bytes(n_bytes: int) -> Bytes:
     return _given.empty(n_bytes)
 
 
-def empty_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Return an array of any values in such memory."""
-    kind = np.dtype(dtype)
-    n_bytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    found: NDArray[Any] = empty_bytes(n_bytes).view(kind).reshape(shape)
-    return found
+def empty_arrays(shapes: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[list[Array], Bytes]:
+    """Return arrays of shapes and types in one piece of such memory, and the piece.
+
+    Behind ``HEADROOM`` bytes they lie as a file of the store has them: larger types first.
+    """
+    kinds = [np.dtype(kind) for _, kind in shapes]
+    sizes = [
+        math.prod(shape) * kind.itemsize for (shape, _), kind in zip(shapes, kinds, strict=True)
+    ]
+    memory, at = empty_bytes(HEADROOM + sum(sizes)), HEADROOM
+    found: list[Array] = [memory] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: -kinds[i].itemsize):
+        found[i] = memory[at : at + sizes[i]].view(kinds[i]).reshape(shapes[i][0])
+        at += sizes[i]
+    return found, memory

@@ -7,16 +7,17 @@ scales and the biases of a quantised one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.backends.host_memory import Landing, empty_arrays
 from kvcellar.bookkeeping import Steps
 from kvcellar.bookkeeping.exact import ExactCells
 from kvcellar.errors import ShapeError
-from kvcellar.kv_dtype import KvDtype, SideDtype
+from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import IntArray, LayerGroup, ModelCacheParams
 
 SideArrays = tuple[NDArray[Any], ...]
@@ -24,6 +25,18 @@ GroupParts = tuple[SideArrays, SideArrays]
 """K and V of some tokens in the layers of one group."""
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "fp8": np.uint8}
+
+
+class LeavingRows(NamedTuple):
+    """Rows that leave a cache.
+
+    Attributes:
+        rows: per layer group, as ``read_rows`` gives them; filled when they have arrived.
+        landing: when that is, and where they lie.
+    """
+
+    rows: list[GroupParts]
+    landing: Landing
 
 
 class RowPools(Protocol):
@@ -81,6 +94,14 @@ class RowMoves:
         pairs = zip(self.pools.groups, tables, strict=True)
         return [self.pools.read_rows(group, table) for group, table in pairs]
 
+    def begin_read(self, tables: Sequence[IntArray]) -> LeavingRows:
+        """Begin to copy the K and V of some cells, per layer group, to host memory.
+
+        Arguments as of ``read_rows``. Steps may go on, and cells be given to others: what is copied
+        is what they hold now.
+        """
+        return LeavingRows(self.read_rows(tables), Landing())
+
     def write_rows(self, tables: Sequence[IntArray], rows: Sequence[GroupParts]) -> None:
         """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
         pools = self.pools
@@ -104,18 +125,21 @@ def slots_of(params: ModelCacheParams) -> tuple[int, ...]:
 
 
 def empty_rows(group: LayerGroup, n: int, kv: KvDtype) -> GroupParts:
-    """Arrays for ``n`` rows of a group, to be filled."""
-    return row_arrays(group, n, kv, np.empty)
+    """Return arrays for ``n`` rows of a group, to be filled."""
+    return _grouped([np.empty(*one) for one in _shapes(group, n, kv)], kv)
 
 
-def row_arrays(
-    group: LayerGroup, n: int, kv: KvDtype, empty: Callable[[tuple[int, ...], Any], NDArray[Any]]
-) -> GroupParts:
-    """Return arrays for ``n`` rows of a group that ``empty`` makes from shape and type."""
-    return (
-        _empty_side(group, n, kv.k, group.head_dim, empty),
-        _empty_side(group, n, kv.v, group.v_head_dim, empty),
-    )
+def landing_rows(
+    groups: Sequence[LayerGroup], counts: Sequence[int], kv: KvDtype
+) -> tuple[list[GroupParts], Any]:
+    """Return arrays for so many rows of each group in one piece of main memory, and the piece."""
+    shapes = [_shapes(group, n, kv) for group, n in zip(groups, counts, strict=True)]
+    arrays, memory = empty_arrays([one for of_group in shapes for one in of_group])
+    found, at = [], 0
+    for of_group in shapes:
+        found.append(_grouped(arrays[at : at + len(of_group)], kv))
+        at += len(of_group)
+    return found, memory
 
 
 def check_rows(cells: IntArray, given: GroupParts) -> None:
@@ -129,19 +153,20 @@ def check_rows(cells: IntArray, given: GroupParts) -> None:
         raise ShapeError(f"got {n_rows} rows for {len(cells)} cells; give one row per cell")
 
 
-def _empty_side(
-    group: LayerGroup,
-    n: int,
-    side: SideDtype,
-    dim: int,
-    empty: Callable[[tuple[int, ...], Any], NDArray[Any]],
-) -> SideArrays:
-    shape = (len(group.layers), group.n_kv_heads, n)
-    if not side.is_quantised:
-        return (empty((*shape, dim), _NUMPY[side.name]),)
-    n_groups = side.n_groups(dim)
-    return (
-        empty((*shape, side.packed_bytes(dim)), np.uint8),
-        empty((*shape, n_groups), np.float16),
-        empty((*shape, n_groups), np.float16),
-    )
+def _shapes(group: LayerGroup, n: int, kv: KvDtype) -> list[tuple[tuple[int, ...], Any]]:
+    """Return shapes and types of K's arrays for ``n`` rows, and then of V's."""
+    start = (len(group.layers), group.n_kv_heads, n)
+    found: list[tuple[tuple[int, ...], Any]] = []
+    for side, dim in ((kv.k, group.head_dim), (kv.v, group.v_head_dim)):
+        if side.is_quantised:
+            affine = (*start, side.n_groups(dim)), np.float16
+            found += [((*start, side.packed_bytes(dim)), np.uint8), affine, affine]
+        else:
+            found.append(((*start, dim), _NUMPY[side.name]))
+    return found
+
+
+def _grouped(arrays: Sequence[NDArray[Any]], kv: KvDtype) -> GroupParts:
+    """Return arrays of K and then V as two sides."""
+    n_of_k = 3 if kv.k.is_quantised else 1
+    return tuple(arrays[:n_of_k]), tuple(arrays[n_of_k:])

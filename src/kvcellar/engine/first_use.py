@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvcellar.cache import SeqCache
+from kvcellar.cache import SeqCache, StateCache
+from kvcellar.engine.restore import ApartCache
 from kvcellar.errors import CacheFullError
 from kvcellar.models.kept_logits import CompilingRunner, FirstStep, RowSampling
 
@@ -29,10 +30,25 @@ def run_first_steps(
         report(i / len(steps), f"preparing {_said(step)}")
         try:
             _run(runner, cache, step)
+            if not i:
+                _move_rows(cache)
         except CacheFullError:  # a cache without room for it never meets it
             cache.cancel_step()
         finally:
             cache.clear()
+
+
+def _move_rows(cache: SeqCache) -> None:
+    """Copy the rows and states of the first sequence to main memory and back."""
+    if not isinstance(cache, ApartCache) or not cache.rows_are_apart:
+        return
+    tables = cache.seq_table(0)
+    groups = range(len(cache.config.params.groups))
+    cells = [tables[group][tables[group] >= 0] for group in groups]
+    cache.write_rows(cells, cache.read_rows(cells))
+    if cache.config.params.state is not None and isinstance(cache, StateCache):
+        slots = tables[-1][tables[-1] >= 0]
+        cache.write_states(slots, cache.read_states(slots))
 
 
 def _said(step: FirstStep) -> str:

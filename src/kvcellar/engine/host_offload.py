@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvcellar.backends.host_memory import Arrival
 from kvcellar.engine.restore import ApartCache, Restore, RowCache
 from kvcellar.errors import DeviceMemoryError
 
@@ -40,15 +41,20 @@ class Moved(NamedTuple):
         n_tokens: how many.
         rows: per layer group, as ``RowCache.read_rows`` gives them.
         n_bytes: of the rows.
+        arrival: of the rows.
     """
 
     n_tokens: int
     rows: Any
     n_bytes: int
+    arrival: Arrival
 
 
 class MovedOut:
-    """Keeps rows of sequences that wait, and brings them back. Only between steps."""
+    """Keeps rows of sequences that wait, and brings them back. Only between steps.
+
+    Rows are on their way while steps go on.
+    """
 
     def __init__(
         self, residency: Residency, cache: RowCache, clock: Callable[[], float] = time.perf_counter
@@ -59,6 +65,8 @@ class MovedOut:
         self._token_bytes = sum(group.cell_bytes(cache.config.kv) for group in groups)
         self._s_per_byte, self._s_per_token = START_S_PER_BYTE, 0.0
         self._of: dict[int, Moved] = {}
+        self._last: Moved | None = None
+        self._call_s = 0.0
         self.n_out = self.n_back = 0
         """Tokens that were copied to main memory, and back."""
 
@@ -78,6 +86,7 @@ class MovedOut:
 
         Where it has given way before, and has few tokens more, that copy does.
         """
+        self._learn()
         n = sequence.n_computed
         known = self._of.get(sequence.request_id)
         if known is not None and n - known.n_tokens < LEAST_TOKENS:
@@ -88,12 +97,19 @@ class MovedOut:
             return None
         began = self._clock()
         try:
-            rows = self._cache.read_rows(self._cache.seq_table(sequence.seq_id, n))
+            rows, landing = self._cache.begin_read(self._cache.seq_table(sequence.seq_id, n))
         except DeviceMemoryError:
             return None
-        self._s_per_byte += _WEIGHT * ((self._clock() - began) / n_bytes - self._s_per_byte)
         self.n_out += n
-        return Moved(n, rows, n_bytes)
+        self._last, self._call_s = Moved(n, rows, n_bytes, landing.arrival), self._clock() - began
+        return self._last
+
+    def _learn(self) -> None:
+        """Learn from the last copy what one takes, if it has arrived."""
+        if self._last is not None and (took := self._last.arrival.took_s) is not None:
+            per_byte = max(took, self._call_s) / self._last.n_bytes
+            self._s_per_byte += _WEIGHT * (per_byte - self._s_per_byte)
+            self._last = None
 
     def keep(self, request_id: int, moved: Moved) -> None:
         """Keep rows until their sequence ends: it may give way again."""
@@ -118,6 +134,7 @@ class MovedOut:
             return
         first, stop = restore.first, len(tokens)
         try:
+            moved.arrival.wait()
             cells = [table[first:stop] for table in restore.tables]
             restore.write(cells, [_part(group, first, stop) for group in moved.rows])
             restore.publish(stop).release()

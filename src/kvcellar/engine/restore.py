@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.backends.host_rows import LeavingRows
 from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.residency import Residency
@@ -34,6 +35,10 @@ class RowCache(SeqCache, Protocol):
 
     def read_rows(self, tables: Sequence[IntArray]) -> Any:
         """Return per layer group some cells' K and V, ``[n_layers, n_kv_heads, n, width]``."""
+        ...
+
+    def begin_read(self, tables: Sequence[IntArray]) -> LeavingRows:
+        """Begin to copy the same; steps may go on, and cells be given to others, meanwhile."""
         ...
 
     def write_rows(self, tables: Sequence[IntArray], rows: Any) -> None:

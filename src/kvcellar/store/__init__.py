@@ -3,6 +3,7 @@
 Knows tokens, NumPy arrays and files; no tensors, no engine.
 """
 
+from kvcellar.backends.host_memory import Landing
 from kvcellar.home import default_home, default_store
 from kvcellar.models.fingerprint import Fingerprint, fingerprint_checkpoint, fingerprint_of
 from kvcellar.store.catalogue import RefRow
@@ -40,6 +41,7 @@ __all__ = [
     "Fingerprint",
     "GcReport",
     "GroupRows",
+    "Landing",
     "Lease",
     "Leases",
     "Loaded",

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcellar.backends.host_memory import Landing
 from kvcellar.errors import StoreError
 from kvcellar.history import History
 from kvcellar.kv_dtype import KvDtype
@@ -140,18 +141,46 @@ class Info:
         return self.start + len(self.tokens)
 
 
+_HERE = Landing()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Unsealed:
-    """A block or boundary state as the cache gave it: not yet the bytes of a file."""
+    """A block or boundary state as the cache gave it: not yet the bytes of a file.
+
+    Attributes:
+        key: of its model.
+        info: facts of it.
+        parts: arrays of a block's rows; they are no rows before they have landed.
+        window_parts: the same of windows.
+        states: of recurrent layers.
+        landing: when the arrays are filled, and the piece of memory that they lie in.
+    """
 
     key: ModelKey
     info: Info
-    rows: Rows = ()
-    windows: tuple[WindowRows, ...] = ()
+    parts: Rows = ()
+    window_parts: tuple[WindowRows, ...] = ()
     states: States = ()
+    landing: Landing = _HERE
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of a block, when they are there."""
+        self.landing.arrival.wait()
+        return self.parts
+
+    @property
+    def windows(self) -> tuple[WindowRows, ...]:
+        """The rows of windows, when they are there."""
+        self.landing.arrival.wait()
+        return self.window_parts
 
     def seal(self, precision: str) -> Sealed:
-        """Make the file, with the rows in a tier's precision."""
+        """Make the file, with the rows in a tier's precision.
+
+        Rows that are stored as they are stay where they have come to: the file is around them.
+        """
         layout = self.key.layout
         have, want = layout.kv, stored_dtype(layout.kv, precision)
         tensors = {"tokens": Tensor("I64", self.info.tokens)}
@@ -183,7 +212,7 @@ class Unsealed:
             "fingerprint": self.key.fingerprint,
             "layout": layout.as_json,
         }
-        return opened(pack(tensors, metadata))
+        return opened(pack(tensors, metadata, self.landing.memory))
 
     @property
     def size_bytes(self) -> int:
@@ -274,7 +303,9 @@ class Sealed:
         return GroupRows(*sides)
 
 
-def unsealed_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> Unsealed:
+def unsealed_block(
+    key: ModelKey, link: Link, tokens: IntArray, rows: Rows, landing: Landing = _HERE
+) -> Unsealed:
     """Make a block of ``tokens``, which are those of ``[link.start, link.stop)``.
 
     Raises:
@@ -289,7 +320,7 @@ def unsealed_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> U
     info = Info(
         Kind.BLOCK, link.address, key.root, link.parent, link.start, tokens, 0, True, size, ""
     )
-    return Unsealed(key, info, rows=rows)
+    return Unsealed(key, info, parts=rows, landing=landing)
 
 
 def unsealed_boundary(
@@ -298,6 +329,7 @@ def unsealed_boundary(
     tokens: IntArray,
     windows: Sequence[WindowRows],
     states: States = (),
+    landing: Landing = _HERE,
 ) -> Unsealed:
     """Make the boundary state at ``link.stop``, with the tokens of ``[link.start, link.stop)``.
 
@@ -313,7 +345,7 @@ def unsealed_boundary(
     size += states_size_bytes(states)
     kind, root = Kind.BOUNDARY, key.root
     info = Info(kind, link.address, root, link.parent, link.start, tokens, first, True, size, "")
-    return Unsealed(key, info, windows=tuple(windows), states=states)
+    return Unsealed(key, info, window_parts=tuple(windows), states=states, landing=landing)
 
 
 def _first_resumable(key: ModelKey, stop: int, windows: Sequence[WindowRows]) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvcellar.backends.host_memory import empty_bytes
+from kvcellar.backends.host_memory import HEADROOM, empty_bytes
 from kvcellar.home import open_own
 from kvcellar.store.layout import NUMPY, Array
 
@@ -77,8 +77,17 @@ class FileBytes:
         return self.metadata["checksum"].removeprefix("xxh3_128:")
 
 
-def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileBytes:
-    """Lay out a file in one buffer and compute its checksum. Arrays are copied once."""
+def pack(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], memory: Bytes | None = None
+) -> FileBytes:
+    """Lay out a file in one buffer and compute its checksum. Arrays are copied once, or not at all.
+
+    Args:
+        tensors: by name.
+        metadata: of the file, beside its checksum.
+        memory: a piece of ``empty_arrays``, which is the file's from then on where its end is the
+            arrays' in their order there: they stay in place. None: all are copied.
+    """
     names = sorted(tensors, key=lambda name: -NUMPY[tensors[name].dtype].itemsize)
     header: dict[str, Any] = {
         "__metadata__": {"checksum": f"xxh3_128:{_ZEROS.decode()}", **metadata}
@@ -93,16 +102,44 @@ def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileByte
     assert text.startswith(_START)
     text += b" " * (-(8 + len(text)) % _ALIGN)
     base = 8 + len(text)
-    data = empty_bytes(base + at)
+    arrays = {name: tensors[name].array for name in names}
+    data = None if memory is None else _around(memory, base, at, header, arrays)
+    if data is None:
+        data = empty_bytes(base + at)
     data[:8] = np.frombuffer(len(text).to_bytes(8, "little"), np.uint8)
     data[8:base] = np.frombuffer(text, np.uint8)
     views = _views(data, base, header)
     for name in names:
-        np.copyto(views[name], tensors[name].array, casting="equiv")
+        if _address(views[name]) != _address(arrays[name]):
+            np.copyto(views[name], arrays[name], casting="equiv")
     digest = xxhash.xxh3_128_hexdigest(data.data)
     data[8 + len(_START) : 8 + len(_START) + _DIGITS] = np.frombuffer(digest.encode(), np.uint8)
     header["__metadata__"]["checksum"] = f"xxh3_128:{digest}"
     return FileBytes(data, header["__metadata__"], views)
+
+
+def _around(
+    memory: Bytes, base: int, size: int, header: Mapping[str, Any], arrays: Mapping[str, Array]
+) -> Bytes | None:
+    """Return the part of a piece of memory that is a file around its last arrays; None: no such.
+
+    What is no array of the piece's has to fit into its headroom.
+    """
+    start, n_here = memory.nbytes - size - base, 0
+    if start < 0:
+        return None
+    for name, array in arrays.items():
+        at = start + base + header[name]["data_offsets"][0]
+        if at >= HEADROOM and array.nbytes:
+            if _address(array) != _address(memory) + at or not array.flags.c_contiguous:
+                return None
+            n_here += array.nbytes
+    return memory[start:] if n_here == memory.nbytes - HEADROOM else None
+
+
+def _address(array: Array) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
 
 
 def read_file(path: Path) -> FileBytes:

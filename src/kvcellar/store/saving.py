@@ -163,7 +163,7 @@ class Saver:
                 if taken.source is None or size > taken.room:
                     break
                 rows = taken.source.read_rows(link.start, link.stop)
-                item = unsealed_block(key, link, part, rows)
+                item = unsealed_block(key, link, part, rows, taken.source.landing())
             else:
                 ticket.n_shared += len(part)
             taken.add(Kind.BLOCK, link.address, item)
@@ -183,8 +183,9 @@ class Saver:
             return
         is_too_large = key.layout.slot_bytes > taken.room
         if item is False and source is not None and not is_too_large:
-            windows, states = source.read_window(link.stop), source.read_states(link.stop)
-            item = unsealed_boundary(key, link, tokens[link.start :], windows, states)
+            windows, landing = source.read_window(link.stop), source.landing()
+            states = source.read_states(link.stop)
+            item = unsealed_boundary(key, link, tokens[link.start :], windows, states, landing)
             is_too_large = item.size_bytes > taken.room
         if item is not True and is_too_large:
             taken.ticket.lacks_boundary = True
@@ -377,6 +378,6 @@ def _sealed(item: Item, key: ModelKey, precision: str) -> Sealed:
     if not item.info.is_exact or precision == EXACT:
         return item
     if item.info.kind is Kind.BLOCK:
-        return Unsealed(key, item.info, rows=item.rows_for(key)).seal(precision)
+        return Unsealed(key, item.info, parts=item.rows_for(key)).seal(precision)
     windows, states = item.windows_for(key), item.states_for(key)
-    return Unsealed(key, item.info, windows=windows, states=states).seal(precision)
+    return Unsealed(key, item.info, window_parts=windows, states=states).seal(precision)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvcellar.backends.host_memory import Landing
 from kvcellar.history import History
 from kvcellar.store.layout import ModelKey, Rows, States, WindowRows
 from kvcellar.store.references import Reference
@@ -37,8 +38,13 @@ class HistoryState:
 class RowSource(Protocol):
     """Something that gives a history's rows: a cache, as someone joins it to the store.
 
-    What is returned belongs to the store from then on: copies, which nobody writes to.
+    What is returned belongs to the store from then on: copies, which nobody writes to. Rows may
+    still be on their way; the store asks ``landing`` after each call that gives some.
     """
+
+    def landing(self) -> Landing:
+        """Return when, and where, the rows that were read last are there."""
+        ...
 
     def read_rows(self, p0: int, p1: int) -> Rows:
         """Return the K and V of positions ``[p0, p1)``, per full-history group."""

@@ -82,7 +82,7 @@ KERNELS = (
     (kernels, "merge_parts"),
     (stores, "write_rows"),
     (stores, "move_rows"),
-    (stores, "copy_rows"),
+    (stores, "copy_planes"),
     (products, "multiply_few"),
     (products, "multiply_packed"),
     (products, "multiply_tiles"),

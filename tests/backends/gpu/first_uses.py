@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import kvcellar as kv
-from kvcellar.backends.torch.gpu import choice
+from kvcellar.backends.torch.gpu import choice, sampling
 from kvcellar.backends.torch.gpu.graphs import StepGraphs
 from kvcellar.backends.torch.run.runner import SamplingTorchRunner
 from kvcellar.engine import Engine, EngineConfig
@@ -43,6 +43,8 @@ class NoDriver:
 
 
 def main() -> None:
+    chosen = sampling._chosen  # results of kernels that do nothing are no numbers
+    sampling._chosen = lambda *args: chosen(*args).zero_()
     seen: set[str] = set()
     triton.runtime.driver.set_active(NoDriver())
 

@@ -49,7 +49,7 @@ def test_kernels_compile_for_nvidia() -> None:
     names = {(one["kernel"], one["case"]) for one in found}
     assert names == {
         (kernel, case)
-        for kernel in ("attend_lists", "merge_parts", "write_rows", "move_rows", "copy_rows")
+        for kernel in ("attend_lists", "merge_parts", "write_rows", "move_rows", "copy_planes")
         for case in QUICK
     } | {(kernel, case) for kernel in OF_WEIGHTS for case in WEIGHTS} | {
         ("multiply_few", "weights-bf16"),

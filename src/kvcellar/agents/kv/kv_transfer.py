@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcellar.backends.host_memory import Landing
 from kvcellar.engine import HeldPrefix, Restore, RowCache
 from kvcellar.engine.restore import states_in
 from kvcellar.store import (
@@ -32,6 +33,11 @@ class CellRows:
         self._cache = cache
         self._layout = layout
         self._held = held
+        self._landing = Landing()
+
+    def landing(self) -> Landing:
+        """Return when, and where, the rows that were read last are there."""
+        return self._landing
 
     def read_rows(self, p0: int, p1: int) -> Rows:
         """Copy the K and V of positions ``[p0, p1)``, per full-history group."""
@@ -64,7 +70,7 @@ class CellRows:
 
     def _read(self, cells: dict[int, IntArray]) -> Rows:
         tables = [cells.get(index, _NONE) for index in range(len(self._layout.groups))]
-        found = self._cache.read_rows(tables)
+        found, self._landing = self._cache.begin_read(tables)
         return tuple(GroupRows(*(Side(*side) for side in found[index])) for index in cells)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcellar.backends.host_rows import RowMoves, slots_of
+from kvcellar.backends.host_rows import LeavingRows, RowMoves, slots_of
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.backends.torch.cache import kernel
 from kvcellar.backends.torch.cache.attention import Part, Segment, attend, attend_one
@@ -176,6 +176,7 @@ class TorchCache(RowMoves, StateKeeper):
         plan = self.steps.plan_states(layer, n_tokens, positions)
         if self._stretches is None or self._stretches[0] is not plan:
             self._stretches = plan, stretches_of(plan, device)
+            self.pools.before_states(plan)
         return self.pools.states.ensure(layer, plan.n_slots, device)
 
     @property
@@ -209,7 +210,11 @@ class TorchCache(RowMoves, StateKeeper):
 
     def read_states(self, slots: Sequence[int] | IntArray) -> StateArrays:
         """Return copies of the states of some slots: per recurrent layer and state ``[n, ...]``."""
-        return [] if self.pools.states is None else self.pools.states.read(slots)
+        return self.pools.read_states(np.asarray(slots, np.int64))
+
+    def begin_read(self, tables: Sequence[IntArray]) -> LeavingRows:
+        """Begin to copy rows; see :class:`RowMoves`."""
+        return self.pools.begin_read(tables)
 
     def write_states(self, slots: Sequence[int] | IntArray, states: StateArrays) -> None:
         """Put states as ``read_states`` gives them in as many slots; they are copied."""
@@ -241,6 +246,7 @@ class TorchCache(RowMoves, StateKeeper):
         n_tok = k.shape[2]
         positions = self._positions(position) if self.steps.needs_positions() else None
         plan = self.steps.plan(layer, n_tok, positions)
+        self.pools.before_step(index, plan)
         exact = self.pools.exact[index]
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
         if slot != index:  # it shares the rows of another layer

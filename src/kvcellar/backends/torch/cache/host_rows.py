@@ -13,23 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcellar.backends.host_rows import GroupParts, SideArrays, check_rows, empty_rows
+from kvcellar.backends.host_rows import GroupParts, SideArrays, check_rows
 from kvcellar.backends.torch.cache.codecs import Parts
 from kvcellar.backends.torch.cache.exact import LayerPool
 from kvcellar.backends.torch.cache.pools import Pool
-from kvcellar.kv_dtype import KvDtype
-from kvcellar.types import IntArray, LayerGroup, runs_of
+from kvcellar.types import IntArray, runs_of
 
 
-def read(pools: Sequence[LayerPool], cells: IntArray, group: LayerGroup, kv: KvDtype) -> GroupParts:
-    """Copies of the rows of ``cells [n]`` in the group's layers."""
-    k, v = empty_rows(group, len(cells), kv)
+def read(pools: Sequence[LayerPool], cells: IntArray, into: GroupParts) -> None:
+    """Copy the rows of ``cells [n]`` in the group's layers to arrays."""
     if len(cells):
         for i, pool in enumerate(pools):
-            for arrays, parts in zip((k, v), _taken(pool, cells), strict=True):
+            for arrays, parts in zip(into, _taken(pool, cells), strict=True):
                 for array, rows in zip((a[i] for a in arrays), _split(parts), strict=True):
                     array[...] = rows
-    return k, v
 
 
 def write(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvcellar.backends.host_rows import GroupParts, check_rows
+from kvcellar.backends.host_memory import THERE, Arrival, Landing
+from kvcellar.backends.host_rows import GroupParts, LeavingRows, check_rows, landing_rows
 from kvcellar.backends.torch.cache import host_rows, kernel
 from kvcellar.backends.torch.cache.exact import ExactPool, LayerPool, beside_frozen, frozen_rows
 from kvcellar.backends.torch.cache.pools import BlockFirstPool, GroupBlocks, Pool
@@ -17,7 +19,8 @@ from kvcellar.backends.torch.gpu import choice
 from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError
-from kvcellar.types import IntArray, LayerGroup
+from kvcellar.states import StatePlan
+from kvcellar.types import IntArray, LayerGroup, StepPlan
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.gpu.transfers import RowTransfers
@@ -125,6 +128,8 @@ class TorchPools:
         Raises:
             ConfigError: other ranks have some of its KV heads.
         """
+        if self._of_card is not None:
+            self._of_card.before_all()
         if self._others is not None:
             raise ConfigError(
                 "a prefix of a model that is divided among ranks cannot be frozen: each has some "
@@ -135,18 +140,33 @@ class TorchPools:
 
     def read_rows(self, group: LayerGroup, cells: IntArray) -> GroupParts:
         """Return copies of the rows of ``cells [n]`` in the group's layers, in host memory."""
-        own = self._read_own(group, cells)
+        (own,), _ = landing_rows([group], [len(cells)], self.config.kv)
+        self._begin_read(group, cells, own).wait()
         if self._others is None:
             return own
         return self._others.joined(self.groups.index(group), cells, own)
 
-    def _read_own(self, group: LayerGroup, cells: IntArray) -> GroupParts:
+    def begin_read(self, tables: Sequence[IntArray]) -> LeavingRows:
+        """Begin to copy the rows of some cells of each group; see :class:`RowMoves`."""
+        pairs = list(zip(self.groups, tables, strict=True))
+        if self._others is not None:
+            return LeavingRows([self.read_rows(*pair) for pair in pairs], Landing())
+        rows, memory = landing_rows(self.groups, [len(one) for one in tables], self.config.kv)
+        arrival = THERE
+        for (group, cells), into in zip(pairs, rows, strict=True):
+            if len(cells):
+                arrival = self._begin_read(group, cells, into)  # the last one comes last
+        return LeavingRows(rows, Landing(arrival, memory))
+
+    def _begin_read(self, group: LayerGroup, cells: IntArray, into: GroupParts) -> Arrival:
         pools = [self.of_layer[layer] for layer in group.layers]
         transfers = self._transfers()
-        if transfers is not None:
-            read, kv = transfers.read, self.config.kv
-            return within_memory(lambda: read(pools, cells, group, kv), self.home, what=_COPY)
-        return host_rows.read(pools, cells, group, self.config.kv)
+        if transfers is None:
+            host_rows.read(pools, cells, into)
+            return THERE
+        read = transfers.begin_read
+        found = within_memory(lambda: read(pools, cells, group, into), self.home, what=_COPY)
+        return found or THERE
 
     def write_rows(self, group: LayerGroup, cells: IntArray, given: GroupParts) -> None:
         """Store rows in ``cells [n]`` of the group's layers."""
@@ -165,8 +185,32 @@ class TorchPools:
         """
         assert self.states is not None, "the model has recurrent layers"
         self.states.check(slots, states)
+        transfers = self._transfers()
         with nullcontext() if self._others is None else self._others.writing_states(slots, states):
-            self.states.write(slots, states)
+            if transfers is None:
+                self.states.write(slots, states)
+            else:
+                transfers.write_states(self.states, slots, states)
+
+    def read_states(self, slots: IntArray) -> StateArrays:
+        """Return copies of the states of some slots: per recurrent layer and state ``[n, ...]``."""
+        if self.states is None:
+            return []
+        transfers = self._transfers()
+        if transfers is None:
+            return self.states.read(slots)
+        return transfers.read_states(self.states, slots)
+
+    def before_step(self, group: int, plan: StepPlan) -> None:
+        """Have a step that comes wait, on its device, for transfers of cells that it touches."""
+        if self._of_card is not None:
+            first = self.groups[group].layers[0]
+            self._of_card.before_step(first, plan, self.of_layer[first])
+
+    def before_states(self, plan: StatePlan) -> None:
+        """Have a step that comes wait, on its device, for transfers of slots that it touches."""
+        if self._of_card is not None and self.states is not None:
+            self._of_card.before_states(plan, self.states)
 
     def _write_own(self, group: LayerGroup, cells: IntArray, given: GroupParts) -> None:
         pools = [self.of_layer[layer] for layer in group.layers]
@@ -194,6 +238,8 @@ class TorchPools:
             self._move_own(group, base, src_cells)
 
     def _move_own(self, group: int, base: int, src_cells: IntArray) -> None:
+        if self._of_card is not None:
+            self._of_card.before_all()
         exact = self.exact[group]
         copies = None if exact is None else exact.move(base, src_cells)
         there = torch.as_tensor(src_cells, device=self.home)  # one transfer for all layers

@@ -155,6 +155,7 @@ class StepGraphs:
         if recorded is None and not self._is_wanted(shape):
             return None
         self._device.send(numbers, self._buffer[: len(numbers)])
+        self._await_transfers(cache, ready.plans)
         recorded = recorded or self._record(cache, shape)
         if recorded is None:
             return None
@@ -234,6 +235,7 @@ class StepGraphs:
 
         Pools hold what they write then.
         """
+        self._await_transfers(cache, plans)  # before pools grow
         n_groups = len(cache.pools.groups)
         states, device = cache.steps.begun_states(), self._home
         for slot, pool in zip(self._slots, cache.pools.of_layer, strict=True):
@@ -252,6 +254,14 @@ class StepGraphs:
             )
             found.append(packed)
         return found, [] if states is None else together(states)
+
+    def _await_transfers(self, cache: TorchCache, plans: Sequence[StepPlan]) -> None:
+        """Have the device wait for transfers of cells and slots that the open step touches."""
+        for group, plan in enumerate(plans):
+            cache.pools.before_step(group, plan)
+        states = cache.steps.begun_states()
+        if states is not None:
+            cache.pools.before_states(states)
 
     def _settle(self, cache: TorchCache, n_ints: int) -> None:
         """Have a buffer of so many integers; let graphs go where it, or a pool, lies elsewhere."""

@@ -24,6 +24,9 @@ LEAST = 64 << 10
 SHARE = 4
 """Pinned memory takes one part in so many of the machine's at most: the system cannot move it."""
 
+AHEAD = 4 * SLAB
+"""Bytes that are pinned before the first rows come, in a quarter of a second at most."""
+
 _ALIGNED = 4096
 
 
@@ -43,6 +46,7 @@ class PinnedMemory:
         self._most, self._pin = most_bytes, pin
         self._free: dict[int, list[Bytes]] = {}
         self._rest = np.empty(0, np.uint8)
+        self._slabs: list[Bytes] = []
         self._lock = threading.RLock()  # arrays may be collected while it is held
         self.size_bytes = 0
         """Bytes that are pinned."""
@@ -64,17 +68,31 @@ class PinnedMemory:
             if pieces:
                 return pieces.pop()
             if size > len(self._rest):
-                slab = max(SLAB, size)
-                if self.size_bytes + slab > self._most:
+                found = self._slabs.pop() if self._slabs and size <= SLAB else None
+                found = self._slab(max(SLAB, size)) if found is None else found
+                if found is None:
                     return None
-                try:
-                    self._rest = self._pin(slab)
-                except RuntimeError:  # the system promises no more
-                    self._most = self.size_bytes
-                    return None
-                self.size_bytes += slab
+                self._rest = found
             piece, self._rest = self._rest[:size], self._rest[size:]
             return piece
+
+    def _slab(self, size: int) -> Bytes | None:
+        """Pin a slab; None: no more may be pinned."""
+        if self.size_bytes + size > self._most:
+            return None
+        try:
+            found = self._pin(size)
+        except RuntimeError:  # the system promises no more
+            self._most = self.size_bytes
+            return None
+        self.size_bytes += size
+        return found
+
+    def pin_ahead(self, n_bytes: int) -> None:
+        """Have so many bytes pinned in all, as far as they may be."""
+        with self._lock:
+            while self.size_bytes < n_bytes and (slab := self._slab(SLAB)) is not None:
+                self._slabs.append(slab)
 
     def _give_back(self, piece: Bytes) -> None:
         with self._lock:
@@ -91,6 +109,13 @@ def use_pinned_memory() -> None:
     """Have what goes to cards lie in memory that CUDA has pinned; once for a process."""
     if not isinstance(host_memory(), PinnedMemory):
         use_host_memory(PinnedMemory(machine_bytes() // SHARE, _pin))
+
+
+def pin_ahead() -> None:
+    """Pin memory for the first rows, where it is pinned at all: pinning takes long."""
+    memory = host_memory()
+    if isinstance(memory, PinnedMemory):
+        memory.pin_ahead(AHEAD)
 
 
 def _pin(n_bytes: int) -> Bytes:

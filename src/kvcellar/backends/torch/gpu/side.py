@@ -1,93 +1,113 @@
-"""A stream for copies between a card and main memory, beside the stream that computes."""
+"""A stream for work between a card and main memory, beside the stream that computes."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcellar.backends.torch.gpu.launch import on_device
-from kvcellar.backends.torch.gpu.pinned import LEAST
 
-Arrays = Sequence[NDArray[Any]]
+Held = deque[tuple[Any, tuple[Any, ...]]]
 
-_SAME = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32),
-         8: (np.int64, torch.int64)}  # fmt: skip
-"""Types in which arrays of numbers of so many bytes are copied."""
+
+class Landed:
+    """Work of a side stream that ends; an :class:`~kvcellar.backends.host_memory.Arrival`."""
+
+    def __init__(self, begun: Any, done: Any, seconds: float | None) -> None:
+        """Take the events at both ends; ``seconds`` where it was over before it was asked for."""
+        self._begun, self._done, self._seconds = begun, done, seconds
+
+    def wait(self) -> None:
+        """Return when the work is done."""
+        self._done.synchronize()
+
+    @property
+    def took_s(self) -> float | None:
+        """Seconds that it took; None: it is not done yet."""
+        if self._seconds is None and self._done.query():
+            self._seconds = self._begun.elapsed_time(self._done) / 1e3
+        return self._seconds
 
 
 class SideStream:
-    """Copies to and from a device that computation waits for, and that wait for little of it.
+    """Work beside what a device computes: neither waits for the other where nobody says so.
 
-    What is sent is on its way while the device computes; what was launched after ``sent`` finds it
-    there. Arrays are held until they were read.
+    What the work needs is held until it is done.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         """Take a stream of a device; ``module`` is ``torch.cuda``, or what has its functions."""
         self._device = device
+        self._is_cpu = device.type == "cpu" and module is None
         self._module = torch.get_device_module(device) if module is None else module
         self._stream = self._module.Stream(device)
-        self._held: deque[tuple[Any, list[Any]]] = deque()
+        self._held: Held = deque()
+        self._began = 0.0
+        finalize(self, _drain, self._held).atexit = False  # nothing is freed that is used
 
-    def sent(self, arrays: Arrays) -> list[Tensor]:
-        """Return copies of arrays on the device, in whole numbers of as many bytes.
+    @contextmanager
+    def work(self) -> Iterator[Any]:
+        """Give work in a block to the side stream; enter with an event: what was computed so far.
 
-        They are there for whatever the current stream is given from now on.
+        The stream waits for that when it is told so.
         """
-        self._let_go()
-        hosts = [self._host(array) for array in arrays]
+        self.let_go()
         with on_device(self._device):
-            here = self._module.current_stream()
+            before = self._module.Event()
+            before.record(self._module.current_stream())
             with self._module.stream(self._stream):
-                copies = [host.to(self._device, non_blocking=True) for host in hosts]
-                done = self._module.Event()
-                done.record(self._stream)
-            here.wait_event(done)
-            for one in copies:
-                _used_by(one, here)
-        self._held.append((done, hosts))
-        return copies
+                yield before
 
-    def fetch(self, tensors: Sequence[Tensor], arrays: Arrays) -> None:
-        """Fill arrays with tensors that the current stream computes, and wait for that."""
+    def wait(self, event: Any) -> None:
+        """Have the side stream wait for an event, in ``work``."""
+        self._stream.wait_event(event)
+
+    def begin(self) -> Any:
+        """Return an event from which time is counted, in ``work``."""
+        self._began = time.perf_counter()
+        return self._marked(is_timed=True)
+
+    def mark(self) -> Any:
+        """Return an event at all that the side stream has been given by now, in ``work``."""
+        return self._marked(is_timed=False)
+
+    def end(self, begun: Any, *held: Any) -> Landed:
+        """Return the end of work since ``begun``, in ``work``; things are held until then."""
+        done = self._marked(is_timed=True)
+        self._held.append((done, held))
+        return Landed(begun, done, time.perf_counter() - self._began if self._is_cpu else None)
+
+    def make_wait(self, event: Any) -> None:
+        """Have what is computed from now on wait for an event of the side stream."""
         with on_device(self._device):
-            ready = self._module.Event()
-            ready.record(self._module.current_stream())
-            with self._module.stream(self._stream):
-                self._stream.wait_event(ready)
-                for tensor, array in zip(tensors, arrays, strict=True):
-                    assert array.flags.c_contiguous, "else a copy of it would be filled"
-                    _as_tensor(array).copy_(tensor, non_blocking=True)
-                    _used_by(tensor, self._stream)
-                done = self._module.Event()
-                done.record(self._stream)
-            done.synchronize()
+            self._module.current_stream().wait_event(event)
 
-    def _host(self, array: NDArray[Any]) -> Tensor:
-        """Return an array that the device can read without waiting, where it is a small one."""
-        host = _as_tensor(array)
-        return host.pin_memory() if array.nbytes < LEAST and self._device.type != "cpu" else host
+    def sent(self, array: Any) -> Tensor:
+        """Return a copy of a small array on the device, in ``work``; the array may change then."""
+        host = torch.from_numpy(array.copy())
+        host = host if self._device.type == "cpu" else host.pin_memory()
+        return host.to(self._device, non_blocking=True)
 
-    def _let_go(self) -> None:
-        """Let go of the arrays that were read."""
+    def let_go(self) -> None:
+        """Let go of what done work has needed."""
         while self._held and self._held[0][0].query():
             self._held.popleft()
 
+    def _marked(self, *, is_timed: bool) -> Any:
+        has_time = is_timed and not self._is_cpu  # torch's events of a CPU have none
+        event = self._module.Event(**({"enable_timing": True} if has_time else {}))
+        event.record(self._stream)
+        return event
 
-def _as_tensor(array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor over the same memory, in whole numbers."""
-    kind, _ = _SAME[array.dtype.itemsize]
-    plain = np.ascontiguousarray(array)
-    return torch.from_numpy(plain.view(kind) if plain.flags.writeable else plain.copy().view(kind))
 
-
-def _used_by(tensor: Tensor, stream: Any) -> None:
-    """Have a tensor's memory go to nobody else before a stream is through with it."""
-    if tensor.device.type != "cpu":
-        tensor.record_stream(stream)
+def _drain(held: Held) -> None:
+    """Wait for all work that is not done."""
+    for done, _ in held:
+        done.synchronize()

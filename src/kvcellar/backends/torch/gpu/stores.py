@@ -157,28 +157,40 @@ def move_rows(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
-def copy_rows(
-    table, cells, staged, n_tokens, s_cell, s_block,
-    NUMBER: tl.constexpr, N_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAD: tl.constexpr, STEP: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr,
-    IS_READ: tl.constexpr,
-):  # fmt: skip
-    """Copy a cell's rows of a layer to or from ``staged``; the grid is (tokens, layers).
+PLANE = tl.constexpr(9)
+"""Numbers by which ``copy_planes`` is told a plane.
 
-    ``staged`` is ``[n_layers, N_HEADS, n_tokens, WIDTH]``; of a pool's row every STEP-th number
-    from AT on.
+Its address, how far cells and blocks are apart, numbers of a row, numbers that lie together in the
+pool and how far apart these are, numbers of each token before the plane, numbers from token to
+token, and where in a token's row the plane begins.
+"""
+
+
+@triton.jit(do_not_specialize=["n_tokens", "first", "begin", "end", "start"])
+def copy_planes(
+    table, cells, staged, n_tokens, first, begin, end, start,
+    NUMBER: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
+    IS_PLAIN: tl.constexpr, IS_READ: tl.constexpr,
+):  # fmt: skip
+    """Copy rows of some planes to or from ``staged``; the grid is (planes, tokens / TOKENS).
+
+    Numbers are counted over all planes, each with ``n_tokens`` rows; the one at ``start`` comes
+    first in ``staged``.
     """
-    token = tl.program_id(0).to(tl.int64)
-    layer = tl.program_id(1).to(tl.int64)
-    cell = tl.load(cells + token)
-    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    plane = table + (first + tl.program_id(0)).to(tl.int64) * PLANE
+    token = begin + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, PAD)[None, :]
-    ok = (head < N_HEADS) & (d < WIDTH)
-    data = tl.load(table + 2 * layer).to(tl.pointer_type(NUMBER))
-    s_head = tl.load(table + 2 * layer + 1)
-    there = data + places(cell, head, s_head, s_cell, s_block, BLOCK) + d * STEP + AT
-    here = staged + ((layer * N_HEADS + head) * n_tokens + token) * WIDTH + d
+    ok = (token < end)[:, None] & (d < tl.load(plane + 3))
+    cell = tl.load(cells + token, mask=token < end, other=0)
+    there = places(cell, 0, 0, tl.load(plane + 1), tl.load(plane + 2), BLOCK)[:, None]
+    if IS_PLAIN:
+        there += d
+    else:
+        together = tl.load(plane + 4)
+        there += d // together * tl.load(plane + 5) + d % together
+    there = tl.load(plane).to(tl.pointer_type(NUMBER)) + there
+    row = tl.load(plane + 6) * n_tokens - start + tl.load(plane + 8)
+    here = staged + (row + token.to(tl.int64) * tl.load(plane + 7))[:, None] + d
     if IS_READ:
         tl.store(here, tl.load(there, mask=ok), mask=ok)
     else:
