@@ -35,7 +35,7 @@ TINY = {
 }  # fmt: skip
 
 TINY_LENGTHS = {
-    128: 3, 160: 4, 200: 3, 300: 4, 500: 6, 2048: 10, 4000: 18, 4096: 12, 5000: 18,
+    128: 3, 160: 4, 200: 3, 300: 4, 500: 6, 2048: 10, 4000: 18, 4096: 12, 5000: 12,
     8192: 14, 16_384: 16, 32_768: 18,
 }  # fmt: skip
 """Numbers of tokens -> how many there are in their place where nothing is measured.

@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
-FEW = ("engine", "transfers")
+FEW = ("engine",)
 UNSEEN = {f"float32_apart_{family}" for family in ("llama", "gemma2", "gpt_oss", "lfm2")}
 """Figures of families that only a card is tried with: tests walk them elsewhere."""
 
@@ -75,8 +75,9 @@ def test_parts_run_on_a_cpu_and_tell_their_figures_and_goals(gpu: Any) -> None:
     goals = found["goals"]
     assert {name for name, one in goals.items() if one["figure"] is None} <= UNSEEN
     assert all(one["figure"] == found[name] for name, one in goals.items() if name in found)
-    assert found["restore_is_exact"] and found["engine_is_recorded"]
+    assert found["engine_is_recorded"] and found["engine_8_at_5000_step_ms"] > 0
     if HAS_ALL:
+        assert found["restore_is_exact"]
         assert len(goals) == len(gpu.GOALS)
         recorded = [name for name in found if name.endswith("_is_recorded")]
         assert len(recorded) == 5 and all(found[name] for name in recorded)
