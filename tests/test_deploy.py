@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvcellar.cli.app import app
+from kvcellar.cli import app
 
 ROOT = Path(__file__).parents[1]
 IMAGE = (ROOT / "Dockerfile").read_text()

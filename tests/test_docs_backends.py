@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvcellar as kv
-from kvcellar import registry
+from kvcellar import errors, registry
 
 PAGE = Path(__file__).parents[1] / "docs" / "backends.md"
 MOST_LINES = 150
@@ -49,7 +49,7 @@ def test_its_sessions_are_made_by_its_name(toy):
 
 
 def test_it_refuses_what_it_does_not_store(toy):
-    with pytest.raises(kv.errors.ConfigError, match="toy stores float32, got kv_dtype 'int8'"):
+    with pytest.raises(errors.ConfigError, match="toy stores float32, got kv_dtype 'int8'"):
         kv.make_seq_session("toy", kv.make_config(kv.ModelCacheParams(1, 1, 32), 16, "int8"))
 
 

@@ -13,66 +13,71 @@ build on them: docs/python.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcellar.cache import Cache as Cache
-from kvcellar.cache import DecodeCache as DecodeCache
-from kvcellar.cache import SeqCache as SeqCache
-from kvcellar.cache import TreeCache as TreeCache
-from kvcellar.cache import TreeSeqCache as TreeSeqCache
-from kvcellar.cache_config import CacheConfig as CacheConfig
-from kvcellar.cache_config import SharedPrefix as SharedPrefix
-from kvcellar.cache_config import make_config as make_config
-from kvcellar.errors import KVCellarError as KVCellarError
-from kvcellar.metadata import read_kv_cache_metadata as read_kv_cache_metadata
-from kvcellar.metadata import write_kv_cache_metadata as write_kv_cache_metadata
-from kvcellar.registry import Backend as Backend
-from kvcellar.registry import CacheRegistry as CacheRegistry
-from kvcellar.registry import CacheSession as CacheSession
-from kvcellar.registry import backend_names as backend_names
-from kvcellar.registry import freeze_prefix as freeze_prefix
-from kvcellar.registry import make_decode_session as make_decode_session
-from kvcellar.registry import make_paged_session as make_paged_session
-from kvcellar.registry import make_seq_session as make_seq_session
-from kvcellar.registry import make_tree_session as make_tree_session
-from kvcellar.registry import register_backend as register_backend
-from kvcellar.types import AttendKind as AttendKind
-from kvcellar.types import AttendSpec as AttendSpec
-from kvcellar.types import LayerGroup as LayerGroup
-from kvcellar.types import ModelCacheParams as ModelCacheParams
-from kvcellar.types import Run as Run
-from kvcellar.types import StepPlan as StepPlan
+from kvcellar.lazy import names_of
 from kvcellar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import Unpack
 
+    from kvcellar.cache import Cache as Cache
+    from kvcellar.cache import DecodeCache as DecodeCache
+    from kvcellar.cache import SeqCache as SeqCache
+    from kvcellar.cache import TreeCache as TreeCache
+    from kvcellar.cache import TreeSeqCache as TreeSeqCache
+    from kvcellar.cache_config import CacheConfig as CacheConfig
+    from kvcellar.cache_config import SharedPrefix as SharedPrefix
+    from kvcellar.cache_config import make_config as make_config
     from kvcellar.cellar import Agent as Agent
     from kvcellar.cellar import AsyncAgent as AsyncAgent
     from kvcellar.cellar import AsyncCellar as AsyncCellar
     from kvcellar.cellar import Cellar as Cellar
     from kvcellar.cellar.settings import CellarSettings
+    from kvcellar.errors import KVCellarError as KVCellarError
+    from kvcellar.metadata import read_kv_cache_metadata as read_kv_cache_metadata
+    from kvcellar.metadata import write_kv_cache_metadata as write_kv_cache_metadata
+    from kvcellar.registry import Backend as Backend
+    from kvcellar.registry import CacheRegistry as CacheRegistry
+    from kvcellar.registry import CacheSession as CacheSession
+    from kvcellar.registry import backend_names as backend_names
+    from kvcellar.registry import freeze_prefix as freeze_prefix
+    from kvcellar.registry import make_decode_session as make_decode_session
+    from kvcellar.registry import make_paged_session as make_paged_session
+    from kvcellar.registry import make_seq_session as make_seq_session
+    from kvcellar.registry import make_tree_session as make_tree_session
+    from kvcellar.registry import register_backend as register_backend
+    from kvcellar.types import AttendKind as AttendKind
+    from kvcellar.types import AttendSpec as AttendSpec
+    from kvcellar.types import LayerGroup as LayerGroup
+    from kvcellar.types import ModelCacheParams as ModelCacheParams
+    from kvcellar.types import Run as Run
+    from kvcellar.types import StepPlan as StepPlan
+
+_MODULES = {
+    "kvcellar.cache": "Cache DecodeCache SeqCache TreeCache TreeSeqCache",
+    "kvcellar.cache_config": "CacheConfig SharedPrefix make_config",
+    "kvcellar.cellar": "Agent AsyncAgent AsyncCellar Cellar",
+    "kvcellar.errors": "KVCellarError",
+    "kvcellar.metadata": "read_kv_cache_metadata write_kv_cache_metadata",
+    "kvcellar.registry": (
+        "Backend CacheRegistry CacheSession backend_names freeze_prefix make_decode_session "
+        "make_paged_session make_seq_session make_tree_session register_backend"
+    ),
+    "kvcellar.types": "AttendKind AttendSpec LayerGroup ModelCacheParams Run StepPlan",
+}
+"""Names that are imported when somebody asks for them, by where they are."""
 
 __all__ = ["open", "open_async"]
 
-_OF_THE_CELLAR = ("Agent", "AsyncAgent", "AsyncCellar", "Cellar")
-"""Names that are imported when somebody asks for them: they need more than NumPy."""
-
-
-def __getattr__(name: str) -> Any:
-    """Return a class of the cellar, for annotations."""
-    if name not in _OF_THE_CELLAR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import kvcellar.cellar
-
-    return getattr(kvcellar.cellar, name)
+__getattr__ = names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:
     """Return the public names, without what they were made with."""
-    own = [n for n, v in globals().items() if getattr(v, "__module__", "").startswith("kvcellar.")]
-    return sorted({*__all__, *_OF_THE_CELLAR, *own, "__version__"})
+    lazy = (name for names in _MODULES.values() for name in names.split())
+    return sorted({*__all__, *lazy, "__version__"})
 
 
 def open(model: str | Path = "demo", **settings: Unpack[CellarSettings]) -> Cellar:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import lock_descriptor
-
 _SAFE = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 """Flags of files that are opened, each where the system has it; without O_NONBLOCK a pipe in a
 file's place would be waited for."""
@@ -117,6 +115,8 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         OSError: the file cannot be made.
     """
+    from filelock import lock_descriptor  # most commands lock nothing
+
     fd = open_own(path, os.O_CREAT | os.O_RDWR)
     try:
         lock_descriptor(fd)

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 import kvcellar
 from kvcellar.cli import app
-from kvcellar.cli.app import HABITS
+from kvcellar.cli.overview import COMMANDS, EXAMPLES, OPTIONS, overview
+from kvcellar.cli.program import HABITS
 from tests.backends.adapters import needs_mlx
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 RUNNER = CliRunner()
+RUNTIMES = {"torch", "transformers", "mlx", "executorch"}
+SERVERS = {"fastapi", "uvicorn", "prometheus_client"}
+ALWAYS_THERE = {
+    "huggingface_hub",
+    "numpy",
+    "pydantic",
+    "typer",
+    "rich",
+    "tokenizers",
+    "psutil",
+    "xxhash",
+    "filelock",
+}
 KEYS = {
     "reasoning",
     "finish_cause",
@@ -366,19 +382,62 @@ def test_every_command_has_help_with_examples(command: tuple[str, ...]) -> None:
     assert "kvcellar " + " ".join(command) in result.stdout
 
 
-def test_help_comes_at_once() -> None:
-    """Nothing that takes long to import is imported for it; seconds would be the machine's."""
+def modules_of(*typed: str, home: Path) -> set[str]:
+    """Return the packages that a command imports beside Python's own."""
     code = (
-        "import sys, contextlib\n"
+        "import atexit, sys\n"
         "from kvcellar.cli import main\n"
-        "sys.argv = ['kvcellar', '--help']\n"
-        "with contextlib.suppress(SystemExit):\n"
-        "    main()\n"
-        "slow = {'torch', 'transformers', 'mlx', 'executorch', 'fastapi', 'pydantic', 'uvicorn',\n"
-        "        'prometheus_client', 'llguidance', 'safetensors', 'huggingface_hub'}\n"
-        "assert not slow & sys.modules.keys(), slow & sys.modules.keys()\n"
+        "atexit.register(lambda: print(*{m.partition('.')[0] for m in sys.modules},"
+        " file=sys.stderr))\n"
+        f"sys.argv = ['kvcellar', *{typed!r}]\n"
+        "main()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "KVCELLAR_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout
+    return {*done.stderr.splitlines()[-1].split()} - sys.stdlib_module_names
+
+
+def test_the_help_imports_nothing_but_the_package(tmp_path: Path) -> None:
+    """Seconds would be the machine's."""
+    found = modules_of("--help", home=tmp_path)
+    assert not (RUNTIMES | SERVERS | ALWAYS_THERE) & found, found
+
+
+@pytest.mark.parametrize("typed", [("agents", "list", "--json"), ("store", "--help")])
+def test_who_only_looks_imports_no_runtime_and_no_server(typed: tuple[str], tmp_path: Path) -> None:
+    assert not (RUNTIMES | SERVERS) & modules_of(*typed, home=tmp_path)
+
+
+def test_models_of_which_no_file_has_changed_are_listed_without_a_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path))
+    assert run("models", "list").exit_code == 0
+    assert not RUNTIMES & modules_of("models", "list", home=tmp_path)
+
+
+def test_the_overview_has_the_commands_and_options_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root: Any = typer.main.get_command(app)
+    assert {name: one.help.partition("\n")[0] for name, one in root.commands.items()} == COMMANDS
+    context = root.context_class(root)
+    own = {one.opts[0]: one.help for one in root.get_params(context)}
+    assert {name: own[name].rstrip(".") for name in own} == {
+        name: says.rstrip(".") for name, says in OPTIONS.items()
+    }
+    monkeypatch.setenv("COLUMNS", "50")
+    said = run("--help").stdout
+    assert said == f"{overview()}\n"
+    assert all(name in said for name in (*COMMANDS, *OPTIONS, *EXAMPLES))
+    assert max(map(len, said.splitlines())) <= 60
 
 
 def test_the_documentation_is_what_the_commands_say() -> None:

@@ -13,7 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from kvcellar.cli.app import app
+from kvcellar.cli import app
 from kvcellar.cli.config_file import defaults_of
 from kvcellar.home import default_config
 

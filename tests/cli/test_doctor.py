@@ -10,8 +10,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.cli import doctor
-from kvcellar.cli.app import app
+from kvcellar.cli import app, doctor
 from kvcellar.installed import pip_command
 from kvcellar.store import Store
 

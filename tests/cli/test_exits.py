@@ -17,7 +17,7 @@ from kvcellar.cli.exits import ExitCode, code_of
 from kvcellar.store import Store
 
 RUNNER = CliRunner()
-MODULE = importlib.import_module("kvcellar.cli.app")  # its name is that of the command, too
+MODULE = importlib.import_module("kvcellar.cli.program")
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
@@ -89,7 +89,7 @@ def test_a_reader_that_left_has_its_own_code(monkeypatch):
 def test_an_error_of_our_own_ends_with_a_traceback_and_a_code_that_nothing_else_has():
     program = (
         "import importlib, sys\n"
-        "module = importlib.import_module('kvcellar.cli.app')\n"
+        "module = importlib.import_module('kvcellar.cli.program')\n"
         "module.show_start = lambda: 1 / 0\n"
         "sys.argv = ['kvcellar']\n"
         "module.main()\n"

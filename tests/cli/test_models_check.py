@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 from kvcellar.backends.torch import loading
 from kvcellar.backends.torch.learn import checking
 from kvcellar.backends.torch.learn.shrink import checkpoints
-from kvcellar.backends.torch.loading import versions
 from kvcellar.cli import app
-from kvcellar.models.check import CACHES, PARTS, CheckVerdict, verdict_path
+from kvcellar.models.check import CACHES, PARTS, CheckVerdict, torch_versions, verdict_path
 from kvcellar.models.checkpoint import read_config
 
 
@@ -42,7 +41,7 @@ def test_all_tiny_has_a_line_for_every_family_and_says_why_some_are_refused(monk
 
 def test_a_family_that_differs_fails_the_command(monkeypatch):
     gaps = {kind: dict.fromkeys(PARTS, 0.25) for kind in CACHES}
-    wrong = CheckVerdict("qwen3", ("2 full",), "a twin", gaps, None, None, versions(), 0.1)
+    wrong = CheckVerdict("qwen3", ("2 full",), "a twin", gaps, None, None, torch_versions(), 0.1)
     monkeypatch.setattr(checkpoints, "zoo", lambda: ["qwen3"])
     monkeypatch.setattr(checking, "check_family", lambda family: wrong)
     code, said = invoke("--all-tiny", "--json")
@@ -60,7 +59,7 @@ def test_a_checkpoint_is_checked_and_its_verdict_kept(tmp_path):
     assert code == 0
     assert model["is_exact"]
     assert model["family"] == "qwen3"
-    kept = verdict_path(read_config(folder), versions())
+    kept = verdict_path(read_config(folder), torch_versions())
     assert CheckVerdict.from_json(json.loads(kept.read_text())) == CheckVerdict.from_json(model)
 
 
@@ -87,7 +86,9 @@ def test_which_of_the_exact_families_export_is_a_column_and_the_reason_is_said(m
     def check(family: str) -> CheckVerdict:
         found = {} if family == "bert" else gaps
         reason = "it sees what comes" if family == "bert" else None
-        return CheckVerdict(family, ("2 full",), "a twin", found, None, reason, versions(), 0.1)
+        return CheckVerdict(
+            family, ("2 full",), "a twin", found, None, reason, torch_versions(), 0.1
+        )
 
     monkeypatch.setattr(checking, "check_family", check)
     code, said = invoke("--all-tiny", "--export")

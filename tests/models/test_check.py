@@ -21,8 +21,6 @@ from kvcellar.backends.torch.cpu.decoder import KernelDecoder
 from kvcellar.backends.torch.learn import checking
 from kvcellar.backends.torch.learn.checking import check_checkpoint, check_family
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
-from kvcellar.backends.torch.load import versions as torch_versions
-from kvcellar.backends.torch.load.versions import versions
 from kvcellar.backends.torch.loading import model_facts, prove_model
 from kvcellar.errors import ModelError
 from kvcellar.models import check as check_module
@@ -33,6 +31,7 @@ from kvcellar.models.check import (
     TOLERANCE,
     CheckVerdict,
     InexactModelWarning,
+    torch_versions,
     unit_of,
     verdict_path,
 )
@@ -288,7 +287,7 @@ def counted(monkeypatch) -> list[Path]:
 
 def inexact(folder: Path, raw: Any, *args: Any) -> CheckVerdict:
     gaps = {kind: {"decode": 0.5, "prefill": 1e-6} for kind in CACHES}
-    return CheckVerdict("gemma2", ("4 full",), "a twin", gaps, 3e-3, None, versions(), 0.1)
+    return CheckVerdict("gemma2", ("4 full",), "a twin", gaps, 3e-3, None, torch_versions(), 0.1)
 
 
 def test_a_checkpoint_is_checked_at_its_first_load_and_no_more(tiny, home, counted):
@@ -297,7 +296,7 @@ def test_a_checkpoint_is_checked_at_its_first_load_and_no_more(tiny, home, count
     assert "checking" in said
     load_model(tiny)
     assert counted == [tiny]
-    path = verdict_path(read_config(tiny), versions())
+    path = verdict_path(read_config(tiny), torch_versions())
     path.write_text("{}")
     load_model(tiny)
     assert counted == [tiny, tiny], "a damaged verdict is found again"
@@ -334,7 +333,7 @@ def test_a_verdict_without_figures_is_found_again(tiny, home, monkeypatch):
 
 def test_a_verdict_of_other_versions_is_found_again(tiny, home, counted, monkeypatch):
     load_model(tiny)
-    monkeypatch.setattr(torch_versions, "VERSION", 10**6)
+    monkeypatch.setattr("kvcellar.models.check.VERSION", 10**6)
     load_model(tiny)
     assert counted == [tiny, tiny]
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.cli.app import app
+from kvcellar.cli import app
 from kvcellar.errors import AgentError, KVCellarError, StoreError
 from kvcellar.store import Store, StoreConfig
 from kvcellar.store.folder import Folder

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,17 +18,11 @@ from kvcellar.cli import options
 from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
-from kvcellar.engine.quality import (
-    CANDIDATES,
-    PROSE,
-    measure_kv_quality,
-    measure_weights_quality,
-)
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models import LoadedModel, LoadOptions, load_model
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.kv_quality import (
+    CANDIDATES,
     KvQuality,
     WeightsQuality,
     WeightsQualityWarning,
@@ -37,7 +31,11 @@ from kvcellar.models.kv_quality import (
     save_weights_quality,
     worst_of_texts,
 )
+from kvcellar.models.options import LoadOptions
 from kvcellar.models.weights import FILE, PLAIN, WEIGHTS, parse_weights
+
+if TYPE_CHECKING:
+    from kvcellar.models import LoadedModel
 
 N_TOKENS = 2048
 
@@ -136,6 +134,8 @@ def kv_quality(
     verdict is that of the worst. The figures are remembered; a session with a type that is bad for
     its model then warns.
     """
+    from kvcellar.engine.quality import measure_kv_quality
+
     wanted = kv_dtype or list(CANDIDATES)
     for name in wanted:
         parse_kv_dtype(name)
@@ -184,6 +184,8 @@ def weights_quality(
     often the likeliest token is the same. Two models are in memory at a time. The figures are
     remembered, and loading the model in a format that harms it then says how much.
     """
+    from kvcellar.engine.quality import measure_weights_quality
+
     for name in weights or ():
         parse_weights(name, None)
 
@@ -212,6 +214,8 @@ def weights_quality(
 
 
 def _load(how: LoadOptions) -> LoadedModel:
+    from kvcellar.models import load_model
+
     with progress_bar("loading") as report:
         return load_model(how, progress=lambda part, what: report(part, f"{how.name}: {what}"))
 
@@ -248,6 +252,8 @@ def read_text(
     Raises:
         ConfigError: the file cannot be read as text.
     """
+    from kvcellar.engine.quality import PROSE
+
     training = model.path / TRAINING
     if file is None and training.is_file():
         library = Path(sysconfig.get_paths()["stdlib"])

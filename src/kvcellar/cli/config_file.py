@@ -42,7 +42,9 @@ def defaults_of(group: Any, file: Path | None = None) -> Defaults:
     found = _of_group(group, tables, (), file)
     if not isinstance(everywhere, Mapping):
         raise ConfigError(f"{ALL} in {file} has to be a table, [{ALL}]")
-    known = _spread(group, everywhere, found, f"[{ALL}] of the config file {file}")
+    known: set[str] = set()
+    if everywhere:  # it is looked at what every command takes
+        known = _spread(group, everywhere, found, f"[{ALL}] of the config file {file}")
     for name in everywhere.keys() - known:
         raise _unknown(f"option {name!r} in [{ALL}]", name, _all_names(group), file)
     return found

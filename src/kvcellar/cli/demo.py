@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,10 +12,10 @@ from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
-from kvcellar.engine import BranchReport, SamplingParams, branch
-from kvcellar.engine.branches import bytes_per_cell
-from kvcellar.models import LoadOptions
-from kvcellar.models.options import DEMO
+from kvcellar.models.options import DEMO, LoadOptions
+
+if TYPE_CHECKING:
+    from kvcellar.engine import BranchReport
 
 TRUNK = '''\
 """Helpers for reading and writing text files."""
@@ -70,6 +70,8 @@ def demo_command(
     A model reads a trunk, the beginning of a Python module, once; it is forked without copying a
     byte, all branches go on in one batched forward per token, and the likeliest is kept.
     """
+    from kvcellar.engine import SamplingParams, branch
+
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=max_tokens)
     loading = LoadOptions(model, backend=backend, weights=weights)
     with bound_model(loading, memory=memory, n_sequences=branches) as bound:
@@ -97,6 +99,8 @@ def demo_command(
 
 def _memory(result: BranchReport, bound: Bound) -> dict[str, int]:
     """Cells and bytes: as they were shared, and as they would have been without sharing."""
+    from kvcellar.engine.branches import bytes_per_cell
+
     per_cell = bytes_per_cell(bound.cache.config)
     live = result.usage.groups[0].live
     unshared = sum(one.cells for one in result.branches)

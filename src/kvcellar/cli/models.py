@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from kvcellar.cli.inspect import sized
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
-from kvcellar.models.check import known_verdict
+from kvcellar.models.check import known_verdict, torch_versions
 from kvcellar.models.checkpoint import read_config
 from kvcellar.models.hub import DEMO_FOLDER, pull
 from kvcellar.models.ollama import listed
@@ -144,10 +145,9 @@ def _row(model: FoundModel) -> Row:
 def _is_exact(model: FoundModel) -> bool | None:
     """Return what the check of a checkpoint found; None: it was not checked yet."""
     try:
-        from kvcellar.backends.torch.load.versions import versions
-    except ModuleNotFoundError:  # without torch nothing is checked
+        verdict = known_verdict(read_config(model.path), torch_versions())
+    except PackageNotFoundError:  # without torch nothing is checked
         return None
-    verdict = known_verdict(read_config(model.path), versions())
     return None if verdict is None else verdict.is_exact
 
 

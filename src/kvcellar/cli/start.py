@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvcellar.cli.terminal import write
 from kvcellar.home import default_config
-from kvcellar.models.packaged import PACKAGED
 from kvcellar.version import __version__
 
 _LINES = (
@@ -24,6 +23,8 @@ _LINES = (
 
 def show_start() -> None:
     """Print what to do next."""
+    from kvcellar.models.packaged import PACKAGED  # other commands need it not
+
     fetch = "" if PACKAGED["smollm2"].file.is_file() else " (93 MB, fetched once)"
     width = max(len(command) for command, _ in _LINES)
     write(f"kvcellar {__version__}: KV caches for local models and agents\n\n")

@@ -18,7 +18,7 @@ from kvcellar.cache_config import make_config
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, parse_kv_dtype
 from kvcellar.models import LoadedModel
-from kvcellar.models.kv_quality import KvQuality, WeightsQuality
+from kvcellar.models.kv_quality import CANDIDATES, KvQuality, WeightsQuality
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import CacheSession, make_decode_session
 
@@ -28,9 +28,6 @@ BASE = "float32"
 PROSE = Path(__file__).with_name("northanger_abbey.txt")
 """English to read: the first six chapters of Jane Austen's novel of 1817, in the public domain, by
 Project Gutenberg's text as Debian's r-cran-janeaustenr has it, one line per paragraph."""
-
-CANDIDATES = ("bfloat16", "int8", "k8v4", "int4", "int4:rot", "int4:first4:last64")
-"""What is measured where nothing is named."""
 
 _CHUNK = 32
 """Tokens that are read in one forward: what recent tokens in float32 are worth shows in steps that

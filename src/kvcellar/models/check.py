@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from kvcellar.registry import (
     make_tree_session,
 )
 from kvcellar.types import IntArray, LayerGroup, ModelCacheParams
+from kvcellar.version import __version__
 
 TOLERANCE = 2e-4
 """Most that a logit may differ, in float32, where the largest is up to ``LARGE``."""
@@ -199,6 +201,16 @@ def _kind(group: LayerGroup) -> str:
     if group.window is not None:
         return f"{latent}window {group.window}"
     return f"{latent}chunk {group.chunk}" if group.chunk is not None else f"{latent}full"
+
+
+def torch_versions() -> dict[str, str]:
+    """Return the versions that a verdict of the torch backend depends on; torch is not imported.
+
+    Raises:
+        PackageNotFoundError: torch or transformers is not installed.
+    """
+    used = {package: version(package) for package in ("torch", "transformers")}
+    return {"kvcellar": __version__, "check": str(VERSION), **used}
 
 
 def verdict_of(

@@ -19,6 +19,9 @@ import xxhash
 from kvcellar.home import default_home
 from kvcellar.kv_dtype import parse_kv_dtype
 
+CANDIDATES = ("bfloat16", "int8", "k8v4", "int4", "int4:rot", "int4:first4:last64")
+"""Types of K and V that are measured where none is named."""
+
 FILE_NAME = "kv_quality.json"
 SCHEMA_VERSION = 1
 

@@ -26,7 +26,6 @@ from kvcellar.backends.torch.load.card import CardMemory, card_memory
 from kvcellar.backends.torch.load.counting import NOTHING, Counted, count, may_keep
 from kvcellar.backends.torch.load.gguf import makers_of, other_types
 from kvcellar.backends.torch.load.networks import empty_network, load_network
-from kvcellar.backends.torch.load.versions import versions
 from kvcellar.backends.torch.load.weights import DTYPES
 from kvcellar.backends.torch.run.load_adapters import check_adapters, load_adapters, read_adapters
 from kvcellar.backends.torch.run.model import TorchModel
@@ -34,7 +33,13 @@ from kvcellar.backends.torch.run.place_weights import hold_parts
 from kvcellar.budget import format_size
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
-from kvcellar.models.check import CheckVerdict, demand_exact, keep_verdict, verdict_of
+from kvcellar.models.check import (
+    CheckVerdict,
+    demand_exact,
+    keep_verdict,
+    torch_versions,
+    verdict_of,
+)
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -194,7 +199,7 @@ def _prove(found: _FoundCheckpoint, options: LoadOptions, report: ProgressFn) ->
 
         return check_checkpoint(found.folder, found.raw)
 
-    verdict = verdict_of(found.raw, versions(), find, is_unchecked=options.is_unchecked)
+    verdict = verdict_of(found.raw, torch_versions(), find, is_unchecked=options.is_unchecked)
     demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
     if found.n_ranks > 1:
         from kvcellar.backends.torch.ranks.checking import prove_division  # as above
@@ -224,7 +229,7 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[CheckVerdict, bo
     is_replaced = False
     with suppress(ModelError):  # the verdict says it
         is_replaced = renew_facts(raw, _learn, _BY)
-    keep_verdict(raw, versions(), verdict)
+    keep_verdict(raw, torch_versions(), verdict)
     return verdict, is_replaced
 
 

@@ -1,6 +1,7 @@
 """Configs of transformers, made of the metadata of GGUF files.
 
-transformers has a table of its own for a few architectures; those are asked first.
+transformers has a table of its own for a few architectures, and is asked for those alone that are
+in none of the tables here.
 """
 
 from __future__ import annotations
@@ -78,14 +79,13 @@ def config_of(file: GgufFile) -> Raw:
             f"{file.path} is a model of the architecture {name[:80]!r} that makes embeddings and "
             f"writes no text; give the file of a language model"
         )
-    if name not in _known():
+    if name not in FAMILIES and name not in _known():
         raise _unknown(file)
     for missing in ("token_embd.weight", "block_count"):
         if missing not in file.tensors and not file.whole(f"{name}.{missing}"):
             raise _no_model(file, f"{name} without its {missing}")
     theta_of(file, f"{name}.rope.freq_base", 1.0)  # whoever reads it, it can be used
-    theirs = _by_transformers(file)
-    raw = _by_us(file) if theirs is None else theirs
+    raw = _by_us(file) if name in FAMILIES else _by_transformers(file)
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     for ours, key in _TOKENS.items():
@@ -94,17 +94,15 @@ def config_of(file: GgufFile) -> Raw:
     return raw
 
 
-def _by_transformers(file: GgufFile) -> Raw | None:
-    """Return the config that transformers makes of metadata; None: it knows none.
+def _by_transformers(file: GgufFile) -> Raw:
+    """Return the config that transformers makes of the metadata of an architecture it knows.
 
     Raises:
         ModelError: a key that it needs is missing or impossible.
     """
     from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
-    make = GGUF_CONFIG_ARCHS.get(file.architecture)
-    if make is None:
-        return None
+    make = GGUF_CONFIG_ARCHS[file.architecture]
     plain = {
         key: value.tolist() if hasattr(value, "tolist") else value
         for key, value in file.metadata.items()
@@ -142,9 +140,7 @@ def _unknown(file: GgufFile) -> ModelError:
 def _by_us(file: GgufFile) -> Raw:
     """Return the config by the tables here."""
     name = file.architecture
-    family = FAMILIES.get(name)
-    if family is None:
-        raise _unknown(file)
+    family = FAMILIES[name]
     raw: Raw = {"model_type": family.model_type, **family.fixed}
     for key, ours in family.keys.items():
         value = _same_for_all(file, f"{name}.{key}")

@@ -22,7 +22,6 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import (
     twin_raw,
 )
 from kvcellar.backends.torch.load.networks import empty_network, load_network, unforeseen
-from kvcellar.backends.torch.load.versions import versions
 from kvcellar.backends.torch.load.weights import UnreadWeightsError
 from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.errors import KVCellarError, ModelError
@@ -33,6 +32,7 @@ from kvcellar.models.check import (
     Subject,
     compare,
     kinds_of,
+    torch_versions,
     unit_of,
 )
 from kvcellar.models.configs import config_from_dict, rope_of
@@ -163,7 +163,7 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> CheckVerdic
         differences,
         own,
         reason,
-        versions(),
+        torch_versions(),
         seconds,
         allowed,
         exact_to,

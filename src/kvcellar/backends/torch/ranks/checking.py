@@ -25,7 +25,6 @@ import transformers
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS
 from kvcellar.backends.torch.learn.probe import learn_facts
 from kvcellar.backends.torch.learn.shrink.checkpoints import random_network, twin_raw
-from kvcellar.backends.torch.load.versions import versions
 from kvcellar.backends.torch.ranks.commands import Load
 from kvcellar.backends.torch.ranks.leading import Leader, read_together
 from kvcellar.backends.torch.ranks.parts import read_part
@@ -33,7 +32,7 @@ from kvcellar.backends.torch.ranks.processes import ranks_of
 from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.cache_config import make_config
 from kvcellar.errors import KVCellarError, ModelError
-from kvcellar.models.check import InexactModelWarning, gap_of, unit_of
+from kvcellar.models.check import InexactModelWarning, gap_of, torch_versions, unit_of
 from kvcellar.models.known import keep, known_path, read_kept
 from kvcellar.models.runner import FloatArray
 from kvcellar.models.tokenizer import quiet
@@ -64,8 +63,8 @@ def prove_division(raw: Mapping[str, Any], name: str, *, is_unchecked: bool) -> 
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError, RecursionError):
         found = read_kept(path)
-    if found.get("versions") != versions():
-        found = {"versions": versions(), **_ask(raw)}
+    if found.get("versions") != torch_versions():
+        found = {"versions": torch_versions(), **_ask(raw)}
         if "gap" in found:
             keep(path, found)
     gap = found.get("gap")

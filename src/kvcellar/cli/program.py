@@ -7,29 +7,17 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from kvcellar.cli import (
-    agents,
-    bench,
-    chat,
-    demo,
-    deploy,
-    doctor,
-    export,
-    generate,
-    inspect,
-    models,
-    serve,
-    store,
-)
 from kvcellar.cli.commands import examples
 from kvcellar.cli.config_file import defaults_of
 from kvcellar.cli.exits import ExitCode, code_of
+from kvcellar.cli.overview import ABOUT, COMMANDS, EXAMPLES, overview
 from kvcellar.cli.start import show_start
 from kvcellar.cli.terminal import print_error
 from kvcellar.errors import ConfigError, KVCellarError
@@ -50,12 +38,51 @@ HABITS = {
 """Commands of other programs for local models, by their names there, and ours for the same."""
 
 
+class LazyCommands(Mapping[str, Any]):
+    """Commands by name; the module of one is imported when the command is asked for."""
+
+    def __init__(self) -> None:
+        """Know the names alone."""
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a command."""
+        if name not in self._made:
+            if name not in COMMANDS:
+                raise KeyError(name)
+            own = typer.Typer(rich_markup_mode="rich")
+            import_module(f"kvcellar.cli.{name}").register(own)
+            self._made |= typer.main.get_group(own).commands
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, which imports nothing."""
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(COMMANDS)
+
+
 class Commands(TyperGroup):
     """Ends every command alike: one line for what is wrong, never a traceback for it.
 
     Options have the user's own defaults, where the config file has some. Exit codes are those of
     :class:`~kvcellar.cli.exits.ExitCode`.
     """
+
+    def __init__(self, **attrs: Any) -> None:
+        """Have all commands; those that are not used are not imported."""
+        super().__init__(**attrs)
+        self.commands = LazyCommands()  # type: ignore[assignment]  # none is added or taken away
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return list(self.commands)
+
+    def get_help(self, ctx: Any) -> str:
+        """Return what ``kvcellar --help`` prints."""
+        return overview()
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was named."""
@@ -161,13 +188,8 @@ def _abandon_stdout() -> None:
 app = typer.Typer(
     name="kvcellar",
     cls=Commands,
-    help="KV caches for local models and agents: one model, swappable caches.",
-    epilog=examples(
-        "kvcellar demo",
-        "kvcellar generate --prompt 'def fibonacci(n):'",
-        "kvcellar chat ~/models/Qwen3-0.6B",
-        "kvcellar inspect ~/models/Qwen3-0.6B --memory 8GB",
-    ),
+    help=ABOUT,
+    epilog=examples(*EXAMPLES),
     invoke_without_command=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -193,23 +215,6 @@ def _root(
 ) -> None:
     if context.invoked_subcommand is None:
         show_start()
-
-
-for noun in (
-    generate,
-    chat,
-    agents,
-    serve,
-    deploy,
-    demo,
-    export,
-    inspect,
-    models,
-    store,
-    bench,
-    doctor,
-):
-    noun.register(app)
 
 
 def main() -> None:
