@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcellar.agents import AgentManager
 from kvcellar.errors import NameTakenError
 from kvcellar.store.shared import guarded_calls, pusher
-from kvcellar.store.shared.objects import ObjectPlace
+from kvcellar.store.shared.folders import FolderPlace
 from kvcellar.store.shared.places import PlaceError
 from kvcellar.store.shared.tier import SharedTier
 from tests.agents.fakes import manager, run, turn
@@ -55,14 +55,14 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def cutting(patch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list of places that do not answer as long as they are in it."""
     gone: list[Any] = []
-    ask = ObjectPlace._ask
+    ask = FolderPlace._ask
 
-    def broken(self: ObjectPlace, request: Callable[[], Any]) -> Any:
+    def broken(self: FolderPlace, request: Callable[[], Any]) -> Any:
         if self in gone:
             raise PlaceError("no answer")
         return ask(self, request)
 
-    patch.setattr(ObjectPlace, "_ask", broken)
+    patch.setattr(FolderPlace, "_ask", broken)
     patch.setattr(guarded_calls, "FIRST_PAUSE_S", 0.02)
     patch.setattr(guarded_calls, "LONGEST_PAUSE_S", 0.02)
     patch.setattr(pusher, "_TRY_AGAIN_S", 0.02)

@@ -7,10 +7,13 @@ import contextlib
 from kvcellar.store.journal import Journal
 from kvcellar.store.references import file_stem
 from kvcellar.store.shared.guarded_calls import AwayError
+from kvcellar.store.shared.places import ForeignError
 from kvcellar.store.shared.tier import SharedTier
 
 ASK_S = 2.0
 """How long a shared place is waited for; what it does not take then is here alone."""
+
+MOST_DOCUMENT_BYTES = 1 << 26
 
 
 class Documents:
@@ -38,8 +41,9 @@ class Documents:
         """Return a document; None where there is none of that id."""
         if self._shared is not None:
             key = _key(document_id)
-            with contextlib.suppress(AwayError):
-                found = self._shared.reading.ask(lambda place: place.read(key), ASK_S)
+            with contextlib.suppress(AwayError, ForeignError):
+                reading = self._shared.reading
+                found = reading.ask(lambda place: place.read(key, MOST_DOCUMENT_BYTES), ASK_S)
                 if found is not None:
                     return found or None
         return self._journal.document(document_id)
@@ -55,7 +59,7 @@ class Documents:
     def _hand_in(self, document_id: str, payload: bytes) -> None:
         if self._shared is not None:
             key = _key(document_id)
-            with contextlib.suppress(AwayError):
+            with contextlib.suppress(AwayError, ForeignError):
                 self._shared.writing.ask(lambda place: place.write(key, payload), ASK_S)
 
 

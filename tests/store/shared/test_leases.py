@@ -11,7 +11,7 @@ import pytest
 from kvcellar.errors import LeaseHeldError, LeaseLostError
 from kvcellar.store import Store
 from kvcellar.store.shared import leases
-from kvcellar.store.shared.objects import ObjectPlace
+from kvcellar.store.shared.folders import FolderPlace
 from kvcellar.store.shared.places import PlaceError
 
 NAME = "poet@0011"
@@ -63,7 +63,7 @@ def test_leases_are_the_machines_own_while_the_place_is_away(
         def broken(*_: object) -> object:
             raise PlaceError("no answer")
 
-        monkeypatch.setattr(ObjectPlace, "_ask", broken)
+        monkeypatch.setattr(FolderPlace, "_ask", broken)
         lease = store.leases.take(NAME)
         assert lease.expires_s is None
         with pytest.raises(LeaseHeldError):

@@ -23,19 +23,19 @@ def place(place_url: str) -> Iterator[SharedPlace]:
 
 
 def test_a_name_holds_what_was_written_last(place: SharedPlace) -> None:
-    assert place.read("blocks/1") is None
+    assert place.read("blocks/1", 99) is None
     assert place.size("blocks/1") is None
     place.write("blocks/1", b"first")
     place.write("blocks/1", memoryview(b"second"))
-    assert (place.read("blocks/1"), place.size("blocks/1")) == (b"second", 6)
+    assert (place.read("blocks/1", 99), place.size("blocks/1")) == (b"second", 6)
     place.drop(["blocks/1", "blocks/2"])
-    assert place.read("blocks/1") is None
+    assert place.read("blocks/1", 99) is None
 
 
 def test_only_one_can_create_a_name(place: SharedPlace) -> None:
     assert place.create("leases/1", b"mine", 60.0)
     assert not place.create("leases/1", b"yours", 60.0)
-    assert place.read("leases/1") == b"mine"
+    assert place.read("leases/1", 99) == b"mine"
 
 
 def test_a_register_moves_on_by_one_state_at_a_time(place: SharedPlace) -> None:
@@ -99,7 +99,7 @@ def test_a_place_that_is_gone_says_so_without_its_secrets(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     place = open_place(url, timeout_s=2.0)
     with pytest.raises(PlaceError) as raised:
-        place.read("x")
+        place.read("x", 99)
     assert "hidden" not in str(raised.value)
     assert place.title in str(raised.value)
 
@@ -155,5 +155,5 @@ def test_who_has_no_credentials_is_told_where_they_are_looked_for(monkeypatch) -
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # no cloud's machine
     place = open_place("s3://cellar/x", timeout_s=5.0)
     with pytest.raises(PlaceError, match=r"no credentials were found.*AWS_ACCESS_KEY_ID"):
-        place.read("blocks/1")
+        place.read("blocks/1", 99)
     place.close()

@@ -13,8 +13,8 @@ import pytest
 from kvcellar.errors import ConfigError
 from kvcellar.store import ModelKey, Store, StoreConfig
 from kvcellar.store.shared import guarded_calls, histories, pusher
+from kvcellar.store.shared.folders import FolderPlace
 from kvcellar.store.shared.histories import Pulled
-from kvcellar.store.shared.objects import ObjectPlace
 from kvcellar.store.shared.places import PlaceError
 from kvcellar.store.shared.tier import SharedTier
 from tests.store.fakes import (
@@ -118,7 +118,7 @@ def test_documents_are_here_while_the_place_is_away(
         raise PlaceError("no answer")
 
     with Store(tmp_path / "a", shared=str(tmp_path / "share")) as store:
-        monkeypatch.setattr(ObjectPlace, "_ask", broken)
+        monkeypatch.setattr(FolderPlace, "_ask", broken)
         store.put_document("resp_1", b"first")
         assert store.document("resp_1") == b"first"
         assert store.delete_document("resp_1")
@@ -203,14 +203,14 @@ def test_a_place_that_is_gone_delays_nothing_and_gets_all_of_it_later(
 ) -> None:
     share, key = tmp_path / "share", KEYS["full"]
     is_gone = threading.Event()
-    ask = ObjectPlace._ask
+    ask = FolderPlace._ask
 
-    def broken(self: ObjectPlace, request: Callable[[], object]) -> object:
+    def broken(self: FolderPlace, request: Callable[[], object]) -> object:
         if is_gone.is_set():
             raise PlaceError("no answer")
         return ask(self, request)
 
-    monkeypatch.setattr(ObjectPlace, "_ask", broken)
+    monkeypatch.setattr(FolderPlace, "_ask", broken)
     monkeypatch.setattr(guarded_calls, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(guarded_calls, "LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(pusher, "_TRY_AGAIN_S", 0.05)
@@ -235,21 +235,21 @@ def test_a_place_that_is_full_is_still_read(
     share, key = tmp_path / "share", KEYS["full"]
     with Store(tmp_path / "a", shared=str(share)) as store:
         history = saved(store, key, tokens_of(1, 40), 1)
-    write, create = ObjectPlace.write, ObjectPlace.create
+    write, create = FolderPlace.write, FolderPlace.create
 
-    def full(self: ObjectPlace, *_: object) -> None:
+    def full(self: FolderPlace, *_: object) -> None:
         raise PlaceError("no space left")
 
-    monkeypatch.setattr(ObjectPlace, "write", full)
-    monkeypatch.setattr(ObjectPlace, "create", full)
+    monkeypatch.setattr(FolderPlace, "write", full)
+    monkeypatch.setattr(FolderPlace, "create", full)
     with Store(tmp_path / "b", shared=str(share)) as store:
         save(store, "new@1", History(key, tokens_of(2, 40)), metadata={"serial": 2})
         assert not tier(store).flush(0.5)
         assert load_all(store, history) == 40
         assert tier(store).pull(NAME) is Pulled.TAKEN
         assert "no space left" in str(store.take_events())
-    monkeypatch.setattr(ObjectPlace, "write", write)
-    monkeypatch.setattr(ObjectPlace, "create", create)
+    monkeypatch.setattr(FolderPlace, "write", write)
+    monkeypatch.setattr(FolderPlace, "create", create)
     with Store(tmp_path / "b", shared=str(share)) as store:
         assert tier(store).flush(180)
     with Store(tmp_path / "c", shared=str(share)) as store:
@@ -258,14 +258,14 @@ def test_a_place_that_is_full_is_still_read(
 
 def test_who_asks_a_slow_place_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share, key = tmp_path / "share", KEYS["full"]
-    ask, asked, answers = ObjectPlace._ask, [], threading.Event()
+    ask, asked, answers = FolderPlace._ask, [], threading.Event()
 
-    def slow(self: ObjectPlace, request: Callable[[], object]) -> object:
+    def slow(self: FolderPlace, request: Callable[[], object]) -> object:
         asked.append(request)
         assert answers.wait(180)
         return ask(self, request)
 
-    monkeypatch.setattr(ObjectPlace, "_ask", slow)
+    monkeypatch.setattr(FolderPlace, "_ask", slow)
     monkeypatch.setattr(histories, "ASK_S", 0.05)
     monkeypatch.setattr(guarded_calls, "FIRST_PAUSE_S", 600.0)
     monkeypatch.setattr(guarded_calls, "LONGEST_PAUSE_S", 600.0)
@@ -298,7 +298,7 @@ def test_a_deletion_that_could_not_be_told_is_told_later(
     with Store(tmp_path / "a", shared=str(share)) as store:
         saved(store, key, tokens_of(1, 20), 1)
         with monkeypatch.context() as patch:
-            patch.setattr(ObjectPlace, "_ask", lambda *_: 1 / 0)
+            patch.setattr(FolderPlace, "_ask", lambda *_: 1 / 0)
             patch.setattr("kvcellar.store.shared.tier.CLOSE_S", 0.1)
             store.delete(NAME)
             store.close()
@@ -397,11 +397,63 @@ def test_a_state_without_bytes_deletes_nothing(tmp_path: Path) -> None:
     ):
         saved(one, key, tokens_of(1, 20), 1)
         assert tier(other).pull(NAME) is Pulled.TAKEN
+        before = len(states_in(share))
         saved(one, key, tokens_of(1, 30), 2)
-        max(path for path in (share / "agents").rglob("0*") if path.is_file()).write_bytes(b"")
+        for path in states_in(share)[before:]:
+            path.write_bytes(b"")
+        assert tier(other).pull(NAME) is Pulled.SAME
         assert tier(other).pull(NAME) is Pulled.SAME
         assert other.get(NAME).tokens.tokens.tolist() == tokens_of(1, 20)
         assert [event.kind for event in other.take_events()] == ["damaged"]
+
+
+def states_in(share: Path) -> list[Path]:
+    """The states of all histories of a place, the latest last."""
+    return sorted(path for path in (share / "agents").rglob("0*") if path.is_file())
+
+
+@pytest.mark.parametrize("n_damaged", [1, 2])
+def test_behind_a_state_that_was_cut_short_lies_the_newest_that_is_whole(
+    tmp_path: Path, n_damaged: int
+) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as one:
+        saved(one, key, tokens_of(1, 20), 1)
+        last = saved(one, key, tokens_of(1, 30), 2)
+        states = states_in(share)
+        assert len(states) == 4, "words, and then all of it, of either turn"
+        for path in states[-n_damaged:]:
+            path.write_bytes(path.read_bytes()[:300])
+        with Store(tmp_path / "b", shared=str(share)) as fresh:
+            tier(fresh).pull_all()
+            (said,) = (event.detail for event in fresh.take_events())
+            assert f"gone back to {4 - n_damaged}" in said
+            tokens = fresh.get(NAME).tokens.tokens.tolist()
+            assert tokens == (last.tokens if n_damaged == 1 else tokens_of(1, 20))
+            mine = saved(fresh, key, [*tokens, 7, 8], 3)
+        pulled = tier(one).pull(NAME)
+        if n_damaged == 1:
+            assert pulled is Pulled.TAKEN
+            assert one.get(NAME).tokens.tokens.tolist() == mine.tokens
+        else:  # its own turn is in nothing that the place has
+            assert pulled is Pulled.DIVERGED
+            assert one.get(NAME).tokens.tokens.tolist() == last.tokens
+
+
+def test_a_place_that_was_moved_is_handed_nothing_that_it_has(tmp_path: Path) -> None:
+    share, moved, key = tmp_path / "share", tmp_path / "moved", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as one:
+        saved(one, key, tokens_of(1, 30), 1)
+    share.rename(moved)
+    there = {path: path.stat().st_mtime_ns for path in moved.rglob("*") if path.is_file()}
+    with Store(tmp_path / "a", shared=str(moved)) as one:
+        assert tier(one).flush(180)
+        after = {path: path.stat().st_mtime_ns for path in moved.rglob("*") if path.is_file()}
+        assert after == there
+        history = saved(one, key, tokens_of(1, 40), 2)
+    with Store(tmp_path / "b", shared=str(moved)) as other:
+        assert tier(other).pull(NAME) is Pulled.TAKEN
+        assert other.get(NAME).tokens.tokens.tolist() == history.tokens
 
 
 def test_what_else_lies_in_a_place_is_nobodys_state(tmp_path: Path) -> None:
@@ -461,9 +513,10 @@ def test_a_state_that_nobody_can_read_is_followed_and_its_writer_finds_out(tmp_p
     ):
         saved(ours, key, tokens_of(1, 20), 1)
         assert tier(theirs).pull(NAME) is Pulled.TAKEN
+        before = len(states_in(share))
         saved(theirs, key, tokens_of(1, 25), 2)
-        last = max(path for path in (share / "agents").rglob("0*") if path.is_file())
-        last.write_bytes(last.read_bytes()[:300])
+        for path in states_in(share)[before:]:
+            path.write_bytes(path.read_bytes()[:300])
         assert tier(ours).pull(NAME) is Pulled.SAME
         history = saved(ours, key, tokens_of(1, 30), 3)
         assert tier(theirs).pull(NAME) is Pulled.DIVERGED

@@ -73,7 +73,7 @@ def test_kv_of_agents_that_were_silent_for_long_goes(store: Store) -> None:
 
 def test_a_state_that_cannot_be_read_here_stops_it(store: Store) -> None:
     place = place_of(store)
-    assert place.advance("agents/x/y", 1, b"of another version")
+    assert place.advance(f"agents/{0:032x}/{1:032x}", 1, b"of another version")
     with pytest.raises(StoreError, match="nothing was removed"):
         collect(place, grace_s=-60)
     assert count(place).n_blocks == 8

@@ -15,6 +15,7 @@ from kvcellar.store.blocks import Info, Kind, Link, Sealed, opened
 from kvcellar.store.format import DamagedError, read_from
 from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.guarded_calls import N_THREADS, AwayError, Reach
+from kvcellar.store.shared.places import ForeignError
 
 PROBE_S = 1.0
 """How long a turn waits to hear what is there."""
@@ -31,6 +32,10 @@ MISSED_S = 5.0
 """How long a block that was not there is not asked for again."""
 
 MOST_KNOWN = 1 << 14
+
+MOST_BYTES = {Kind.BLOCK: 1 << 28, Kind.BOUNDARY: 1 << 30}
+"""What is longer was written by nobody here, and is not read: a block of the largest models takes
+an eighth of that, the window of one half."""
 
 
 class SharedBlocks:
@@ -133,6 +138,8 @@ class SharedBlocks:
                 size = future.result(max(0.0, deadline - time.monotonic()))
             except (AwayError, LateError):
                 break
+            except ForeignError:
+                size = None
             if size is None:
                 if len(self._missed_s) > MOST_KNOWN:
                     self._missed_s.clear()
@@ -150,7 +157,8 @@ class SharedBlocks:
         key = key_of(kind, address)
         if address not in self._coming:
             with contextlib.suppress(AwayError):
-                self._coming[address] = self._reach.begin(lambda place: place.read(key))
+                most = MOST_BYTES[kind]
+                self._coming[address] = self._reach.begin(lambda place: place.read(key, most))
 
     def fetch(self, kind: Kind, address: bytes) -> Sealed | None:
         """Return a verified block; a wrong one is removed, and that said."""
@@ -159,6 +167,9 @@ class SharedBlocks:
         try:
             data = None if future is None else future.result(FETCH_S)
         except (AwayError, LateError):
+            return None
+        except ForeignError as error:
+            self._reject(kind, address, str(error))
             return None
         if data is None:
             self.forget(address)
@@ -199,18 +210,24 @@ class SharedBlocks:
                 asked.append((info, self._writing.begin(lambda place, key=key: place.size(key))))  # type: ignore[misc]
         missing = []
         for info, future in asked:
-            if future.result() is None:
-                missing.append(info)
-            else:
+            try:
+                is_there = future.result() is not None
+            except ForeignError:
+                is_there = False
+            if is_there:
                 self.learn([info])
+            else:
+                missing.append(info)
         return missing
 
     def put(self, info: Info, data: bytes | memoryview) -> None:
-        """Write a block.
+        """Write a block, unless it is longer than any that would be read.
 
         Raises:
             AwayError: the place does not take it now.
         """
+        if len(data) > MOST_BYTES[info.kind]:
+            return
         key = key_of(info.kind, info.address)
         self._writing.ask(lambda place: place.write(key, data), PUT_S)
         self.learn([info])

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
+import logging
 import math
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from kvcellar.errors import StoreError
 from kvcellar.store.blocks import Info, Kind, address_of
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import BrokenError, DamagedError
@@ -26,11 +28,15 @@ from kvcellar.store.shared.ledger import DELETED, Known, Ledger
 from kvcellar.store.shared.manifests import (
     TOMBSTONE,
     Manifest,
+    block_tokens_of,
+    is_register,
     pack_manifest,
     register_of,
     unpack_manifest,
 )
 from kvcellar.store.shared.places import PlaceState, SharedPlace
+
+log = logging.getLogger("kvcellar.store")
 
 ASK_S = 5.0
 """How long one answer about a history is waited for."""
@@ -86,6 +92,7 @@ class SharedHistories:
         self._cold = cold
         self._events = events
         self._hand_in_again = hand_in
+        self._told: set[tuple[str, str]] = set()
         self._behind: dict[str, tuple[int, ...]] = {}
         """By register the serial numbers of its states up to the last known one, latest first."""
 
@@ -106,12 +113,49 @@ class SharedHistories:
             state = self._reach.ask(lambda place: _news(place, register, known), ASK_S)
             if state is None:
                 return Pulled.SAME
+            latest = state.number
+            state = self._newest_whole(register, state)
+            if state.number < latest and known is not None and known.number >= state.number:
+                return Pulled.SAME
             return self._follow(register, state, known, is_giving_way)
+        except (StoreError, OSError, sqlite3.Error):
+            raise
         except AwayError:
             return Pulled.SAME
-        except DamagedError as error:
-            self._events.add(EventKind.DAMAGED, register, f"{error}; the state here stays")
+        except Exception as error:  # whatever a stranger may have written there
+            if not isinstance(error, DamagedError):
+                log.debug("a state could not be read", exc_info=True)
+            self._say(register, f"{error}; the state here stays")
             return Pulled.SAME
+
+    def _newest_whole(self, register: str, state: PlaceState) -> PlaceState:
+        """Return the latest state, or that before it which was not cut short.
+
+        Raises:
+            BrokenError: all that are left were.
+        """
+        latest, why = state, ""
+        while state.data != TOMBSTONE:
+            try:
+                unpack_manifest(register, state.data)
+                break
+            except BrokenError as error:
+                why = why or str(error)
+                at = state.number
+                before = self._reach.ask(lambda place, at=at: place.earlier(register, at), ASK_S)  # type: ignore[misc]
+                if before is None or before.data == TOMBSTONE:  # a damaged file deletes nothing
+                    raise BrokenError(why) from None
+                state = before
+        if why:
+            said = f"state {latest.number} of it is damaged ({why}); gone back to {state.number}"
+            self._say(register, f"{said}, the newest that is whole")
+        return state
+
+    def _say(self, register: str, what: str) -> None:
+        """Say what is wrong with a history's state there, once."""
+        if (register, what) not in self._told:
+            self._told.add((register, what))
+            self._events.add(EventKind.DAMAGED, register, what)
 
     def pull_all(self, folder: str, wait_s: float = math.inf) -> None:
         """Take over all states below a folder of registers that are new, for so long.
@@ -127,6 +171,8 @@ class SharedHistories:
             return
         self._miss(folder, numbers, known)
         for register, number in numbers.items():
+            if not is_register(register):
+                continue
             is_news = register not in known or known[register].number != number
             if is_news and time.monotonic() < deadline:
                 self.pull(register)
@@ -272,6 +318,10 @@ class SharedHistories:
             state = self._writing.ask(lambda place: _news(place, register, known), ASK_S)
             at = 1 if known is None else known.number + 1
             behind = self._known_behind(register, known)
+            if known is None and ref is not None and state is not None:
+                there = self._same_there(register, state, ref)
+                if there is not None:
+                    return there
             if state is not None:
                 behind = _behind_of(register, state, behind)
                 is_ours = behind[0] in (serial, None if known is None else known.serial)
@@ -289,6 +339,19 @@ class SharedHistories:
                 return now
         raise DivergedError(name)
 
+    def _same_there(self, register: str, state: PlaceState, ref: Reference) -> Known | None:
+        """Note a state that a place has already, as it does where it was moved; else None."""
+        try:
+            manifest = unpack_manifest(register, state.data)
+        except DamagedError:
+            return None
+        there = manifest.ref
+        is_whole = there.n_stored >= ref.n_stored and len(there.boundaries) >= len(ref.boundaries)
+        if there.serial != ref.serial or not is_whole:
+            return None
+        self._note(register, state.number, manifest)
+        return self._ledger.get(register)
+
     def _known_behind(self, register: str, known: Known | None) -> tuple[int, ...]:
         """Return what lies behind the next state: all that is known of it, the latest first."""
         if known is None:
@@ -298,7 +361,7 @@ class SharedHistories:
 
     def _on_what_is_there(self, ref: Reference) -> tuple[Reference, dict[bytes, Info]]:
         """Cut a state to the blocks that are in the tier, more than the local store may have."""
-        size = json.loads(ref.layout_json)["block_tokens"]
+        size = block_tokens_of(ref)
         parent = root_address(ref.fingerprint, ref.layout_json)
         infos: dict[bytes, Info] = {}
         blocks: list[bytes] = []

@@ -16,13 +16,15 @@ from kvcellar.errors import LeaseHeldError, LeaseLostError
 from kvcellar.store.leases import Lease, Leases
 from kvcellar.store.references import file_stem
 from kvcellar.store.shared.guarded_calls import AwayError, Reach
-from kvcellar.store.shared.places import SharedPlace
+from kvcellar.store.shared.places import ForeignError, SharedPlace
 
 TTL_S = 8.0
 """How long a lease lasts that nobody renews: what a machine that died keeps others waiting, who are
 patient for a little longer than that."""
 
 ASK_S = 2.0
+
+MOST_LEASE_BYTES = 1 << 12
 
 
 class TierLeases:
@@ -42,7 +44,7 @@ class TierLeases:
         shared = replace(lease, expires_s=time.time() + TTL_S)
         try:
             owner = self._reach.ask(lambda place: _take(place, shared), ASK_S)
-        except AwayError:
+        except (AwayError, ForeignError):
             return lease
         if owner is not None:
             self._local.release(lease)
@@ -57,7 +59,7 @@ class TierLeases:
         later = replace(lease, expires_s=time.time() + TTL_S)
         try:
             is_mine = self._reach.ask(lambda place: _renew(place, later), ASK_S)
-        except AwayError:
+        except (AwayError, ForeignError):
             is_mine = True
         if not is_mine:
             raise LeaseLostError(lease.name)
@@ -70,7 +72,7 @@ class TierLeases:
         try:
             if is_shared:
                 self._reach.ask(lambda place: _release(place, lease), ASK_S)
-        except AwayError:
+        except (AwayError, ForeignError):
             pass  # it expires
         finally:
             self._local.release(lease)
@@ -116,9 +118,9 @@ def _release(place: SharedPlace, lease: Lease) -> None:
 def _read(place: SharedPlace, name: str) -> tuple[str, str, float]:
     """Return owner, token and end of what is there; nobody's, of long ago, where there is none."""
     try:
-        owner, token, expires_s = json.loads(place.read(_key(name)) or b"[]")
+        owner, token, expires_s = json.loads(place.read(_key(name), MOST_LEASE_BYTES) or b"[]")
         return str(owner), str(token), float(expires_s)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError, ForeignError):
         return "", "", 0.0
 
 

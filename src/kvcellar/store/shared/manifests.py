@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvcellar.store.blocks import Info, Kind, address_of
-from kvcellar.store.facts import MOST_INT
+from kvcellar.store.facts import MOST_INT, BadFactError, object_of, parse_json, whole
 from kvcellar.store.format import DamagedError, FileBytes, Tensor, read_from
 from kvcellar.store.layout import root_address
 from kvcellar.store.references import Reference, file_stem, unpack_reference
@@ -41,6 +41,14 @@ class Manifest:
 def register_of(name: str) -> str:
     """Return the register of a history, in a folder of those whose names differ behind an @."""
     return f"{folder_of(name.rpartition('@')[0] or name)}/{file_stem(name)}"
+
+
+_REGISTER = re.compile("agents/[0-9a-f]{32}/[0-9a-f]{32}")
+
+
+def is_register(name: str) -> bool:
+    """Return whether a register can be a history's; others are somebody's own."""
+    return _REGISTER.fullmatch(name) is not None
 
 
 def folder_of(agent_id: str) -> str:
@@ -86,18 +94,26 @@ def _there(file: FileBytes, ref: Reference) -> IntArray:
     return facts.reshape(n, 2)
 
 
+def block_tokens_of(ref: Reference) -> int:
+    """Return how many tokens a block of a state has.
+
+    Raises:
+        DamagedError: its layout does not say.
+    """
+    try:
+        layout = object_of(parse_json(ref.layout_json, "layout"), "layout")
+        return whole(layout["block_tokens"], "block_tokens", 1)
+    except (BadFactError, KeyError) as error:
+        raise DamagedError(f"its layout cannot be read: {error}") from error
+
+
 def _infos(ref: Reference, facts: IntArray) -> list[Info]:
     """Say where each block lies, as its history and its place in it tell.
 
     Raises:
         DamagedError: the layout does not say how long a block is.
     """
-    try:
-        size = json.loads(ref.layout_json)["block_tokens"]
-        if type(size) is not int or size < 1:
-            raise DamagedError(f"blocks of {size!r} tokens")
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError("its layout cannot be read") from error
+    size = block_tokens_of(ref)
     root = root_address(ref.fingerprint, ref.layout_json)
     parents = [root]
     for start in range(0, len(ref.tokens) - size + 1, size):

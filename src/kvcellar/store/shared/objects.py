@@ -1,8 +1,4 @@
-"""A place of objects: S3 and what speaks like it, Google's and Azure's, or a folder of a share.
-
-A register is a folder of numbered objects, each of which can be made only once: that is all that
-such a place has to do for two writers to be safe.
-"""
+"""A place of objects: S3 and what speaks like it, Google's and Azure's."""
 
 from __future__ import annotations
 
@@ -10,16 +6,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
-from obstore.store import LocalStore, ObjectStore, from_url
+from obstore.store import ObjectStore, from_url
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.shared.places import MOST_PENDING, Entry, PlaceError, PlaceState
+from kvcellar.store.shared.places import Entry, ForeignError, PlaceError
+from kvcellar.store.shared.registers import NumberedRegisters
 from kvcellar.store.shared.urls import shown_url
 
 T = TypeVar("T")
@@ -27,13 +23,10 @@ T = TypeVar("T")
 CONNECT_S = 3
 """Seconds after which a server that does not answer a connection is taken to be away."""
 
-_NUMBER = re.compile("[0-9a-f]{16}")
-"""Names of states; whatever else lies beside them is somebody's own."""
-
 _GONE = (FileNotFoundError, NotFoundError)
 
 
-class ObjectPlace:
+class ObjectPlace(NumberedRegisters):
     """Objects of one prefix.
 
     Attributes:
@@ -52,9 +45,9 @@ class ObjectPlace:
         except (BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{self.title} cannot be opened: {_said(error)}") from None
 
-    def read(self, key: str) -> bytes | None:
+    def read(self, key: str, most_bytes: int) -> bytes | None:
         """Return what a name holds; None where there is none."""
-        return self._ask(lambda: _bytes(obstore.get(self._store, key)))
+        return self._ask(lambda: self._bytes(key, obstore.get(self._store, key), most_bytes))
 
     def size(self, key: str) -> int | None:
         """Return the bytes that a name holds; None where there is none."""
@@ -83,54 +76,14 @@ class ObjectPlace:
             for meta in part:
                 yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
-    def number(self, register: str) -> int:
-        """Return the number of a register's latest state; 0 where it has none."""
-        return max(self._numbers_of(register), default=0)
-
-    def latest(self, register: str) -> PlaceState | None:
-        """Return a register's latest state; None where it has none."""
-        for _ in range(3):
-            number = self.number(register)
-            if not number:
-                return None
-            data = self.read(_state(register, number))
-            if data is not None:
-                return PlaceState(number, data)
-        raise PlaceError(f"{self.title} lists what it does not give: {register}")
-
-    def advance(self, register: str, number: int, data: bytes) -> bool:
-        """Make these bytes a register's state ``number``; false where another is there.
-
-        A number that was used may have been dropped since: then it lies far behind the latest.
-        """
-        if not self.create(_state(register, number), data, 0.0):
-            return False
-        numbers = self._numbers_of(register)
-        if max(numbers, default=number) >= number + MOST_PENDING - 1:
-            self.drop([_state(register, number)])
-            return False
-        self.drop(_state(register, n) for n in numbers if n <= number - MOST_PENDING)
-        return True
-
-    def numbers(self, prefix: str) -> dict[str, int]:
-        """Return the number of the latest state of every register whose name begins so."""
-        found: dict[str, int] = {}
-        for entry in self.entries(prefix):
-            register, _, number = entry.key.rpartition("/")
-            if _NUMBER.fullmatch(number):
-                found[register] = max(found.get(register, 0), int(number, 16))
-        return found
-
-    def forget(self, register: str) -> None:
-        """Empty a register, its earlier states first."""
-        self.drop(_state(register, n) for n in sorted(self._numbers_of(register)))
-
     def close(self) -> None:
         """Let go of nothing: connections end with their store."""
 
-    def _numbers_of(self, register: str) -> list[int]:
-        keys = (entry.key.rpartition("/") for entry in self.entries(f"{register}/"))
-        return [int(n, 16) for of, _, n in keys if of == register and _NUMBER.fullmatch(n)]
+    def _bytes(self, key: str, got: Any, most_bytes: int) -> bytes:
+        size = int(got.meta["size"])  # known before anything else is fetched
+        if size > most_bytes:
+            raise ForeignError(f"{self.title}: {key} has {size} bytes")
+        return bytes(got.bytes())
 
     def _ask(self, request: Callable[[], T]) -> T | None:
         """Return an answer; None where there is nothing of that name.
@@ -150,13 +103,8 @@ class ObjectPlace:
 
 
 def _opened(url: str, timeout_s: float) -> ObjectStore:
-    """Open the store of a URL; a folder is made where there is none."""
+    """Open the store of a URL."""
     parts = urlsplit(url)
-    if parts.scheme in ("", "file"):
-        folder = Path(unquote(parts.path) if parts.scheme else url).expanduser()
-        if not folder.is_absolute():
-            raise ValueError("a folder needs its whole path, such as file:///mnt/share/kvcellar")
-        return LocalStore(folder, mkdir=True, automatic_cleanup=False)
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     client: Any = {
         "timeout": f"{timeout_s:g}s",
@@ -174,14 +122,6 @@ _NO_CREDENTIALS = (
     "no credentials were found, and this machine has no role of a cloud's; docs/shared-tier.md "
     "lists where they are looked for, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 )
-
-
-def _state(register: str, number: int) -> str:
-    return f"{register}/{number:016x}"
-
-
-def _bytes(got: Any) -> bytes:
-    return bytes(got.bytes())
 
 
 def _said(error: BaseException) -> str:

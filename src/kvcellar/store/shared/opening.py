@@ -25,13 +25,17 @@ def open_place(url: str, *, timeout_s: float) -> SharedPlace:
             from kvcellar.store.shared.valkeys import ValkeyPlace
 
             return ValkeyPlace(url, timeout_s=timeout_s)
-        if scheme in OBJECT_SCHEMES or not scheme:
+        if scheme in ("", "file"):
+            from kvcellar.store.shared.folders import FolderPlace
+
+            return FolderPlace(url)
+        if scheme in OBJECT_SCHEMES:
             from kvcellar.store.shared.objects import ObjectPlace
 
             return ObjectPlace(url, timeout_s=timeout_s)
     except ImportError as error:
         raise ConfigError(
-            f"a shared tier of {scheme or 'file'}:// needs a library that is not installed "
+            f"a shared tier of {scheme}:// needs a library that is not installed "
             f"({error.name}); install it with: {pip_command('shared')}"
         ) from error
     raise ConfigError(

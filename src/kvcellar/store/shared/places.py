@@ -9,6 +9,19 @@ from typing import Protocol
 MOST_PENDING = 16
 """States of a register that stay behind its latest one, for those who are about to follow it."""
 
+MOST_NUMBER = (1 << 53) - 1
+"""The greatest number of a state that is believed: Valkey's scripts count by doubles."""
+
+MOST_STATE_BYTES = 1 << 26
+"""Of a register's state: more than the words of any agent take."""
+
+
+class ForeignError(Exception):
+    """A name has what no store writes there: a link, a pipe, or far too many bytes.
+
+    It concerns whoever asked for this name, and nobody else; not for callers of the store.
+    """
+
 
 class PlaceError(Exception):
     """A place did not do what it was asked; not for callers of the store.
@@ -49,15 +62,16 @@ class SharedPlace(Protocol):
     """Named bytes that several machines reach. For any thread.
 
     Every method raises :class:`PlaceError` where the place does not answer in time, refuses, or is
-    full. What is written is there whole or not at all.
+    full. What is written is there whole or not at all. What lies there may be a stranger's: where
+    a name has what no store writes, whoever asks for it gets :class:`ForeignError`.
     """
 
     @property
     def title(self) -> str:
         """URL of the place, without what is secret in it."""
 
-    def read(self, key: str) -> bytes | None:
-        """Return what a name holds; None where there is none."""
+    def read(self, key: str, most_bytes: int) -> bytes | None:
+        """Return what a name holds, if that is at most so long; None where there is none."""
 
     def size(self, key: str) -> int | None:
         """Return the bytes that a name holds; None where there is none."""
@@ -82,6 +96,9 @@ class SharedPlace(Protocol):
 
     def latest(self, register: str) -> PlaceState | None:
         """Return a register's latest state; None where it has none."""
+
+    def earlier(self, register: str, number: int) -> PlaceState | None:
+        """Return the latest state before a number that is still there; None where none is."""
 
     def advance(self, register: str, number: int, data: bytes) -> bool:
         """Make these bytes a register's state ``number``, which follows the one that was read.

@@ -7,12 +7,11 @@ what comes from the tier is kept there. No verb fails because the tier does.
 from __future__ import annotations
 
 import contextlib
-import sqlite3
+import logging
 import threading
 import time
 from collections.abc import Iterator
 
-from kvcellar.errors import StoreError
 from kvcellar.store.catalogue import Catalogue
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.leases import Leases
@@ -24,7 +23,7 @@ from kvcellar.store.shared.histories import Pulled, SharedHistories
 from kvcellar.store.shared.leases import TierLeases
 from kvcellar.store.shared.ledger import Ledger
 from kvcellar.store.shared.manifests import folder_of, register_of
-from kvcellar.store.shared.places import PlaceError, SharedPlace
+from kvcellar.store.shared.places import ForeignError, PlaceError, SharedPlace
 from kvcellar.store.shared.pusher import Pusher
 
 TIMEOUT_S = 30.0
@@ -40,6 +39,8 @@ POLL_S = 2.0
 
 MOST_PULLING_S = 5.0
 """How long taking over states of all agents may hold up somebody who asks; the rest comes later."""
+
+log = logging.getLogger("kvcellar.store")
 
 
 class SharedTier:
@@ -114,7 +115,7 @@ class SharedTier:
         None while the place is away, or takes nothing and has none.
         """
         register = f"agreed/{name}"
-        with contextlib.suppress(AwayError):
+        with contextlib.suppress(AwayError, ForeignError):
             state = self.reading.ask(lambda place: place.latest(register), DURABLE_S)
             if state is None:
                 self.writing.ask(lambda place: place.advance(register, 1, data), DURABLE_S)
@@ -145,10 +146,11 @@ class SharedTier:
 
     @contextlib.contextmanager
     def _said(self, subject: str) -> Iterator[None]:
-        """Say what cannot be written here in an event: nobody's turn ends for it."""
+        """Say what goes wrong in an event: nobody's turn ends for it, whatever lies in a place."""
         try:
             yield
-        except (StoreError, OSError, sqlite3.Error) as error:
+        except Exception as error:
+            log.debug("a state could not be taken over", exc_info=True)
             self._events.add(EventKind.WRITE_FAILED, subject, f"not taken over: {error}")
 
     def leases(self, local: Leases) -> Leases:

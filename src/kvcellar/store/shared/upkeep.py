@@ -6,16 +6,18 @@ computes it again, and hands it in again.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcellar.errors import StoreError
-from kvcellar.store.format import DamagedError
+from kvcellar.store.blocks import ADDRESS_BYTES
+from kvcellar.store.format import BrokenError, DamagedError
 from kvcellar.store.shared.blocks import key_of
-from kvcellar.store.shared.manifests import TOMBSTONE, Manifest, unpack_manifest
-from kvcellar.store.shared.places import Entry, PlaceError, SharedPlace
+from kvcellar.store.shared.manifests import TOMBSTONE, Manifest, is_register, unpack_manifest
+from kvcellar.store.shared.places import Entry, PlaceError, PlaceState, SharedPlace
 
 T = TypeVar("T")
 
@@ -26,6 +28,8 @@ DOCUMENT_S = 30 * 86400.0
 """How long a place keeps documents that nobody has written again: responses that can be got."""
 
 _FOLDERS = ("blocks/", "windows/")
+_BLOCK = re.compile(rf"(?:blocks|windows)/(..)/\1[0-9a-f]{{{2 * ADDRESS_BYTES - 2}}}")
+_DOCUMENT = re.compile("documents/[0-9a-f]{32}")
 _AT_ONCE = 500
 
 
@@ -68,9 +72,9 @@ def count(place: SharedPlace) -> PlaceStats:
         StoreError: it does not answer.
     """
     blocks = _asked(place, _blocks)
-    agents = _asked(place, lambda place: place.numbers("agents/"))
+    agents = filter(is_register, _asked(place, lambda place: place.numbers("agents/")))
     size_bytes = sum(entry.size_bytes for entry in blocks.values())
-    return PlaceStats(len(agents), len(blocks), size_bytes)
+    return PlaceStats(sum(1 for _ in agents), len(blocks), size_bytes)
 
 
 def collect(
@@ -112,8 +116,9 @@ def collect(
         for key, entry in blocks.items()
         if key not in held and now - entry.modified_s > grace_s
     }
-    old = _asked(place, lambda place: [*place.entries("documents/")])
-    names = [*gone, *(entry.key for entry in old if now - entry.modified_s > DOCUMENT_S)]
+    documents = _asked(place, lambda place: [*place.entries("documents/")])
+    old = (entry.key for entry in documents if now - entry.modified_s > DOCUMENT_S)
+    names = [*gone, *filter(_DOCUMENT.fullmatch, old)]
     for at in range(0, len(names), _AT_ONCE):
         _asked(place, lambda place, at=at: place.drop(names[at : at + _AT_ONCE]))  # type: ignore[misc]
     freed = sum(gone.values())
@@ -122,7 +127,9 @@ def collect(
 
 
 def _blocks(place: SharedPlace) -> Mapping[str, Entry]:
-    return {entry.key: entry for folder in _FOLDERS for entry in place.entries(folder)}
+    """Return the blocks and boundary states of a place; what else lies there is somebody's own."""
+    found = (entry for folder in _FOLDERS for entry in place.entries(folder))
+    return {entry.key: entry for entry in found if _BLOCK.fullmatch(entry.key)}
 
 
 def _states(place: SharedPlace, now: float) -> list[tuple[float, Manifest]]:
@@ -132,13 +139,14 @@ def _states(place: SharedPlace, now: float) -> list[tuple[float, Manifest]]:
     for entry in place.entries("agents/"):
         for register in (entry.key, entry.key.rpartition("/")[0]):
             written[register] = max(entry.modified_s, written.get(register, 0.0))
-    for register in place.numbers("agents/"):
+    for register in filter(is_register, place.numbers("agents/")):
         state = place.latest(register)
         if state is None:
             continue
         if state.data != TOMBSTONE:
             try:
-                found.append((written.get(register, now), unpack_manifest(register, state.data)))
+                manifest = _newest_whole(place, register, state)
+                found.append((written.get(register, now), manifest))
             except DamagedError as error:
                 raise StoreError(
                     f"{place.title} has a state at {register} that cannot be read here ({error}); "
@@ -147,6 +155,22 @@ def _states(place: SharedPlace, now: float) -> list[tuple[float, Manifest]]:
         elif now - written.get(register, now) > TOMBSTONE_S:
             place.forget(register)
     return found
+
+
+def _newest_whole(place: SharedPlace, register: str, state: PlaceState) -> Manifest:
+    """Return the latest state of a register that was not cut short.
+
+    Raises:
+        DamagedError: there is none, or it cannot be read here.
+    """
+    while True:
+        try:
+            return unpack_manifest(register, state.data)
+        except BrokenError:
+            before = place.earlier(register, state.number)
+            if before is None:
+                raise
+            state = before
 
 
 def _asked(place: SharedPlace, request: Callable[[SharedPlace], T]) -> T:

@@ -14,7 +14,14 @@ from urllib.parse import parse_qs, urlsplit
 import valkey
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.shared.places import Entry, PlaceError, PlaceState
+from kvcellar.store.shared.places import (
+    MOST_NUMBER,
+    MOST_STATE_BYTES,
+    Entry,
+    ForeignError,
+    PlaceError,
+    PlaceState,
+)
 from kvcellar.store.shared.urls import shown_url
 
 T = TypeVar("T")
@@ -58,8 +65,11 @@ class ValkeyPlace:
             raise ConfigError(f"{self.title} cannot be opened: {error}") from None
         self._advance = self._db.register_script(_ADVANCE)
 
-    def read(self, key: str) -> bytes | None:
+    def read(self, key: str, most_bytes: int) -> bytes | None:
         """Return what a name holds; None where there is none."""
+        size = self._ask(lambda: self._db.strlen(self._key(key)))
+        if size > most_bytes:
+            raise ForeignError(f"{self.title}: {key} has {size} bytes")
         got: bytes | None = self._ask(lambda: self._db.get(self._key(key)))
         return got
 
@@ -99,12 +109,26 @@ class ValkeyPlace:
 
     def number(self, register: str) -> int:
         """Return the number of a register's latest state; 0 where it has none."""
-        return int(self._ask(lambda: self._db.hget(self._key(register), "n")) or 0)
+        try:
+            return _number(self._ask(lambda: self._db.hget(self._key(register), "n")))
+        except ForeignError:
+            return 0
 
     def latest(self, register: str) -> PlaceState | None:
         """Return a register's latest state; None where it has none."""
-        number, data = self._ask(lambda: self._db.hmget(self._key(register), "n", "data"))
-        return None if data is None else PlaceState(int(number), data)
+        key = self._key(register)
+        try:
+            size = self._ask(lambda: self._db.hstrlen(key, "data"))
+            if size > MOST_STATE_BYTES:
+                return PlaceState(self.number(register), b"")
+            number, data = self._ask(lambda: self._db.hmget(key, "n", "data"))
+        except ForeignError:
+            return None
+        return None if data is None else PlaceState(_number(number), data)
+
+    def earlier(self, register: str, number: int) -> PlaceState | None:
+        """Return None: a register is changed whole, and holds nothing but its latest state."""
+        return None
 
     def advance(self, register: str, number: int, data: bytes) -> bool:
         """Make these bytes a register's state ``number``; false where another moved it on."""
@@ -114,7 +138,7 @@ class ValkeyPlace:
     def numbers(self, prefix: str) -> dict[str, int]:
         """Return the number of the latest state of every register whose name begins so."""
         found = self._ask(lambda: self._db.zrange(self._key(_INDEX), 0, -1, withscores=True))
-        named = {key.decode(): int(number) for key, number in found}
+        named = {key.decode(): _number(number) for key, number in found}
         return {key: number for key, number in named.items() if key.startswith(prefix)}
 
     def forget(self, register: str) -> None:
@@ -132,5 +156,18 @@ class ValkeyPlace:
     def _ask(self, request: Callable[[], T]) -> T:
         try:
             return request()
+        except valkey.ResponseError as error:
+            if "WRONGTYPE" in str(error):
+                raise ForeignError(f"{self.title}: {error}") from None
+            raise PlaceError(f"{self.title}: {type(error).__name__}: {error}") from None
         except (valkey.ValkeyError, OSError) as error:
             raise PlaceError(f"{self.title}: {type(error).__name__}: {error}") from None
+
+
+def _number(said: Any) -> int:
+    """Return the number of a state; 0 where what is said can be none."""
+    try:
+        number = float(said or 0)
+    except ValueError:
+        return 0
+    return int(number) if 0 < number <= MOST_NUMBER else 0
