@@ -217,15 +217,15 @@ def _home() -> Finding:
 def _shared(url: str) -> Finding:
     """Write to the place that is to be shared, as every machine does, and read it again."""
     from kvcellar.store.shared.opening import open_place
-    from kvcellar.store.shared.places import PlaceError
+    from kvcellar.store.shared.places import ForeignError, PlaceError
 
     key = f"doctor/{uuid.uuid4().hex}"
     try:
         place = open_place(url, timeout_s=_SHARED_S)
         place.write(key, b"doctor")
-        is_there = place.read(key) == b"doctor" and not place.create(key, b"", _SHARED_S)
+        is_there = place.read(key, 99) == b"doctor" and not place.create(key, b"", _SHARED_S)
         place.drop([key])
-    except (ConfigError, PlaceError) as error:
+    except (ConfigError, ForeignError, PlaceError) as error:
         helps = "everything works without it; see docs/shared-tier.md for addresses and credentials"
         return Finding("shared place", BROKEN, str(error), helps)
     if not is_there:
