@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvcellar.models import LoadedModel, LoadOptions, load_model
 from kvcellar.models.checkpoint import read_config
 from kvcellar.models.loading import check_model
 from kvcellar.models.plan import ModelPlan, kept_plan, plan_path
+from kvcellar.models.plan_rules import plan_by_rules
 from kvcellar.models.sizing import size_model
 from tests.models.gguf.families import CASES
 from tests.models.players import Oracle
@@ -147,6 +149,70 @@ def test_a_plan_is_a_value_that_is_kept(pair):
         assert kept_plan(raw) is None
     path.write_bytes(whole)
     assert kept_plan(raw) == plan
+
+
+ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+
+def is_as_learnt(raw: Any) -> bool:
+    """Return true if the rules say what was learnt, but for the last bit of a frequency."""
+    ruled, learnt = plan_by_rules(raw), kept_plan(raw)
+    assert ruled is not None and learnt is not None
+    np.testing.assert_allclose(ruled.rope.frequencies, learnt.rope.frequencies, rtol=2e-7)
+    return replace(ruled, rope=learnt.rope) == learnt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rules_say_of_a_config_what_is_learnt_of_its_network(pair, family):
+    folder, _, _ = pair(family, "bf16")
+    assert is_as_learnt(read_config(folder))
+
+
+@pytest.mark.parametrize("fields", [{"rope_parameters": ROPE}, BIASES], ids=["llama3", "biases"])
+def test_rules_know_the_ropes_and_biases_of_llama(home, tmp_path, fields):
+    folder = write_tiny("llama", tmp_path / "llama", **{**SHAPE, **fields})
+    load_model(folder, weights="bf16")
+    raw = read_config(folder)
+    assert is_as_learnt(raw)
+    odd: dict[str, Any] = {
+        "model_type": "gemma",
+        "hidden_act": "gelu",
+        "num_key_value_heads": 0,
+        "head_dim": 15,
+        "rope_parameters": {**raw["rope_parameters"], "rope_type": "yarn"},
+        "quantization_config": {"bits": 4},
+        "layer_types": ["full_attention", "sliding_attention"],
+        "never_seen": 1,
+    }
+    assert [name for name, value in odd.items() if plan_by_rules({**raw, name: value})] == []
+    needed = ("rms_norm_eps", "vocab_size", "num_key_value_heads", "tie_word_embeddings")
+    assert [name for name in needed if plan_by_rules({**raw, name: None})] == []
+
+
+def test_a_model_that_torch_has_never_seen_runs_where_there_is_no_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path))
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from kvcellar.cli import main\n"
+        "sys.argv = ['kvcellar', *sys.argv[1:]]\n"
+        "main()\n"
+    )
+    asked = ("--backend", "native", "--weights", "bf16", "--max-tokens", "8", "--capacity", "256")
+    said = ("generate", "demo", "-p", "import ", "--temperature", "0", "--alone", "--json", *asked)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *said], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 8
+    assert not list(tmp_path.rglob("*.plan.json")), "no plan was learnt"
+    shown = ("inspect", "demo", "--plan")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *shown], capture_output=True, text=True, check=True
+    )
+    assert "by its config alone" in done.stdout and "model.embed_tokens.weight" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,13 @@ def inspect_command(
     asked: FitOptions,
     dtype: options.Dtype = None,
     weights: options.Weights = None,
+    is_planned: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Print the plan by which the native backend runs the model, and nothing else.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what fits in memory: bytes per token, per agent, and how many agents.
@@ -131,6 +138,13 @@ def inspect_command(
     they allocate is what is shown. All figures are there also for what does not fit: then `fits` is
     false in the object of --json, and the status is 0 all the same.
     """
+    if is_planned:
+        from kvcellar.cli.planned import show_plan
+
+        if model is None:
+            raise ConfigError("the plan of what? name a model")
+        show_plan(model, as_json)
+        return
     limit_bytes = machine_bytes() if asked.memory is None else parse_size(asked.memory)
     names = SHOWN if asked.kv_dtype is None else (asked.kv_dtype,)
     for name in names:

@@ -27,7 +27,8 @@ from kvcellar.models.hub import find_checkpoint, is_local
 from kvcellar.models.loading import DeviceMemory
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import LoadOptions, ProgressFn, no_progress
-from kvcellar.models.plan import ModelPlan, kept_plan
+from kvcellar.models.plan import ModelPlan
+from kvcellar.models.plan_rules import known_plan
 from kvcellar.models.runner import Runner
 from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer
@@ -106,7 +107,7 @@ def _planned(folder: Path, options: LoadOptions) -> tuple[dict[str, Any], ModelP
             f"choose the backend torch, or leave device out"
         )
     raw = read_config(folder)
-    plan = kept_plan(raw)
+    plan = known_plan(raw)
     if plan is None:
         raise ModelError(
             f"{options.name!r} has no plan yet, by which the native backend runs a model; load it "
@@ -186,7 +187,7 @@ def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
     Raises:
         ModelError: there is none.
     """
-    plan = kept_plan(raw)
+    plan = known_plan(raw)
     if plan is None:
         raise ModelError(
             f"a model of {raw.get('model_type')!r} has no plan yet; load it once with torch"
