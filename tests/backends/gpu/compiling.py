@@ -185,6 +185,10 @@ def multiply_all(form: Form, dtype: torch.dtype) -> None:
     for is_gated in (False, True):
         x = torch.zeros(2, 512, dtype=dtype)
         multiply.multiply(weights, x, norm=norm, is_gated=is_gated)
+    sides = torch.zeros(2, 64, dtype=dtype)
+    if form.bits == 16:
+        turn = multiply.HeadTurn(sides, sides, 3, 64, False, 1)
+        multiply.multiply(matrices_of(form, 1, 256, 512), x, norm=norm, turn=turn)
     multiply.take(weights, torch.zeros(3, dtype=torch.int64), dtype)
     bias = torch.zeros(4, 256, dtype=dtype)
     for n_rows in (2, 400):

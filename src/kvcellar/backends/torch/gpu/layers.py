@@ -19,6 +19,7 @@ from kvcellar.backends.torch.cpu.routed import KernelMixture
 from kvcellar.backends.torch.gpu import between
 from kvcellar.backends.torch.gpu.launch import on_device
 from kvcellar.backends.torch.gpu.linears import CardLinear, CardNorm, gate
+from kvcellar.backends.torch.gpu.multiply import HeadTurn
 
 
 class CardMlp(nn.Module):
@@ -66,6 +67,9 @@ class CardAttention(KernelAttention):
         norm: CardNorm | None = None,
     ) -> Tensor:
         """Attend ``[1, T, hidden] -> [1, T, n_heads * head_dim]``, of normed inputs."""
+        whole = self._turned(x, sides, norm)
+        if whole is not None:
+            return self.attend(whole, kwargs)
         joined = self.qkv_proj(x, norm=norm)
         norms = self.q_norm, self.k_norm
         own = None
@@ -77,6 +81,18 @@ class CardAttention(KernelAttention):
             joined = torch.cat([norms[0](q), norms[1](k), v], 2).view(joined.shape)
         turn(joined, self.rotation, sides, own, (self.n_heads, self.n_kv_heads, self.head_dim))
         return self.attend(joined, kwargs)
+
+    def _turned(self, x: Tensor, sides: Sides | None, norm: CardNorm | None) -> Tensor | None:
+        """Return q, k and v of few tokens, turned where they are made; None: that cannot be."""
+        rotation, linear = self.rotation, self.qkv_proj
+        is_plain = self.q_norm is None and self.k_norm is None and not is_active()
+        if not (is_plain and isinstance(linear, CardLinear) and rotation.n_turned == self.head_dim):
+            return None
+        cos, sin = _sides(rotation, sides, x)
+        spread = 2 if rotation.layout == "repeated" else 1
+        heads = self.n_heads + self.n_kv_heads, self.head_dim
+        turned = HeadTurn(cos[0], sin[0], *heads, rotation.is_paired, spread)
+        return linear.turned(x, norm, turned)
 
 
 def turn(
@@ -122,7 +138,7 @@ def _sides(rotation: Rotation, sides: Sides | None, joined: Tensor) -> Sides:
 
 
 class CardLayer(nn.Module):
-    """A decoder layer in some ten launches; of few tokens in eight, with norms in products."""
+    """A decoder layer in some ten launches; of few tokens in seven: norms and turns in products."""
 
     def __init__(
         self,

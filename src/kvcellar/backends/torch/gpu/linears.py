@@ -85,6 +85,15 @@ class CardLinear(nn.Module):
             out = gate(self._rows(flat, None, norm))
         return out.view(*x.shape[:-1], n)
 
+    def turned(self, x: Tensor, norm: CardNorm | None, turn: multiply.HeadTurn) -> Tensor | None:
+        """Return the outputs with heads rotated, in one launch; None: it takes another."""
+        flat, first = x.reshape(-1, self.in_features), self._matrices[0]
+        if len(self._matrices) > 1 or first.form.bits != 16 or len(flat) > multiply.FEW:
+            return None
+        of_inputs = None if norm is None else norm.of_inputs
+        out = multiply.multiply(first, flat, self.bias, norm=of_inputs, turn=turn)
+        return out.view(*x.shape[:-1], self.out_features)
+
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Weights of outputs of the first matrix, ``[...] -> [..., in_features]``."""
         found = multiply.take(self._matrices[0], outputs.reshape(-1), dtype)

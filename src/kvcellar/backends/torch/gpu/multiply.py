@@ -72,6 +72,25 @@ class Norm(NamedTuple):
     eps: float
 
 
+class HeadTurn(NamedTuple):
+    """Rotation of heads that are outputs, each whole.
+
+    Attributes:
+        cos, sin: ``[T, n]``, of a row's pairs ``spread`` apart.
+        n_turned: heads that turn, the first ones.
+        dim: numbers of a head.
+        is_paired: true where neighbours turn against each other, false where halves do.
+        spread: how far cosines are apart.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    n_turned: int
+    dim: int
+    is_paired: bool
+    spread: int
+
+
 class Result(NamedTuple):
     """Result of a product, and what is added to it.
 
@@ -99,6 +118,7 @@ def multiply(
     *,
     norm: Norm | None = None,
     is_gated: bool = False,
+    turn: HeadTurn | None = None,
 ) -> Tensor:
     """Multiply rows by one matrix.
 
@@ -111,6 +131,7 @@ def multiply(
         norm: of the inputs, for at most ``FEW`` rows; or None.
         is_gated: true for the silu of the first half of the outputs times the second half; for at
             most ``FEW`` rows.
+        turn: of the outputs, for at most ``FEW`` rows of weights of 16 bits; or None.
 
     Returns:
         ``[n_rows, n_out]``, or half of the outputs where it is gated, in the type of x.
@@ -120,8 +141,8 @@ def multiply(
     if not n_rows:  # the head, in a chunk of a prompt whose logits nobody wants
         return _empty(to, x)
     if n_rows <= FEW:
-        return _few(weights, x, to, 1, None, norm, is_gated=is_gated)
-    assert not is_gated and norm is None, "those are for few rows"
+        return _few(weights, x, to, 1, None, norm, is_gated=is_gated, turn=turn)
+    assert not is_gated and norm is None and turn is None, "those are for few rows"
     if n_rows >= MANY or weights.parts.numbers.dtype == x.dtype:
         return _many(weights, x, to)
     return _tiles(weights, x, to, 1, None, min(max(LEAST_TILE, rounded_up(n_rows)), _most_tile(x)))
@@ -244,6 +265,7 @@ def _few(
     norm: Norm | None,
     *,
     is_gated: bool,
+    turn: HeadTurn | None = None,
 ) -> Tensor:
     out, x = _room(to, x), _by_rows(x)
     norm_weight, eps = (x, 0.0) if norm is None else norm
@@ -261,11 +283,19 @@ def _few(
     with on_device(x.device):
         if bits == 16:
             k = min(NUMBERS_AT_ONCE // bits // (1 + is_gated), rounded_up(weights.n_in))
-            products.multiply_few[(triton.cdiv(to.n_out, n), triton.cdiv(to.n_rows, rows))](
-                x, out, bias, add, norm_weight, weights.parts.numbers, experts, *sizes, *has,
-                rows, n, k,
+            cos, sin, turned, fixed = x, x, (0, 1, 0), (False, 1)
+            n_own = to.n_out
+            if turn is not None:  # as many outputs of a program, in pairs
+                n, n_own, half = max(1, n // 2), to.n_out // 2, turn.dim // 2
+                cos, sin, fixed = turn.cos, turn.sin, (turn.is_paired, turn.spread)
+                turned = turn.n_turned * half, half, cos.stride(0)
+                sizes = (*sizes[:2], n_own, *sizes[3:])
+            products.multiply_few[(triton.cdiv(n_own, n), triton.cdiv(to.n_rows, rows))](
+                x, out, bias, add, norm_weight, weights.parts.numbers, experts, cos, sin,
+                *sizes, *turned, *has, turn is not None, *fixed, rows, n, k,
             )  # fmt: skip
             return _rounded(out, to, x)
+        assert turn is None, "it is for 16 bits"
         n = (2 * n if rows == 1 else n) // (1 + is_gated)
         chunk = 128 // bits
         chunks = min(CHUNKS_AT_ONCE, rounded_up(weights.n_in // chunk))

@@ -230,10 +230,12 @@ def multiply_packed(
 
 @triton.jit
 def multiply_few(
-    x, out, bias, add, norm, numbers, chosen,
+    x, out, bias, add, norm, numbers, chosen, cos, sin,
     n_rows, n_experts, n_out, n_in, x_row, out_row, add_row, per, eps,
+    n_turned, half, side_row,
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_EXPERTS: tl.constexpr, IS_GATED: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr, IS_GATED: tl.constexpr, IS_TURNED: tl.constexpr,
+    IS_PAIRED: tl.constexpr, SIDE: tl.constexpr,
     ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a few rows by N outputs of 16 bits; the grid is (outputs / N, rows / ROWS).
@@ -242,7 +244,9 @@ def multiply_few(
     one that is not there the result is zeros. Gated, an output is the silu of the matrix's own,
     times the one that is as far behind it as the result has outputs. With a norm inputs are
     divided by the root of their mean square and multiplied by its weights before: every program
-    reads all of them anyway.
+    reads all of them anyway. Turned, outputs are heads of twice ``half`` numbers, of which N pairs,
+    halves or neighbours (IS_PAIRED), are computed, and rotated if they are of the first
+    ``n_turned``; ``n_out`` counts pairs.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     ok = n < n_out
@@ -254,7 +258,11 @@ def multiply_few(
         is_there = (expert >= 0) & (expert < n_experts)
         first = tl.where(is_there, expert, 0) * (2 * n_out if IS_GATED else n_out)
         ok = ok & is_there
-    outputs = first + n.to(tl.int64)
+    own, other = n, n + n_out
+    if IS_TURNED:
+        own = n // half * (2 * half) + n % half * (2 if IS_PAIRED else 1)
+        other = own + (1 if IS_PAIRED else half)
+    outputs, others = first + own.to(tl.int64), first + other.to(tl.int64)
     squares = tl.zeros((ROWS,), tl.float32)
     if HAS_NORM:
         for k0 in range(0, n_in, K):
@@ -273,8 +281,8 @@ def multiply_few(
         there = ok[:, None] & (k < n_in)[None, :]
         at = outputs[:, None] * n_in + k[None, :]
         w = tl.load(numbers + at, mask=there, other=0.0).to(tl.float32)
-        if IS_GATED:
-            at += n_out * n_in
+        if IS_GATED or IS_TURNED:
+            at = others[:, None] * n_in + k[None, :]
             up = tl.load(numbers + at, mask=there, other=0.0).to(tl.float32)
         for r in tl.static_range(ROWS):  # one at a time, so that weights stay in their registers
             i = tl.program_id(1) * ROWS + r
@@ -286,19 +294,28 @@ def multiply_few(
                 some = some.to(x.dtype.element_ty).to(tl.float32)
             is_row = tl.arange(0, ROWS)[:, None] == r
             acc += tl.where(is_row, tl.sum(w * some[None, :], 1)[None, :], 0.0)
-            if IS_GATED:
+            if IS_GATED or IS_TURNED:
                 ups += tl.where(is_row, tl.sum(up * some[None, :], 1)[None, :], 0.0)
     if HAS_BIAS:
         acc += tl.load(bias + outputs, mask=ok, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            ups += tl.load(bias + outputs + n_out, mask=ok, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED or IS_TURNED:
+            ups += tl.load(bias + others, mask=ok, other=0.0).to(tl.float32)[None, :]
     if IS_GATED:
         acc = acc * tl.sigmoid(acc) * ups
     there = row_ok[:, None] & (n < n_out)[None, :]
     places = rows.to(tl.int64)[:, None]
+    if IS_TURNED:
+        a = acc.to(x.dtype.element_ty).to(tl.float32)
+        b = ups.to(x.dtype.element_ty).to(tl.float32)
+        sides = places * side_row + (n % half)[None, :] * SIDE
+        turns = there & (n < n_turned)[None, :]
+        c = tl.load(cos + sides, mask=turns, other=1.0).to(tl.float32)
+        s = tl.load(sin + sides, mask=turns, other=0.0).to(tl.float32)
+        acc = a * c - b * s
+        tl.store(out + places * out_row + other[None, :], b * c + a * s, mask=there)
     if HAS_ADD:
         acc += tl.load(add + places * add_row + n[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(out + places * out_row + n[None, :], acc, mask=there)
+    tl.store(out + places * out_row + own[None, :], acc, mask=there)
 
 
 @triton.jit
