@@ -35,16 +35,13 @@ test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory -j4 check
 	@$(BIN)/python -m tests.real_models
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
-	$(ON_CARD)
-
-# Tests that know of no card, with all their models on one, or on what stands in for it (tests/card.py).
-ON_CARD = $(PYTEST) -n 0 --card -m card tests/engine/test_ahead.py tests/cli/test_generate.py \
-	tests/server/test_openai.py
+	$(PYTEST) -n 0 --card -m 'card(first=True)' tests/engine/test_ahead.py tests/agents/test_adapters.py \
+		tests/cli/test_generate.py tests/server/test_openai.py
 
 card: export TRITON_INTERPRET := $(if $(shell command -v nvidia-smi),0,1)
 card: $(VENV)/.dev ## A card's whole path, on a card where there is one, else on what stands in for it
 	HYPOTHESIS_PROFILE=night KVCELLAR_ALL_CASES=1 $(PYTEST) tests/backends/gpu
-	$(ON_CARD)
+	$(PYTEST) -n 0 --card -m card tests/engine tests/agents tests/models tests/cli tests/server
 
 night: $(VENV)/.dev ## All tests with every case of the suites and long random walks, drawn anew: hours
 	@$(BIN)/python -m tests.real_models

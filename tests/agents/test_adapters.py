@@ -76,6 +76,7 @@ def test_one_host_is_loaded_for_a_model_and_all_of_its_adapters(made, tmp_path):
         assert agents.models.names == []
 
 
+@pytest.mark.card
 @pytest.mark.parametrize("speculate", [None, "ngram"])
 def test_requests_of_several_adapters_are_batched_and_say_what_merged_models_say(
     speculate, made, tmp_path
@@ -100,6 +101,7 @@ def test_requests_of_several_adapters_are_batched_and_say_what_merged_models_say
         run(ask())
 
 
+@pytest.mark.card
 def test_an_agent_reads_its_history_anew_on_another_adapter(made, tmp_path):
     base, _ = made
     text = list(range(3, 60))
@@ -116,9 +118,10 @@ def test_an_agent_reads_its_history_anew_on_another_adapter(made, tmp_path):
         assert run(agents.directory.describe("other")).n_cached > len(text)
 
 
+@pytest.mark.card(first=True)
 def test_what_an_adapter_has_computed_comes_back_to_it_alone(made, tmp_path):
     base, _ = made
-    text, model = list(range(3, 90)), adapted(base, "a")
+    text, model = list(range(3, 60)), adapted(base, "a")
     with managed(tmp_path, made) as agents:
         run(agents.lifecycle.create("poet", model=model))
         run(turn(agents, "poet", tokens=text, params=GREEDY))

@@ -34,6 +34,7 @@ def run(*args: str) -> Any:
     return result
 
 
+@pytest.mark.card
 def test_a_text_is_gone_on_with_by_the_adapter(made):
     base, adapter = made
     said = ["generate", str(base), "--raw", "-p", TEXT, "--json", "--max-tokens", "5"]
@@ -49,6 +50,7 @@ def test_a_text_is_gone_on_with_by_the_adapter(made):
     assert with_it["token_ids"] != without["token_ids"]
 
 
+@pytest.mark.card
 @pytest.mark.usefixtures("eager")
 def test_an_agent_is_of_the_model_with_its_adapter(made, tmp_path):
     base, adapter = made

@@ -38,6 +38,7 @@ def say(agent_id: str, text: str, *more: str) -> Any:
     return run_json("generate", agent_id, text, "--max-tokens", "6", *more)
 
 
+@pytest.mark.card
 def test_a_chat_goes_on_as_a_branch_where_another_process_has_the_agent(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_turn_prints_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said[1:] == notes
 
 
+@pytest.mark.card
 def test_an_agent_keeps_its_type_of_k_and_v() -> None:
     assert run_json("create", "small", "--kv-dtype", "int8")["kv_dtype"] == "int8"
     say("small", "Something to remember for a while, please.")
@@ -127,6 +129,7 @@ def test_an_agent_keeps_its_type_of_k_and_v() -> None:
     assert {info["kv_dtype"] for info in run_json("list")} == {"int8", "float32"}
 
 
+@pytest.mark.card
 def test_an_agent_goes_on_in_blocks_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     engine_of = host.EngineService
@@ -146,6 +149,7 @@ def test_an_agent_goes_on_in_blocks_of_cells(monkeypatch: pytest.MonkeyPatch) ->
     assert opened == [(1, "layer_first"), (8, "block_first")]
 
 
+@pytest.mark.card
 def test_chat_makes_its_agent_and_each_line_is_a_turn() -> None:
     code, _, err = run(
         "chat",
@@ -177,6 +181,7 @@ def test_what_cannot_be_done_is_one_line() -> None:
     assert code == 2 and "0 turns" in err
 
 
+@pytest.mark.card
 def test_what_was_dropped_is_listed_brought_back_and_deleted_for_good() -> None:
     run_json("create", "poet", "--system", "Be brief.")
     say("poet", "One.")

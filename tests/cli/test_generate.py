@@ -54,7 +54,7 @@ def n_prompt(*args: str) -> int:
     return int(generated(*args)["usage"]["prompt_tokens"])
 
 
-@pytest.mark.card
+@pytest.mark.card(first=True)
 def test_a_chat_model_gets_its_template_unless_raw(tiny):
     assert n_prompt(tiny, "-p", "hello") == 5 + FRAME
     assert n_prompt(tiny, "-p", "hello", "--chat") == 5 + FRAME
@@ -64,6 +64,7 @@ def test_a_chat_model_gets_its_template_unless_raw(tiny):
     assert refused.exit_code == 2 and "leave --raw out" in refused.stderr
 
 
+@pytest.mark.card
 def test_a_base_model_and_the_bundled_one_continue_the_text(base):
     assert n_prompt(base, "-p", "hello") == 5
     raw = generated("demo", "-p", "import os")
@@ -71,6 +72,7 @@ def test_a_base_model_and_the_bundled_one_continue_the_text(base):
     assert n_prompt("demo", "-p", "import os", "--chat") > raw["usage"]["prompt_tokens"]
 
 
+@pytest.mark.card
 def test_the_models_own_settings_are_the_default_and_are_said(tiny, base):
     assert generated(tiny, "-p", "hello", "--seed", "1")["sampling"] == SAMPLING
     asked = generated(tiny, "-p", "hello", "--temperature", "0", "--top-p", "1")
@@ -80,6 +82,7 @@ def test_the_models_own_settings_are_the_default_and_are_said(tiny, base):
     assert generated(base, "-p", "hello")["sampling"]["temperature"] == 0.0
 
 
+@pytest.mark.card
 def test_a_chat_takes_them_too_and_else_what_is_usual(tiny):
     def said(*args: str) -> Any:
         result = run("chat", *args, "--json", "--max-tokens", "3", stdin="hi\n")
@@ -92,6 +95,7 @@ def test_a_chat_takes_them_too_and_else_what_is_usual(tiny):
     assert (usual["temperature"], usual["top_p"]) == (0.7, 0.95)
 
 
+@pytest.mark.card
 def test_an_agents_turn_takes_them_too(tiny, tmp_path, monkeypatch):
     from kvcellar.engine import EngineService
 
@@ -112,6 +116,7 @@ def test_an_agents_turn_takes_them_too(tiny, tmp_path, monkeypatch):
     assert {p.temperature for p in seen} == {0.6} and {p.top_p for p in seen} == {0.9}
 
 
+@pytest.mark.card
 def test_a_template_from_a_file_replaces_the_models_own(tiny, base, tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")

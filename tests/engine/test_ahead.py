@@ -88,10 +88,10 @@ def test_requests_that_come_and_go_are_answered_as_without(engines, make) -> Non
     assert ahead.n_available == plain.n_available == 512
 
 
-@pytest.mark.card
+@pytest.mark.card(first=True)
 def test_where_cells_are_short_nobody_ends_or_gives_way_earlier(engines) -> None:
-    ahead, plain = engines(48)
-    script = {0: [asked(0, 10, 60)], 3: [asked(20, 12, 30), asked(30, 5, 9)]}
+    ahead, plain = engines(24)
+    script = {0: [asked(0, 8, 18)], 3: [asked(20, 9, 9), asked(30, 3, 4)]}
     found, wanted = (said(engine, script) for engine in (ahead, plain))
     assert found == wanted
     assert ahead.stats().preemptions == plain.stats().preemptions > 0

@@ -90,6 +90,7 @@ def test_a_mixed_batch_gives_each_text_the_logits_of_its_own_merged_weights(
             assert apart(want, logits_of(oracles[""], ids)) > 0.1
 
 
+@pytest.mark.card
 @pytest.mark.skipif(not levels.is_available(), reason="the kernel is not built")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text"])
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
@@ -106,6 +107,7 @@ def test_layers_that_the_kernel_holds_are_updated_beside_it(family, weights, tmp
     assert errors[0] < max(0.1, 2 * errors[1])  # what fewer bits cost, and no more
 
 
+@pytest.mark.card
 def test_one_adapter_runs_a_whole_session_where_it_is_bound(base, tmp_path):
     path = write_adapter(tmp_path / "one", base)
     model = load_model(base, adapters={"one": path}, dtype="float32")

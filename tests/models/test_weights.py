@@ -32,6 +32,7 @@ def logits_of(model):
 
 
 @needs_kernel
+@pytest.mark.card
 @pytest.mark.parametrize(("weights", "most"), [("bf16", 0.03), ("int8", 0.04), ("int4", 0.3)])
 def test_logits_are_near_those_of_the_model_s_own_weights(weights, most):
     want = logits_of(load_model("demo"))

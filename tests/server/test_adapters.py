@@ -72,6 +72,7 @@ def test_adapters_are_models_with_a_parent(live):
     assert tags["a"]["size"] == tags["base"]["size"] > 0
 
 
+@pytest.mark.card
 def test_requests_at_a_time_are_each_answered_by_the_model_that_they_name(live, folders):
     names = ["base", "a", "b", "a", "base"]
     with ThreadPoolExecutor(5) as pool:
@@ -84,6 +85,7 @@ def test_requests_at_a_time_are_each_answered_by_the_model_that_they_name(live, 
     assert host.service.run(lambda engine: engine.stats().requests).result() >= 5
 
 
+@pytest.mark.card
 def test_what_one_has_computed_no_other_reuses(live):
     def cached(model: str) -> int:
         prompt = [9, *PROMPT, *PROMPT]
@@ -93,6 +95,7 @@ def test_what_one_has_computed_no_other_reuses(live):
     assert [cached(name) for name in ("a", "b", "base")] == [2 * len(PROMPT)] * 3
 
 
+@pytest.mark.card
 def test_a_conversation_goes_on_with_the_adapter_that_answered_it(live):
     def turn(model: str, messages: list[dict[str, str]]) -> tuple[str, int]:
         body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
@@ -108,6 +111,7 @@ def test_a_conversation_goes_on_with_the_adapter_that_answered_it(live):
     assert turn("a", more)[1] > len(messages[0]["content"])
 
 
+@pytest.mark.card
 def test_agents_are_of_a_model_or_of_its_adapter(live):
     made = live.post("/v1/agents", {"id": "poet", "model": "a"})
     assert made["model"] == "a"
@@ -128,6 +132,7 @@ def test_adapters_that_are_asked_for_otherwise_are_refused_by_name(live):
     assert missing.status_code == 404 and "base, a, b" in missing.json()["error"]["message"]
 
 
+@pytest.mark.card
 def test_vectors_are_made_by_the_model_that_is_named(live):
     def vector(model: str) -> Any:
         found = live.post("/v1/embeddings", {"model": model, "input": "A text."})

@@ -56,7 +56,7 @@ def test_models_are_listed(client):
         client.models.retrieve("other")
 
 
-@pytest.mark.card
+@pytest.mark.card(first=True)
 def test_a_stream_says_what_the_whole_answer_says(client):
     whole = ask(client)
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
@@ -67,6 +67,7 @@ def test_a_stream_says_what_the_whole_answer_says(client):
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
 
 
+@pytest.mark.card
 def test_a_conversation_that_goes_on_is_not_computed_again(client):
     messages = [{"role": "user", "content": "import os. " * 20}]
     first = ask(client, messages)
@@ -83,6 +84,7 @@ def test_a_conversation_that_goes_on_is_not_computed_again(client):
     assert (miss and miss["cause"]) == (None if cached == history - 1 else "retokenised")
 
 
+@pytest.mark.card
 def test_choices_share_the_prompt_and_differ_by_their_draws(client, live):
     before = live.engine()
     prompt = [{"role": "user", "content": "class Shared: " * 30}]
@@ -97,6 +99,7 @@ def test_choices_share_the_prompt_and_differ_by_their_draws(client, live):
     assert [choice.message.content for choice in again.choices] == texts
 
 
+@pytest.mark.card
 def test_choices_stream_side_by_side(client):
     texts = {0: "", 1: ""}
     for chunk in ask(client, n=2, stream=True, temperature=1, seed=9):
@@ -106,6 +109,7 @@ def test_choices_stream_side_by_side(client):
     assert texts == {choice.index: choice.message.content for choice in whole.choices}
 
 
+@pytest.mark.card
 def test_an_answer_ends_before_a_stop_text(client):
     text = ask(client, max_tokens=30).choices[0].message.content
     stop = text[6:9]
@@ -114,6 +118,7 @@ def test_an_answer_ends_before_a_stop_text(client):
     assert cut.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.card
 def test_log_probabilities_come_with_their_alternatives(client):
     answer = ask(client, logprobs=True, top_logprobs=3, max_tokens=5)
     content = answer.choices[0].logprobs.content
@@ -131,6 +136,7 @@ class City(BaseModel):
     is_capital: bool
 
 
+@pytest.mark.card
 def test_an_answer_follows_a_schema(client):
     parsed = client.chat.completions.parse(
         model="demo", messages=HELLO, response_format=City, max_tokens=60, temperature=1.5, seed=3
@@ -139,6 +145,7 @@ def test_an_answer_follows_a_schema(client):
     assert parsed.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.card
 def test_an_answer_is_an_object_where_that_is_asked_for(client):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
     answer = ask(client, response_format=schema, max_tokens=40)
@@ -148,6 +155,7 @@ def test_an_answer_is_an_object_where_that_is_asked_for(client):
         ask(client, response_format={"type": "json_schema", "json_schema": bad})
 
 
+@pytest.mark.card
 def test_a_forced_call_comes_with_arguments_of_its_schema(client):
     forced = {"type": "function", "function": {"name": "get_weather"}}
     answer = ask(client, tools=[TIME, WEATHER], tool_choice=forced, max_tokens=80)
@@ -158,6 +166,7 @@ def test_a_forced_call_comes_with_arguments_of_its_schema(client):
     assert answer.choices[0].message.content is None
 
 
+@pytest.mark.card
 def test_a_required_call_streams_in_pieces(client):
     pieces, name, call_id = [], None, None
     finish = None
@@ -197,6 +206,7 @@ def test_a_call_and_its_result_stay_in_the_cache(client):
     assert agents[0] == agents[1]
 
 
+@pytest.mark.card
 def test_tools_are_read_in_the_order_in_which_they_were_sent(client, live):
     for tools in ([WEATHER, TIME], [TIME, WEATHER]):
         answer = ask(client, [{"role": "user", "content": "Order?"}], tools=tools)
@@ -206,6 +216,7 @@ def test_tools_are_read_in_the_order_in_which_they_were_sent(client, live):
         assert first < second
 
 
+@pytest.mark.card
 def test_without_a_call_the_answer_is_text(client):
     answer = ask(client, tools=[WEATHER], tool_choice="auto")
     assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
@@ -214,6 +225,7 @@ def test_without_a_call_the_answer_is_text(client):
         ask(client, tools=[WEATHER], tool_choice=forced)
 
 
+@pytest.mark.card
 def test_a_bias_bans_and_wins(client, live):
     first = ask(client, max_tokens=1, logprobs=True, top_logprobs=2).choices[0].logprobs.content[0]
     (host,) = live.service.models.hosts()
@@ -222,6 +234,7 @@ def test_a_bias_bans_and_wins(client, live):
     assert other.choices[0].message.content == host.tokenizer.decode([wanted])
 
 
+@pytest.mark.card
 def test_completions_continue_texts_and_tokens_alike(client, live):
     client.completions.create(model="demo", prompt="x", max_tokens=1)  # so that it is loaded
     (host,) = live.service.models.hosts()
@@ -243,6 +256,7 @@ def test_completions_continue_texts_and_tokens_alike(client, live):
     assert drawn.choices[0].text != drawn.choices[1].text
 
 
+@pytest.mark.card
 def test_the_asynchronous_client_streams_many_at_once(live):
     async def one(client, i):
         stream = await client.chat.completions.create(
@@ -263,6 +277,7 @@ def test_the_asynchronous_client_streams_many_at_once(live):
         assert chunks[-1].choices[0].finish_reason in ("length", "stop")
 
 
+@pytest.mark.card
 def test_a_named_agent_takes_the_turn_and_is_there_afterwards(client, live):
     more = {"extra_body": {"agent_id": "named-by-body"}}
     create = {"X-Agent-Create": "true"}

@@ -229,7 +229,7 @@ def _moving(
     """
     n_tokens, n_lists = plan.n_tokens, sum(bool(one.runs) for one in lists)
     own = {one.tokens[0][0]: i for i, one in enumerate(lists) if one.n_tokens == 1 and one.runs}
-    if len(plan.reads) != n_tokens or len(own) < n_tokens:
+    if not n_tokens or len(plan.reads) != n_tokens or len(own) < n_tokens:
         return None
     for read in plan.reads:
         one = lists[own[read.q_start]]
