@@ -20,6 +20,7 @@ import pytest
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig, StoreEvent
+from kvcellar.store.journal import Journal
 from kvcellar.store.writer import Writer
 from tests.store.fakes import FULL, STATE, WINDOW, History, load_all, make_key, save, tokens_of
 
@@ -444,3 +445,43 @@ def test_a_save_ends_for_who_waits_for_it_though_its_bookkeeping_raises(tmp_path
         assert store.get("a").name == "a"
         store.flush(60)
         assert "a book is torn" in str(store.take_events())
+
+
+@pytest.mark.parametrize(
+    "code", ["SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY"]
+)
+def test_a_journal_beside_which_nothing_can_be_written_is_read_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """Its last entries lie in its log alone, which SQLite reads only where it can write."""
+    folder = tmp_path / "store"
+    with Store(folder) as store:
+        store._cold.journal.put("poet", 1, b"said")
+        held = tmp_path / "held"
+        shutil.copytree(folder, held)  # as a process that was killed leaves it
+    assert (held / "journal.sqlite-wal").stat().st_size > 0
+    before = {path: path.read_bytes() for path in held.rglob("journal*")}
+
+    def refused(self: Journal) -> sqlite3.Connection:
+        error = sqlite3.OperationalError("no")
+        error.sqlite_errorcode = getattr(sqlite3, code) | 5 << 8
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "_opened", refused)
+        with Store(held) as store:
+            assert store._cold.journal.after("poet", 0) == [(1, b"said")]
+            with pytest.raises(StoreError, match="cannot be written"):
+                store._cold.journal.put("poet", 2, b"more")
+            assert not [e for e in store.take_events() if e.kind is EventKind.JOURNAL_DAMAGED]
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_folder_that_takes_no_lock_is_refused_in_words(tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store:
+        lock = tmp_path / "store" / "lock"
+        lock.unlink()
+        lock.mkdir()
+        for change in (store.verify, store.gc):
+            with pytest.raises(StoreError, match="cannot be written to"):
+                change()

@@ -342,18 +342,27 @@ def _inode(path: Path | None) -> int:
         return -1
 
 
-_IN_USE = frozenset(
+_NOT_WRITABLE = frozenset(
     {
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
         sqlite3.SQLITE_READONLY,
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_IOERR,  # also where a full disk has no page left for shared memory
+        sqlite3.SQLITE_PERM,
     }
 )
+_WHOLE = _NOT_WRITABLE | {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM}
+
+
+def is_not_writable(error: sqlite3.Error) -> bool:
+    """Return true if an error says that the folder of a database takes no bytes now."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _NOT_WRITABLE
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return true if an error means a database that has to be made again, not one in use."""
+    """Return true if an error means a database that has to be made again.
+
+    One that is in use, or on a disk that is full, is read-only or has failed, is none.
+    """
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # Python's own have none
-    return code & 0xFF not in _IN_USE
+    return code & 0xFF not in _WHOLE

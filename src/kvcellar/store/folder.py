@@ -273,8 +273,8 @@ class Folder:
         The lock ends with its process, however that ends.
 
         Raises:
-            StoreError: others held it all the time; nothing was changed.
-            OSError: there can be no lock here.
+            StoreError: others held it all the time, or there can be no lock here; nothing was
+                changed.
         """
         deadline = time.monotonic() + timeout_s
         if not self._thread_lock.acquire(timeout=timeout_s):
@@ -283,7 +283,11 @@ class Folder:
             if self._depth:
                 yield
                 return
-            fd = open_own(self._lock_path, os.O_CREAT | os.O_RDWR)
+            try:
+                fd = open_own(self._lock_path, os.O_CREAT | os.O_RDWR)
+            except OSError as error:
+                said = error.strerror or error
+                raise StoreError(f"{self.path} cannot be written to ({said})") from error
             try:
                 while not lock_descriptor(fd, blocking=False):
                     if time.monotonic() > deadline:

@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
-from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage
+from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage, is_not_writable
 from kvcellar.store.folder import Folder
 from kvcellar.store.reports import EventKind, EventLog
 
@@ -205,10 +208,27 @@ class Journal:
                 try:
                     return self._opened().execute(sql, values).fetchall()
                 except sqlite3.Error as error:
+                    if is_not_writable(error):
+                        with contextlib.suppress(sqlite3.Error, OSError):
+                            return self._ask_copy(sql, values)
                     if not is_damage(error):
                         raise StoreError(f"{self._path} cannot be read ({error})") from error
                     self._put_away(str(error))
         return []
+
+    def _ask_copy(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        """Read a copy: SQLite reads a log only where it can write beside the database."""
+        with tempfile.TemporaryDirectory(prefix="kvcellar-journal-") as folder:
+            copied = Path(folder) / self._path.name
+            for suffix in ("", "-wal"):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(
+                        self._path.with_name(self._path.name + suffix),
+                        copied.with_name(copied.name + suffix),
+                    )
+            with contextlib.closing(sqlite3.connect(copied, isolation_level=None)) as db:
+                self._prepare(db)
+                return db.execute(sql, values).fetchall()
 
     # The file ----------------------------------------------------------------------------------
 

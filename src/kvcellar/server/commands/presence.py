@@ -63,7 +63,7 @@ def held_store(folder: Path, url: str, token: str = "") -> Iterator[None]:
         token: as ``Presence`` has it.
 
     Raises:
-        StoreError: another server has it; the message says which.
+        StoreError: another server has it, which the message names; or it cannot be written to.
     """
     path = folder / SERVER_LOCK
     try:
@@ -74,9 +74,12 @@ def held_store(folder: Path, url: str, token: str = "") -> Iterator[None]:
         _take(fd, path)
         if hasattr(os, "fchmod"):
             os.fchmod(fd, 0o600)
-        write_owner(
-            fd, json.dumps(asdict(Presence(url, os.getpid(), platform.node(), __version__, token)))
-        )
+        presence = Presence(url, os.getpid(), platform.node(), __version__, token)
+        try:
+            write_owner(fd, json.dumps(asdict(presence)))
+        except OSError as error:
+            said = f"{path} cannot be written ({error.strerror}); free some room, or give another"
+            raise StoreError(f"{said} --store") from error
         try:
             yield
         finally:
