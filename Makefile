@@ -34,7 +34,7 @@ serve: $(VENV)/.runtime ## Set up, then serve a model (MODEL=, ARGS=): OpenAI, A
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory -j4 check
 	@$(BIN)/python -m tests.real_models
-	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
+	KVCELLAR_PROVE=1 KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
 	$(PYTEST) -n 0 --card -m 'card(first=True)' tests/engine/test_ahead.py tests/agents/test_adapters.py \
 		tests/cli/test_generate.py tests/server/test_openai.py
 

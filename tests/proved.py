@@ -2,8 +2,8 @@
 
 A test says with ``@pytest.mark.decided_by(PATHS..., packages=(...))`` which files of the repository
 and which versions of packages decide it, beside its own file: no other code, and no machine. Their
-digest is noted in ``proved.json`` when it has passed, to be committed with the change, and the test
-is skipped while the digest is that one.
+digest is noted in ``proved.json`` when it has passed in ``make test`` (``KVCELLAR_PROVE``), to be
+committed with the change; and the test is skipped while the digest is that one.
 ``make night`` and ``KVCELLAR_ALL_CASES`` run it in any case.
 """
 
@@ -88,9 +88,9 @@ def skip_if_proved(item: pytest.Item) -> None:
 
 
 def note_passed(item: pytest.Item) -> None:
-    """Note the digest of a test that has passed."""
+    """Note the digest of a test that has passed, where ``KVCELLAR_PROVE`` is set."""
     digest = digest_of(item)
-    if digest is None:
+    if digest is None or "KVCELLAR_PROVE" not in os.environ:
         return
     with FileLock(LOCK):
         noted = {**known(), item.nodeid: digest}

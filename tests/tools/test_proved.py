@@ -21,6 +21,7 @@ def item(tmp_path, monkeypatch) -> Any:
     monkeypatch.setattr(proved, "PROVED", tmp_path / "tests" / "proved.json")
     monkeypatch.setattr(proved, "LOCK", tmp_path / "lock")
     monkeypatch.delenv("KVCELLAR_ALL_CASES", raising=False)
+    monkeypatch.setenv("KVCELLAR_PROVE", "1")
     return decided_by(tmp_path, "src", packages=("pytest",))
 
 
@@ -51,6 +52,12 @@ def test_what_has_passed_is_skipped_until_a_file_that_decides_it_changes(item):
         assert not is_skipped(item)
         proved.note_passed(item)
         assert is_skipped(item)
+
+
+def test_it_is_noted_by_make_test_alone(item, monkeypatch):
+    monkeypatch.delenv("KVCELLAR_PROVE")
+    proved.note_passed(item)
+    assert not is_skipped(item)
 
 
 def test_another_version_of_a_package_or_the_wish_for_all_cases_runs_it(item, monkeypatch):
