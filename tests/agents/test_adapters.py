@@ -131,7 +131,7 @@ def test_what_an_adapter_has_computed_comes_back_to_it_alone(made, tmp_path):
         assert host.engine.match(tokens, host.space) == 0  # its cells are free
     with managed(tmp_path, made) as agents:
         back = run(agents.sleep.resume("poet"))
-        assert back.n_restored >= 64
+        assert back.n_restored >= len(text)
         assert back.n_verified, back.trouble  # by the adapter's own weights
         run(agents.lifecycle.create("plain", model=base))
         end = run(turn(agents, "plain", tokens=text, params=GREEDY))
