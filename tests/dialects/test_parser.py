@@ -255,7 +255,7 @@ def test_a_conversation_without_tools_is_as_it_was(text):
 @pytest.fixture(scope="module")
 def host(served):
     served.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
-    (found,) = served.service.models.hosts()
+    found = served.host()
     return found
 
 

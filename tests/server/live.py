@@ -64,10 +64,21 @@ class Live:
         assert response.is_success, response.text
         return response.json()
 
+    def host(self) -> ModelHost:
+        """The only model that is in memory; the default one where nothing was asked of any yet."""
+        if hosts := self.service.models.hosts():
+            (host,) = hosts
+            return host
+
+        async def loaded() -> ModelHost:
+            async with self.service.models.registry.use(self.service.models.default) as host:
+                return host
+
+        return self.run(loaded())
+
     def engine(self) -> EngineStats:
-        """The counts of the only model that is in memory."""
-        (host,) = self.service.models.hosts()
-        return host.service.run(lambda engine: engine.stats()).result(PATIENCE_S)
+        """The counts of that model's engine."""
+        return self.host().service.run(lambda engine: engine.stats()).result(PATIENCE_S)
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for what will be."""

@@ -81,7 +81,7 @@ def test_requests_at_a_time_are_each_answered_by_the_model_that_they_name(live, 
     for name, answer in zip(names, answers, strict=True):
         logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
         assert logprobs == pytest.approx(wanted(folders, name), abs=1e-3)
-    (host,) = live.service.models.hosts()
+    host = live.host()
     assert host.service.run(lambda engine: engine.stats().requests).result() >= 5
 
 

@@ -439,7 +439,7 @@ def test_going_on_with_an_answer_drops_no_turn_that_has_come_behind_it(live, mon
 
 def slowed(live, monkeypatch):
     """Have answers come slowly, and not end by themselves."""
-    engine = live.service.models.hosts()[0].engine
+    engine = live.host().engine
     step, pause = engine.step, threading.Event()
     monkeypatch.setattr(engine, "step", lambda: pause.wait(0.02) or step())
     monkeypatch.setattr(engine.outcomes, "eos_token_ids", frozenset())

@@ -152,7 +152,7 @@ def test_the_context_is_told_before_a_model_is_loaded(tmp_path):
 
 
 def test_a_tokenizer_that_says_nothing_of_lengths_changes_nothing(small):
-    (host,) = small.service.models.hosts()
+    host = small.host()
     before = host.tokenizer.model_max_length
     host.tokenizer.model_max_length = int(1e30)
     try:

@@ -245,7 +245,7 @@ def check(live: Live, folder: Any, talk: Talk, step: Step, is_on: bool) -> None:
     thought = re.compile(r"\A<think>\n.*\n</think>\n\n", re.DOTALL)  # where a template reads it so
     assert thought.sub("", agent.messages[-1]["content"]) == text
     tokenizer = cold_model(folder).tokenizer
-    (host,) = live.service.models.hosts()
+    host = live.host()
     written = host.tokenizer.apply_chat_template(
         talk.messages, add_generation_prompt=True, tokenize=False
     )

@@ -190,7 +190,7 @@ def test_what_was_held_back_for_a_stop_text_comes_where_the_room_ends(cramped):
 def failing(live, monkeypatch):
     """The model computes nothing any more, some steps into the answer."""
     live.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
-    (host,) = live.service.models.hosts()
+    host = live.host()
     forward, left = host.engine.runner.forward, [6]
 
     def fail(*given):

@@ -327,8 +327,7 @@ def test_names_and_values_of_other_servers_mean_what_they_mean_there(live, path,
 
 
 def test_no_limit_goes_on_to_the_end_of_the_context(live):
-    context = live.get("/v1/models")["data"][0]["context_length"]
-    prompt = [65] * (context - 5)
+    prompt = [65] * (live.host().context - 5)
     body = {"prompt": prompt, "max_tokens": -1, "ignore_eos": True, "temperature": 0}
     answer = live.post("/v1/completions", body)
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -374,7 +373,7 @@ def test_log_probabilities_come_also_where_an_answer_may_have_calls(live):
 
 def test_an_answer_ends_with_a_token_that_is_asked_for(live):
     body = {"prompt": "import", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    (host,) = live.service.models.hosts()
+    host = live.host()
     whole = live.post("/v1/completions", body)
     ids = host.tokenizer.encode(whole["choices"][0]["text"])
     cut = live.post("/v1/completions", {**body, "stop_token_ids": [ids[3]]})
@@ -461,7 +460,7 @@ def test_a_form_and_tools_go_together_where_it_is_a_schema(live):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_an_answer_has_the_tokens_that_it_must_have(live, path):
-    (host,) = live.service.models.hosts()
+    host = live.host()
     ends = {str(token_id): 100 for token_id in host.eos_token_ids}
     name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {**PLAIN[path], name: 9, "temperature": 0, "logit_bias": ends}

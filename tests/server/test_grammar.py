@@ -61,7 +61,7 @@ def with_x(schema):
 @pytest.fixture(scope="module")
 def host(served):
     served.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
-    (found,) = served.service.models.hosts()
+    found = served.host()
     return found
 
 
@@ -211,7 +211,7 @@ def test_a_grammar_that_breaks_down_on_the_way_lets_calls_go_and_fails_what_was_
 
 
 def test_what_breaks_down_is_said_to_the_client(live):
-    (token_id,) = live.service.models.hosts()[0].tokenizer.encode("a", add_special_tokens=False)
+    (token_id,) = live.host().tokenizer.encode("a", add_special_tokens=False)
     body = {
         "messages": [{"role": "user", "content": "Go."}],
         "max_tokens": 300,

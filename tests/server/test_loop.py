@@ -191,7 +191,7 @@ def test_an_intricate_body_is_refused_and_nobody_notices(shared, what, capsys):
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_text_that_spells_control_tokens_is_read_beside_the_others(shared, path, capsys):
     """It is as much as its bytes allow, with such tokens all over, and none but the first."""
-    (host,) = shared.service.models.hosts()
+    host = shared.host()
     control = host.tokenizer.eos_token
 
     def ask():
@@ -367,7 +367,7 @@ def test_values_are_counted_alike_however_a_body_comes_in_pieces(n):
 
 
 def test_no_token_stands_for_more_bytes_than_the_longest(shared):
-    (host,) = shared.service.models.hosts()
+    host = shared.host()
     most = longest_token(host.tokenizer)
     for word in (" ", "\n", "=", "ß", "def f(x):\n    return x\n"):
         text = word * 5000

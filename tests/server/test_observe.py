@@ -133,7 +133,7 @@ def test_to_look_is_not_to_use(live):
     for agent_id in ("look-a", "look-b"):
         live.post("/v1/agents", {"id": agent_id})
         live.post(f"/v1/agents/{agent_id}/generate", {"text": f"By {agent_id}. " * 9, **SHORT})
-    (host,) = live.service.models.hosts()
+    host = live.host()
 
     def order():
         return host.service.run(lambda e: [id(node) for node in e.index._lru]).result(PATIENCE_S)

@@ -199,7 +199,7 @@ def test_settings_of_ollamas_own_process_are_let_pass_and_unknown_ones_are_named
 
 
 def test_reasoning_is_apart_from_the_answer(client, live, monkeypatch):
-    (host,) = live.service.models.hosts()
+    host = live.host()
     template = f"{host.tokenizer.chat_template}<think>"
     monkeypatch.setattr(host.tokenizer, "chat_template", template)
     assert "thinking" in client.show("demo").capabilities

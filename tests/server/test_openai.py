@@ -228,7 +228,7 @@ def test_without_a_call_the_answer_is_text(client):
 @pytest.mark.card
 def test_a_bias_bans_and_wins(client, live):
     first = ask(client, max_tokens=1, logprobs=True, top_logprobs=2).choices[0].logprobs.content[0]
-    (host,) = live.service.models.hosts()
+    host = live.host()
     banned, wanted = (host.tokenizer.encode(t.token)[0] for t in first.top_logprobs)
     other = ask(client, max_tokens=1, logit_bias={str(banned): -100})
     assert other.choices[0].message.content == host.tokenizer.decode([wanted])
@@ -236,8 +236,7 @@ def test_a_bias_bans_and_wins(client, live):
 
 @pytest.mark.card
 def test_completions_continue_texts_and_tokens_alike(client, live):
-    client.completions.create(model="demo", prompt="x", max_tokens=1)  # so that it is loaded
-    (host,) = live.service.models.hosts()
+    host = live.host()
     tokens = host.tokenizer.encode("import os\n")
     more = {"model": "demo", "max_tokens": 8, "temperature": 0}
     one = client.completions.create(prompt="import os\n", **more)

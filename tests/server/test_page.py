@@ -197,7 +197,7 @@ def test_a_chat_is_saved_as_markdown_and_as_json(open_page, shown):
 
 
 def test_the_settings_say_what_goes_and_whose_wish_it_is(open_page, shown, monkeypatch):
-    (host,) = shown.service.models.hosts()
+    host = shown.host()
     monkeypatch.setattr(host, "sampling", {"temperature": 0.6, "top_k": 20})
     page = open_page()
     chosen(page, "root")
@@ -456,7 +456,7 @@ def test_the_page_says_how_much_of_a_prompt_is_read(open_page, shown, monkeypatc
     chosen(page, "reader")
     sampled(page, max_tokens=4)
     goes_on = threading.Event()
-    engine = shown.service.models.hosts()[0].engine
+    engine = shown.host().engine
     step = engine.step
 
     def stepwise():

@@ -275,7 +275,7 @@ def test_an_agent_keeps_what_its_template_was_given(thinker):
     (agent,) = [a for a in thinker.service.agents.directory.agents() if a.agent_id == "keeper"]
     assert agent.template_kwargs == {"enable_thinking": False}
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    text = thinker.service.models.hosts()[0].tokenizer.decode(agent.tokens[:].tolist())
+    text = thinker.host().tokenizer.decode(agent.tokens[:].tolist())
     assert text.count("<think>\n\n</think>") >= 1, first
     thinker.post("/v1/agents/keeper/generate", {"text": "So?", "max_tokens": 4})
     assert agent.template_kwargs == {"enable_thinking": False}
@@ -607,7 +607,7 @@ def test_a_rule_gives_answers_back_what_they_had_thought(tmp_path):
             session = OfChat(live, keeps, {"chat_template_kwargs": {"preserve_thinking": True}})
             session.run(4)
             (agent,) = live.service.agents.directory.agents()
-            texts.append(live.service.models.hosts()[0].tokenizer.decode(agent.tokens[:].tolist()))
+            texts.append(live.host().tokenizer.decode(agent.tokens[:].tolist()))
             if not keeps:
                 answer = chat(live, *session.messages, tools=[TOOL], **session.settings)
                 rules = [change["rule"] for change in answer["kvcellar"]["rules"]]

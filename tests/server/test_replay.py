@@ -26,7 +26,7 @@ def session():
 def test_a_session_that_comes_as_text_is_computed_once(session, tmp_path):
     with serving(tmp_path, load=load_demo(16384)) as live:
         live.post("/v1/completions", {"prompt": [9], "max_tokens": 1})  # the model is there
-        (host,) = live.service.models.hosts()
+        host = live.host()
         n_shared = session.shared_tokens(host.tokenizer)
         reuse = session.replay(
             lambda body: live.post("/v1/chat/completions", body), n_shared=n_shared

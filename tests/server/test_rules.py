@@ -88,7 +88,7 @@ def test_text_is_no_control_token_unless_the_user_wants_it(live, tmp_path):
 
     def controls(server):
         answer, _ = chat(server, asked)
-        (host,) = server.service.models.hosts()
+        host = server.host()
         agent = server.service.agents.directory.agent(answer["kvcellar"]["agent_id"])
         prompt = agent.tokens[: agent.turns[-1].n_prompt]
         return sum(i in host.tokenizer.all_special_ids for i in prompt)

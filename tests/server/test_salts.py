@@ -55,12 +55,12 @@ def test_a_salt_may_come_as_a_header_and_not_as_two(live):
     said = live.http.post(path, json={**body, "cache_salt": "x"}, headers=headers)
     assert said.status_code == 400 and "two salts" in said.text
     body = {"prompt": TEXT, "max_tokens": 1, "cache_salt": "plain"}
-    host = live.service.models.hosts()[0]
+    host = live.host()
     before = live.engine().reused_tokens
     live.post("/v1/completions", body)
     assert live.engine().reused_tokens == before
     live.post("/v1/completions", body)
-    assert live.engine().reused_tokens > before and host is live.service.models.hosts()[0]
+    assert live.engine().reused_tokens > before and host is live.host()
 
 
 def test_a_conversation_goes_on_within_its_salt_and_its_agent_is_shown_without(live):

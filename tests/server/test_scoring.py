@@ -170,7 +170,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(live):
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_bytes_of_an_answer_joined_are_its_text(live, stream, tools):
-    (host,) = live.service.models.hosts()
+    host = live.host()
     wanted = "é€😀 漢"
     body = {
         "messages": [{"role": "user", "content": "Say it."}],

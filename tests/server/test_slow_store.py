@@ -203,7 +203,7 @@ def loop_of(live: Live) -> Callable[[], object]:
 
 def engine_of(live: Live) -> Callable[[], object]:
     """Return what waits until the engine's thread is between two steps."""
-    (host,) = live.service.models.hosts()
+    host = live.host()
     return lambda: host.service.run(lambda _: None).result(PATIENCE_S)
 
 

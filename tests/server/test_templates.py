@@ -23,7 +23,7 @@ def test_a_template_that_never_ends_refuses_its_chats_and_the_rest_goes_on(tmp_p
 
     with serving(tmp_path, load=load) as live:
         live.post("/v1/completions", {"prompt": "import", "max_tokens": 2})
-        (host,) = live.service.models.hosts()
+        host = live.host()
         assert "was stopped" in host.template.findings[0]
         answers = []
 

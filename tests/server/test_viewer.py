@@ -426,7 +426,7 @@ def slowed(monkeypatch, live):
 
     Nor do they end by themselves.
     """
-    engine = live.service.models.hosts()[0].engine
+    engine = live.host().engine
     step, goes_on = engine.step, threading.Event()
 
     def slowly():
