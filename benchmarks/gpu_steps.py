@@ -17,6 +17,7 @@ from random_models import LLAMA_1B, write_blocks
 import kvcellar as kv
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.models.kept_logits import RowSampling
+from kvcellar.sampler_settings import SAMPLER_SETTINGS, SamplerSettings
 
 LENGTHS = (128, 2048, 8192, 32_768)
 PACKED = {"int8": None, "int4": None, "none": None, "Q4_K": "Q4_K", "Q6_K": "Q6_K"}
@@ -224,7 +225,9 @@ def sampling(bench: Bench) -> Found:
     }
     found: Found = {}
     for name, settings in asked.items():
-        rows = [RowSampling(row, **settings) for row in range(n)]
+        own = {key: settings.pop(key) for key in SAMPLER_SETTINGS if key in settings}
+        values = SamplerSettings(**{"temperature": 1.0, **own})
+        rows = [RowSampling(row, values, **settings) for row in range(n)]
         ms = bench.timed(lambda given=rows: kept.sample(given))
         found[f"sample_8_{name}_ms"] = round(ms, 3)
     return found | {"sample_8_slowest_ms": max(found.values())}

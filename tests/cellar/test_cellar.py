@@ -95,7 +95,7 @@ def test_text_that_is_held_back_for_a_stop_that_never_came_is_streamed_too(cella
 
 def test_a_setting_that_there_is_not_is_refused_by_name(cellar):
     agent = cellar.agent()
-    with pytest.raises(TypeError, match="temprature is no setting of an answer; there are: max_t"):
+    with pytest.raises(TypeError, match="temprature is no setting of an answer; there are: temp"):
         agent.say("hi", temprature=1)
     with pytest.raises(ConfigError, match="top_p"):
         agent.say("hi", top_p=3)

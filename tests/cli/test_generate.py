@@ -16,7 +16,7 @@ from tests.models.tiny_checkpoints import make_checkpoint, make_tokenizer
 
 SAID = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
 SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.0}
-SAMPLING |= {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
+SAMPLING |= {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 FRAME = len(["<s>", "<|user|>", "<|end|>", "<|assistant|>"])
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from kvcellar.agents import AgentUsage, Miss, TurnEnd
 from kvcellar.dialects import AnswerParser, is_whole
 from kvcellar.engine import DEFAULTABLE, FinishEvent, GeneratedToken, SamplingParams
 from kvcellar.errors import AgentError, EngineClosedError
+from kvcellar.sampler_settings import SamplerFields
 from kvcellar.valid import read_json
 
 MAX_TOKENS = 1024
@@ -19,7 +20,7 @@ MAX_TOKENS = 1024
 _USUAL: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95}
 
 
-class Sampling(TypedDict, total=False):
+class Sampling(SamplerFields, total=False):
     """Settings of one answer, each as :class:`kvcellar.engine.SamplingParams` has it.
 
     What is left out is as the model's own files want it; where they say nothing, a temperature of
@@ -28,13 +29,6 @@ class Sampling(TypedDict, total=False):
     """
 
     max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
     logit_bias: Mapping[int, float]
     seed: int | None
     stop: str | Sequence[str]

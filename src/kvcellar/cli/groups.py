@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvcellar.cli import options
 from kvcellar.models.options import DEMO, LoadOptions
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 
 if TYPE_CHECKING:
     from kvcellar.engine import SamplingParams
@@ -75,19 +76,39 @@ class AnyCacheOptions(CacheOptions):
     cache: options.AnyCache = "contiguous"
 
 
+def _sampler_options() -> type:
+    """Return a group of options that has all settings of sampling."""
+    said = "Default, as for the others: what the model's own files say."
+    options_of = [
+        (
+            name,
+            Annotated[
+                (int if one.is_whole else float) | None,
+                options.in_sampling(one.metavar, one.meaning if i else f"{one.meaning} {said}"),
+            ],
+            None,
+        )
+        for i, (name, one) in enumerate(SAMPLER_SETTINGS.items())
+    ]
+    return make_dataclass("_Sampler", options_of, frozen=True, slots=True, kw_only=True)
+
+
+if TYPE_CHECKING:
+
+    class _Sampler:
+        """A group of options with all settings of sampling."""
+
+else:
+    _Sampler = _sampler_options()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(_Sampler):
     """Options of sampling; what is None is the model's own default, or else the usual one."""
 
     usual: ClassVar[Mapping[str, float]] = {}
 
     max_tokens: options.MaxTokens = 256
-    temperature: options.Temperature = None
-    top_p: options.TopP = None
-    top_k: options.TopK = None
-    min_p: options.MinP = None
-    repetition_penalty: options.RepetitionPenalty = None
-    frequency_penalty: options.FrequencyPenalty = None
     seed: options.Seed = None
     stop: options.Stop = None
 

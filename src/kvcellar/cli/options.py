@@ -180,34 +180,6 @@ MaxTokens = Annotated[
     int,
     in_sampling("N", "Tokens to generate at most.", min=1),
 ]
-Temperature = Annotated[
-    float | None,
-    in_sampling(
-        "X",
-        "0 takes the likeliest token; higher is more varied. Default, as for the next four: "
-        "what the model's generation_config.json says.",
-    ),
-]
-TopP = Annotated[
-    float | None,
-    in_sampling("P", "Sample from the fewest tokens with this probability together."),
-]
-TopK = Annotated[
-    int | None,
-    in_sampling("K", "Sample from the K likeliest tokens; 0 for all."),
-]
-MinP = Annotated[
-    float | None,
-    in_sampling("P", "Sample from tokens at least P times as likely as the likeliest."),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    in_sampling("X", "Above 1 makes tokens that are there already less likely."),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    in_sampling("X", "Above 0 makes tokens less likely for each time that the answer has them."),
-]
 Seed = Annotated[
     int | None,
     in_sampling("N", "The same seed gives the same text, in float32."),

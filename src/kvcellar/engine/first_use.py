@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.restore import ApartCache
 from kvcellar.errors import CacheFullError
 from kvcellar.models.kept_logits import CompilingRunner, FirstStep, RowSampling
+from kvcellar.sampler_settings import SamplerSettings
 
 Report = Callable[[float, str], None]
 
@@ -81,11 +81,12 @@ def _forward(
 
 def _settings(n_rows: int) -> Iterator[list[RowSampling]]:
     """Yield settings of sampling for so many rows, of each kind that the device has a way for."""
-    kinds: tuple[dict[str, Any], ...] = (
-        {},
-        {"draw": 0.5},
-        {"draw": 0.5, "top_k": 40},
-        {"draw": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+    drawn = SamplerSettings(temperature=1.0)
+    kinds = (
+        (drawn, None),
+        (drawn, 0.5),
+        (SamplerSettings(temperature=1.0, top_k=40), 0.5),
+        (SamplerSettings(temperature=1.0, top_k=40, top_p=0.9, min_p=0.05), 0.5),
     )
-    for kind in kinds if n_rows else ():
-        yield [RowSampling(row, **kind) for row in range(n_rows)]
+    for settings, draw in kinds if n_rows else ():
+        yield [RowSampling(row, settings, draw) for row in range(n_rows)]

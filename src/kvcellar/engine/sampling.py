@@ -21,17 +21,9 @@ from kvcellar.engine.guide import Guide, checked_guide
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.models.kept_logits import RowSampling, no_probabilities, nothing_may_come
+from kvcellar.sampler_settings import SAMPLER_SETTINGS, SamplerSettings
 
 FloatArray = NDArray[np.float32]
-
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
 
 _DRAWS = 64
 """Random numbers drawn at a time, per sequence."""
@@ -39,37 +31,17 @@ _DRAWS = 64
 _COLDEST = 1e-5
 """A temperature below it counts as 0."""
 
-
-DEFAULTABLE = frozenset(
-    {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty"}
-)
+DEFAULTABLE = frozenset(SAMPLER_SETTINGS)
 """Settings for which models have defaults of their own."""
-
-_NEUTRAL: Mapping[str, float] = {
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-}
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(SamplerSettings):
     """Settings of one sequence: how it is sampled, and when it ends.
 
-    They apply in this order: penalties and ``logit_bias``, ``guide``, temperature, ``top_k``,
-    ``top_p``, ``min_p``. Tokens that tie at the edge of a cut all stay.
+    ``logit_bias`` and ``guide`` apply behind the penalties and before the temperature.
 
     Attributes:
-        temperature: 0 takes the most likely token, the lowest id of several; above 0 samples.
-        top_k: sample from the k most likely tokens; 0 for all.
-        top_p: sample from the fewest tokens that have at least this probability together.
-        min_p: sample from tokens at least this likely compared with the most likely one.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of all tokens
-            that the prompt or the output holds; 1 for none.
-        frequency_penalty: taken off a token's logit for each time that the output holds it.
-        presence_penalty: taken off the logit of every token that the output holds.
         logit_bias: token id -> number added to its logit.
         seed: the n-th token depends on the seed, n and the logits alone, never on what else runs
             or was guessed. So the same seed gives the same text wherever the model computes the
@@ -89,13 +61,6 @@ class SamplingParams:
             defaults of its own. See ``for_model``.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     max_tokens: int | None = None
@@ -115,9 +80,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         ids = tuple(wholes(self.stop_token_ids, "stop_token_ids"))
         object.__setattr__(self, "stop_token_ids", ids)
-        for name in _NUMBERS:
-            number(getattr(self, name), name)
-        whole(self.top_k, "top_k")
+        self.check_settings()
         whole(self.min_tokens, "min_tokens")
         for name in ("seed", "max_tokens", "logprobs"):
             if getattr(self, name) is not None:
@@ -130,12 +93,6 @@ class SamplingParams:
             number(bias, f"logit_bias[{seen(token_id)}]")
         if self.guide is not None and not callable(self.guide):
             raise ConfigError(f"guide must make a Guide when it is called, got {seen(self.guide)}")
-        self._check("temperature", self.temperature, self.temperature >= 0.0, "0 or more")
-        self._check("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
-        self._check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and up to 1")
-        self._check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1")
-        penalty = self.repetition_penalty
-        self._check("repetition_penalty", penalty, penalty > 0.0, "above 0; 1 is none")
         if self.seed is not None:
             self._check("seed", self.seed, self.seed >= 0, "0 or more")
         if self.max_tokens is not None:
@@ -159,14 +116,12 @@ class SamplingParams:
         """
         if not self.unset or not defaults:
             return replace(self, unset=frozenset()) if self.unset else self
-        neutral = _NEUTRAL if "temperature" in defaults and "temperature" in self.unset else {}
-        named = {
-            name: value for name, value in {**neutral, **defaults}.items() if name in self.unset
-        }
-        settings: dict[str, Any] = {**named, "unset": frozenset()}
-        if "top_k" in settings:
-            settings["top_k"] = int(settings["top_k"])
-        return replace(self, **settings)
+        found: dict[str, Any] = {}
+        if "temperature" in defaults and "temperature" in self.unset:
+            found = {name: setting.neutral for name, setting in SAMPLER_SETTINGS.items()}
+        found |= defaults
+        named = {name: value for name, value in found.items() if name in self.unset}
+        return replace(self, **named, unset=frozenset())
 
     def _check(self, name: str, value: float, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -329,14 +284,8 @@ class SamplingState:
                 numbers["held"] = np.concatenate([self._prompt_ids, new])
         return RowSampling(
             row,
-            params.temperature,
+            params,
             None if params.is_greedy else self.draw(),
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
             bias_ids=self._bias_ids,
             bias=self._bias,
             allowed=None if self._guide is None else self._guide.allowed(),

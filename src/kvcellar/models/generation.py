@@ -11,27 +11,9 @@ from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.packaged import PACKAGED
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 
 FILE_NAME = "generation_config.json"
-
-_RANGES = {
-    "temperature": (0.0, math.inf, "0 or more"),
-    "top_p": (0.0, 1.0, "0 to 1"),
-    "top_k": (-1, math.inf, "a whole number"),
-    "min_p": (0.0, 1.0, "0 to 1"),
-    "repetition_penalty": (1e-9, math.inf, "above 0"),
-    "frequency_penalty": (-2.0, 2.0, "-2 to 2"),
-}
-"""Settings that are read -> what they may be."""
-
-_OF_GGUF = {
-    "temperature": "general.sampling.temp",
-    "top_p": "general.sampling.top_p",
-    "top_k": "general.sampling.top_k",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
-"""Settings -> their keys in the metadata of a GGUF file."""
 
 
 def sampling_defaults(folder: Path) -> Mapping[str, float]:
@@ -51,7 +33,8 @@ def sampling_defaults(folder: Path) -> Mapping[str, float]:
         raw: Mapping[str, Any] = packaged.sampling
     elif folder.is_file():
         said = read_gguf(folder).metadata
-        raw = {name: said[key] for name, key in _OF_GGUF.items() if key in said}
+        keys = {name: setting.gguf for name, setting in SAMPLER_SETTINGS.items() if setting.gguf}
+        raw = {name: said[key] for name, key in keys.items() if key in said}
     else:
         raw = read_json(path)
     return checked_settings(raw, path)
@@ -68,21 +51,18 @@ def checked_settings(raw: Mapping[str, Any], path: Path) -> Mapping[str, float]:
         ModelError: a setting that cannot be one.
     """
     found: dict[str, float] = {}
-    for name, (least, most, wanted) in _RANGES.items():
-        value = raw.get(name)
-        if value is None:
+    for name, setting in SAMPLER_SETTINGS.items():
+        said = raw.get(name)
+        if said is None:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most or not math.isfinite(value):
+        is_number = isinstance(said, int | float) and not isinstance(said, bool)
+        value = setting.meant(said) if is_number else math.nan
+        if not math.isfinite(value) or not setting.is_valid(value):
             raise ModelError(
-                f"{path} has {name}={value!r}; it must be {wanted}; correct the field, or take it "
-                f"out of the file"
+                f"{path} has {name}={said!r}; it must be {setting.wanted}; correct the field, or "
+                f"take it out of the file"
             )
-        found[name] = value
-    if "top_k" in found:
-        found["top_k"] = max(0, int(found["top_k"]))  # -1 is what others call all of them
-    if found.get("top_p") == 0:
-        found |= {"top_p": 1.0, "top_k": 1}  # the fewest tokens with no probability are one
+        found[name] = int(value) if setting.is_whole else value
     if raw.get("do_sample") is False:
         found["temperature"] = 0.0
     elif raw.get("do_sample") is True:

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from kvcellar.errors import ModelError
 from kvcellar.models.runner import FloatArray, Runner
+from kvcellar.sampler_settings import SamplerSettings
 from kvcellar.types import IntArray
 
 BoolArray = NDArray[np.bool_]
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 _NO_NUMBERS: FloatArray = np.empty(0, np.float32)
+_PLAIN = SamplerSettings(temperature=1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,14 +30,9 @@ class RowSampling:
 
     Attributes:
         row: which one.
-        temperature: above 0; it means nothing where the likeliest token is taken.
+        settings: which cuts and penalties; the temperature means nothing where the likeliest token
+            is taken, the repetition penalty is for tokens of ``held``, the others for ``sampled``.
         draw: a random number in [0, 1); None: the likeliest token is taken.
-        top_k: 0 for all.
-        top_p: 1 for all.
-        min_p: 0 for all.
-        repetition_penalty: for the tokens of ``held``.
-        frequency_penalty: for each time that ``sampled`` says.
-        presence_penalty: for each token of ``sampled``.
         held: tokens of the prompt and the output, each once, where the first penalty needs them.
         sampled: tokens of the output, each once, where a penalty needs them.
         times: float32, how often each of them is there.
@@ -48,14 +45,8 @@ class RowSampling:
     """
 
     row: int
-    temperature: float = 1.0
+    settings: SamplerSettings = _PLAIN
     draw: float | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
     held: IntArray = field(default_factory=lambda: _NO_IDS)
     sampled: IntArray = field(default_factory=lambda: _NO_IDS)
     times: FloatArray = field(default_factory=lambda: _NO_NUMBERS)

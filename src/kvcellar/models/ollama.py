@@ -15,14 +15,14 @@ from typing import Any
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.generation import checked_settings
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.valid import nearest
 
 PREFIX = "ollama:"
 
 _KIND = "application/vnd.ollama.image."
 _LIBRARY = ("registry.ollama.ai", "library")
-_SPELLINGS = {"repeat_penalty": "repetition_penalty"}
-_TAKEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SPELLINGS = {other: name for name, one in SAMPLER_SETTINGS.items() for other in one.names}
 _OURS = ("num_ctx", "num_keep", "num_batch", "num_gpu", "num_thread", "seed", "num_predict")
 """Parameters that are about the run and not about the model: options of commands here."""
 
@@ -76,7 +76,7 @@ class OllamaModel:
         if path is None or not path.is_file():
             return {}
         said = {_SPELLINGS.get(key, key): value for key, value in read_json(path).items()}
-        return checked_settings({key: said[key] for key in _TAKEN if key in said}, path)
+        return checked_settings({key: said[key] for key in SAMPLER_SETTINGS if key in said}, path)
 
     def left_out(self, ends: frozenset[str], *, has_template: bool) -> list[str]:
         """Return what it says that is not taken over, with the way to have it, for people.
@@ -88,7 +88,7 @@ class OllamaModel:
         path = self.layers.get("params")
         said = read_json(path) if path is not None and path.is_file() else {}
         stops = [one for one in said.get("stop") or () if one not in ends]
-        known = {*_TAKEN, *_SPELLINGS, *_OURS, "stop"}
+        known = {*SAMPLER_SETTINGS, *_SPELLINGS, *_OURS, "stop"}
         others = sorted(said.keys() - known)
         system = self.layers.get("system")
         found = []

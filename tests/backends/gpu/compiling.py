@@ -40,6 +40,7 @@ from kvcellar.backends.torch.gpu import (
 from kvcellar.backends.torch.gpu.matrices import FORMS, PACKED, CardMatrices, Form, Parts
 from kvcellar.backends.torch.gpu.steps import placed_of
 from kvcellar.models.kept_logits import RowSampling
+from kvcellar.sampler_settings import SamplerSettings
 
 CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
     "bf16": (LayerGroup((0,), 2, 64, 64), 8, "bfloat16", torch.bfloat16, False),
@@ -202,7 +203,8 @@ def sample_all(n_vocab: int) -> None:
     logits = torch.zeros(2, n_vocab, dtype=torch.bfloat16)
     sampling.likeliest(logits)
     for draw in (None, 0.5):
-        sent = settings.sent([RowSampling(0, draw=draw, top_p=0.9)], n_vocab, logits.device)
+        asked = RowSampling(0, SamplerSettings(temperature=1.0, top_p=0.9), draw)
+        sent = settings.sent([asked], n_vocab, logits.device)
         sampling.sampled(logits, sent, 0)
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Header
-from pydantic import BaseModel
 from starlette.requests import Request
 
 from kvcellar.agents import ModelHost
 from kvcellar.dialects.messages import read_arguments
-from kvcellar.engine import DEFAULTABLE, SamplingParams
+from kvcellar.engine import SamplingParams
 from kvcellar.models.prompts import begun_of
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.answer.media import MEDIA, LeftOut, join_parts
 from kvcellar.server.answer.tools import ToolChoice, told
 from kvcellar.server.errors import ApiError
@@ -25,21 +25,12 @@ from kvcellar.server.schemas.openai import (
     NamedTool,
     SamplingFields,
 )
+from kvcellar.server.schemas.sampler import unset_in, values_in
 from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.isolation import own_id, salt_for
 from kvcellar.server.state.service import Service
 
-_TOLD = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-)
+_TOLD = ("max_tokens", *SAMPLER_SETTINGS, "seed")
 _SEEDS = 1 << 63
 
 _SESSION_HEADERS = (
@@ -50,9 +41,6 @@ _SESSION_HEADERS = (
     "session-id",
 )
 """What OpenCode, Claude Code and Codex call their conversations in."""
-
-_LEAST_TOP_P = 1e-6
-"""A share that the likeliest token alone has."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -152,13 +140,7 @@ def sampling_of(
     stop = fields.stop or ()
     seed = None if fields.seed is None else (fields.seed + index) % _SEEDS
     return SamplingParams(
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_k=fields.top_k or 0,
-        top_p=1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P),
-        min_p=fields.min_p or 0.0,
-        repetition_penalty=fields.repetition_penalty or 1.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        presence_penalty=fields.presence_penalty or 0.0,
+        **values_in(fields),
         logit_bias=bias,
         seed=seed,
         max_tokens=max_tokens,
@@ -206,11 +188,6 @@ def refuse_streamed_scores(body: ChatRequest | CompletionRequest) -> None:
             "unsupported_field",
             param="prompt_logprobs",
         )
-
-
-def unset_in(fields: BaseModel) -> frozenset[str]:
-    """Settings of sampling that a request leaves to the model."""
-    return frozenset(name for name in DEFAULTABLE if getattr(fields, name, None) is None)
 
 
 def plain_messages(messages: Sequence[ChatMessage], left_out: LeftOut) -> list[dict[str, Any]]:

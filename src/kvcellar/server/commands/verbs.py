@@ -25,6 +25,7 @@ from kvcellar.engine import (
 )
 from kvcellar.errors import EngineClosedError, ModelError, PromptError
 from kvcellar.history import History
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.commands.thoughts import ReadAnswer, reading_for, stops_for
 from kvcellar.valid import valid_text
 
@@ -329,7 +330,10 @@ def params_of(sampling: Mapping[str, Any]) -> SamplingParams:
     Raises:
         ConfigError: a value that cannot work.
     """
-    named = sampling["named"]
+    named = {
+        name: SAMPLER_SETTINGS[name].meant(value) if name in SAMPLER_SETTINGS else value
+        for name, value in sampling["named"].items()
+    }
     return SamplingParams(**{**sampling["usual"], **named}, unset=DEFAULTABLE - named.keys())
 
 

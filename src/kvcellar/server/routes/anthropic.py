@@ -35,7 +35,7 @@ from kvcellar.server.answer.dialogue import (
     TextEvent,
 )
 from kvcellar.server.answer.media import MEDIA, THOUGHT, LeftOut
-from kvcellar.server.answer.parsing import READS_AGENT, unset_in, whose_of
+from kvcellar.server.answer.parsing import READS_AGENT, whose_of
 from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.answer.threads import PREFIX, Thread, thread_of
 from kvcellar.server.answer.tools import Toolbox, ToolChoice, told
@@ -48,6 +48,7 @@ from kvcellar.server.schemas.anthropic import (
     MessagesRequest,
     Source,
 )
+from kvcellar.server.schemas.sampler import unset_in, values_in
 from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.service import Service, new_id, service_of
 from kvcellar.server.state.signing import Signer
@@ -123,9 +124,7 @@ def _question(
         messages=messages,
         model=body.model,
         params=SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
+            **values_in(body),
             seed=body.seed,
             max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),

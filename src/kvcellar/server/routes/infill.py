@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.answer.answer_facts import note
 from kvcellar.server.answer.completions import Continuations, Pieces, continued, to_the_end
 from kvcellar.server.answer.infilling import prompt_between
@@ -24,7 +25,7 @@ from kvcellar.server.stream.streams import MergedStream
 
 router = APIRouter(tags=["Lookup"], route_class=BodyRoute)
 
-_SAMPLERS = ("top_k", "top_p", "min_p", "temperature", "penalties")
+_SAMPLERS = (*SAMPLER_SETTINGS, "penalties")
 """Those of llama.cpp that are done here, in an order of our own."""
 
 _STOPS = {"eos": "eos", "stop_token": "eos", "stop_text": "word", "guide": "eos"}
@@ -71,7 +72,6 @@ async def _completion(service: Service, path: str, body: InfillRequest) -> Compl
         most = host.context if body.n_predict in (None, -1) else body.n_predict
     said = {name: getattr(body, name) for name in SamplingFields.model_fields}
     said["stop_token_ids"] = [*(body.stop_token_ids or ()), *ends]
-    said["repetition_penalty"] = body.repetition_penalty or body.repeat_penalty or None
     return CompletionRequest.model_validate(
         {**said, "model": body.model, "prompt": prompt, "max_tokens": most}
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.errors import ApiError
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -15,7 +16,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_predict": ("max_tokens", "max_output_tokens"),
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
     "min_new_tokens": ("min_tokens",),
-    "repeat_penalty": ("repetition_penalty",),
+    **{other: (name,) for name, one in SAMPLER_SETTINGS.items() for other in one.names},
 }
 """Name with llama.cpp, Ollama or transformers -> name here, the first that a request has."""
 
@@ -24,7 +25,7 @@ _NEUTRAL = {
     "num_predict": -1,
     "max_new_tokens": -1,
     "min_new_tokens": 0,
-    "repeat_penalty": 1,
+    **{other: one.neutral for one in SAMPLER_SETTINGS.values() for other in one.names},
 }
 """Values that ask for nothing beside another."""
 

@@ -16,13 +16,12 @@ from kvcellar.server.schemas.base import (
     CacheSalt,
     Effort,
     Open,
-    QuestionBody,
     SessionId,
     Setting,
     Stops,
     TemplateKwargs,
-    TopK,
 )
+from kvcellar.server.schemas.sampler import AnthropicSamplerBody
 
 
 class CacheControl(Open):
@@ -176,7 +175,7 @@ class Metadata(Open):
     user_id: SessionId | None = None
 
 
-class MessagesRequest(CountRequest, QuestionBody):
+class MessagesRequest(CountRequest, AnthropicSamplerBody):
     """``POST /v1/messages``."""
 
     route: ClassVar[str] = "/v1/messages"
@@ -184,9 +183,6 @@ class MessagesRequest(CountRequest, QuestionBody):
     max_tokens: int = Field(ge=1)
     stream: bool | None = Field(None, description=STREAM)
     stop_sequences: Stops | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: TopK | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         None, description="Not Anthropic's: the same seed gives the same text."
     )

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -47,10 +46,6 @@ def _not_none(value: int) -> int:
     return value
 
 
-def _all_of(value: Any) -> Any:
-    return 0 if value == -1 and not isinstance(value, bool) else value
-
-
 MostTokens = Annotated[
     int,
     Field(ge=-1, description="Of the answer; -1: as many as the context has room for."),
@@ -60,7 +55,6 @@ MODEL = "As /v1/models lists it; the default one where it is left out."
 STREAM = "Send the answer in pieces, as it comes."
 TOOLS = "Functions that the model may call."
 """Descriptions of fields that several protocols have."""
-TopK = Annotated[int, BeforeValidator(_all_of), Field(ge=0, description="0 or -1: all tokens.")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS), AfterValidator(_bounded)]
 AgentId = Annotated[

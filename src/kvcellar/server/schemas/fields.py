@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.errors import ApiError
 
 MOST_UNKNOWN = 20
@@ -77,7 +78,11 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         (_NO_SAMPLER, (0,)),
     ),
     "top_n_sigma": (_NO_SAMPLER, (0, -1)),
-    "repeat_penalty": ("it is repetition_penalty, which this route does not have", (1,)),
+    **{
+        other: (f"it is {name}, which this route does not have", (one.neutral,))
+        for name, one in SAMPLER_SETTINGS.items()
+        for other in one.names
+    },
     "options": ("it is Ollama's; give what is in it beside the other fields", ()),
     "extra_body": ("it is its client's; give what is in it beside the other fields", ()),
     "format": ("use response_format", ()),
@@ -129,7 +134,11 @@ SWITCHES = frozenset(("think", "enable_thinking"))
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
-    "repetition_penalty": (1,),
+    **{
+        name: (one.neutral, *one.means)
+        for name, one in SAMPLER_SETTINGS.items()
+        if name != "temperature"  # every one of its values asks for something
+    },
     "parallel_tool_calls": (True,),
     "logprobs": (),
     "top_logprobs": (0,),

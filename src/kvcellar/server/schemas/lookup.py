@@ -70,6 +70,5 @@ class InfillRequest(SamplingFields):
     input_extra: list[ExtraFile] | None = Field(None, max_length=256)
     prompt: str = ""
     n_predict: int | None = Field(None, ge=-1, description="-1: to the end of the context.")
-    repeat_penalty: float | None = Field(None, ge=0, le=10)
     samplers: list[str] | str | None = None
     stream: bool | None = Field(None, description=STREAM)

@@ -15,21 +15,15 @@ from kvcellar.server.schemas.base import (
     Stop,
     Stops,
 )
+from kvcellar.server.schemas.sampler import OllamaSamplerBody
 
 ModelName = Annotated[str, Field(max_length=512)]
 Think = bool | Literal["low", "medium", "high"]
 
 
-class Options(QuestionBody):
+class Options(OllamaSamplerBody):
     """Settings of sampling by Ollama's names; those of its process are taken and not looked at."""
 
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, ge=0, le=10)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="-1: any.")
     num_predict: int | None = Field(None, ge=-2, description="-1: to the end of the context.")
     stop: Stop | Stops | None = None

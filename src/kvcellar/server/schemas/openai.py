@@ -16,14 +16,13 @@ from kvcellar.server.schemas.base import (
     Effort,
     MostTokens,
     Open,
-    QuestionBody,
     SessionId,
     Setting,
     Stop,
     Stops,
     TemplateKwargs,
-    TopK,
 )
+from kvcellar.server.schemas.sampler import SamplerBody
 
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -38,24 +37,9 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 """Lists by the hundred thousand, of which one wrong item says enough."""
 
 
-class SamplingFields(QuestionBody):
+class SamplingFields(SamplerBody):
     """Settings of sampling, as in OpenAI's requests, with what local servers add."""
 
-    temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token.")
-    top_p: float | None = Field(None, ge=0, le=1, description="0: the likeliest token.")
-    top_k: TopK | None = None
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="Leaves out tokens below so much of the likeliest one."
-    )
-    frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Off a token's logit, each time that the answer has it."
-    )
-    presence_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Off the logit of every token that the answer has."
-    )
-    repetition_penalty: float | None = Field(
-        None, gt=0, le=10, description="Above 1: tokens of prompt and answer are less likely."
-    )
     logit_bias: dict[TokenKey, Bias] | None = Field(
         None, max_length=1024, description="From tokens to what is added to their logits."
     )

@@ -2,13 +2,11 @@
 
 import { $, el } from "./dom.js";
 import { samplings } from "./kept.js";
+import { SETTINGS } from "./sampler-settings.js";
 import { modelName, state } from "./state.js";
 
 const FIELDS = [
-  ["max_tokens", "Tokens at most", { min: 1, step: 1 }], ["temperature", "Temperature", { min: 0, max: 2, step: "any" }],
-  ["top_p", "top-p", { min: 0, max: 1, step: "any" }], ["top_k", "top-k", { min: 0, step: 1 }],
-  ["min_p", "min-p", { min: 0, max: 1, step: "any" }], ["repetition_penalty", "Repetition penalty", { min: 0.1, step: "any" }],
-  ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: "any" }], ["seed", "Seed", { min: 0, step: 1 }],
+  ["max_tokens", "Tokens at most", { min: 1, step: 1 }], ...SETTINGS, ["seed", "Seed", { min: 0, step: 1 }],
 ];
 const WHOSE = { model: "by the model", server: "by the server" };
 const NOTHING = { top_k: "all tokens", seed: "another each time" };

@@ -53,26 +53,26 @@ def sent(asked: Sequence[RowSampling], n_vocab: int, device: torch.device) -> Se
     bits: list[NDArray[np.uint8]] = []
     n = 0
     for row, ask in enumerate(asked):
-        is_drawn, guide, end = ask.draw is not None, -1, -1
+        settings, is_drawn, guide, end = ask.settings, ask.draw is not None, -1, -1
         if ask.allowed is not None:
             guide = len(bits)
             bits.append(np.packbits(ask.allowed, bitorder="little"))
             if ask.end_id is not None and ask.allowed[ask.end_id]:
                 end = ask.end_id
-        top_k = ask.top_k if ask.top_k < n_vocab else 0
-        is_cut = is_drawn and (top_k > 0 or ask.top_p < 1.0 or ask.min_p > 0.0)
+        top_k = settings.top_k if settings.top_k < n_vocab else 0
+        is_cut = is_drawn and (top_k > 0 or settings.top_p < 1.0 or settings.min_p > 0.0)
         lists = ask.held, ask.sampled, ask.bias_ids, ask.barred
         stops = n + np.cumsum([len(one) for one in lists])
         ints[row] = ask.row, top_k, guide, end, is_cut, n, *stops
         floats[row] = (
-            ask.temperature,
-            math.log(ask.min_p) if ask.min_p > 0.0 else -math.inf,
-            ask.repetition_penalty,
-            ask.frequency_penalty,
-            ask.presence_penalty,
+            settings.temperature,
+            math.log(settings.min_p) if settings.min_p > 0.0 else -math.inf,
+            settings.repetition_penalty,
+            settings.frequency_penalty,
+            settings.presence_penalty,
             -1.0 if ask.draw is None else ask.draw,
-            ask.top_p,
-            ask.temperature if is_drawn else 0.0,
+            settings.top_p,
+            settings.temperature if is_drawn else 0.0,
         )
         if stops[-1] > n:
             n = int(stops[-1])

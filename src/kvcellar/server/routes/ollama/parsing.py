@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from kvcellar.engine import SamplingParams
 from kvcellar.grammar.form import ResponseFormat
+from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.answer.dialogue import Question
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.parsing import sampling_of, whose_of
@@ -116,13 +117,15 @@ def _thinking(body: OllamaBody) -> Thinking:
 
 def fields_of(options: Options) -> SamplingFields:
     """Return settings of sampling by their names here."""
-    said = options.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
+    said = options.model_dump(exclude={"num_predict"}, exclude_none=True)
     if options.seed == -1:
         del said["seed"]
-    if options.top_p == 0:
+    if said.get("top_p") == 0:
         del said["top_p"]
-    if options.repeat_penalty:
-        said["repetition_penalty"] = options.repeat_penalty
+    for name, setting in SAMPLER_SETTINGS.items():
+        for other in setting.names:
+            if value := said.pop(other, None):
+                said[name] = value
     return SamplingFields.model_validate(said)
 
 

@@ -62,9 +62,9 @@ class ResponseValue:
         """Part that the ids of its items have in common."""
         return self.response_id[len(PREFIX) :]
 
-    def sampled(self, name: str, asked: float | None) -> float | None:
+    def sampled(self, name: str) -> Any:
         """Return a setting as it was used; before the end, as it was asked for."""
-        return asked if self.end is None else getattr(self.end.params, name)
+        return getattr(self.body if self.end is None else self.end.params, name)
 
     @property
     def is_stored(self) -> bool:
@@ -106,11 +106,11 @@ class ResponseValue:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": self.is_stored,
-            "temperature": self.sampled("temperature", body.temperature),
+            "temperature": self.sampled("temperature"),
             "text": {"format": text_format or {"type": "text"}},
             "tool_choice": as_mapping(choice) if isinstance(choice, NamedTool) else choice,
             "tools": [as_mapping(tool) for tool in body.tools or ()],
-            "top_p": self.sampled("top_p", body.top_p),
+            "top_p": self.sampled("top_p"),
             "truncation": "disabled",
             "usage": self.usage,
             "metadata": body.metadata or {},

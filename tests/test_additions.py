@@ -1,0 +1,111 @@
+"""Additions that guides describe, made in a copy of the package: what they promise is so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.additions import ROOT, added
+
+
+def run(script: str, folder: Path) -> Any:
+    """Run a program with the package in a folder, interpreting kernels; return what it prints."""
+    path = os.pathsep.join([str(folder / "src"), str(ROOT)])
+    env = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=env, cwd=folder, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+SAMPLER = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import torch
+from pydantic import ValidationError
+from typer.testing import CliRunner
+import kvcellar
+from kvcellar.cellar.answers import params_of
+from kvcellar.cli.program import app
+from kvcellar.engine.sampling import SamplingParams, SamplingState, sample
+from kvcellar.errors import ConfigError, ModelError
+from kvcellar.models.generation import checked_settings
+from kvcellar.backends.torch.gpu.logits import DeviceLogits
+from kvcellar.server.answer.parsing import sampling_of
+from kvcellar.server.routes.viewer import sampler_script
+from kvcellar.server.schemas.agents import GenerateRequest
+from kvcellar.server.schemas.ollama import Options
+from kvcellar.server.schemas.openai import ChatRequest, CompletionRequest
+from kvcellar.server.schemas.responses import ResponseRequest
+from tests.backends.gpu.interpreter import hasten
+
+def refused(kind, error):
+    try:
+        kind()
+    except error as found:
+        return str(found)
+
+hasten()
+rng = np.random.default_rng(0)
+logits = rng.normal(0, 2, (24, 300)).astype(np.float32)
+states = [
+    SamplingState(SamplingParams(temperature=0.9, top_a=a, min_p=m, seed=i), 300)
+    for i, (a, m) in enumerate([(0.0, 0.0), (0.3, 0.0), (0.9, 0.02)] * 8)
+]
+here = [one.token_id for one in sample(logits, states)]
+asked = [state.row_sampling(row) for row, state in enumerate(states)]
+there = [one.token_id for one in DeviceLogits(torch.from_numpy(logits)).sample(asked)]
+p = np.exp(logits / 0.9) / np.exp(logits / 0.9).sum(1, keepdims=True)
+is_kept = [
+    bool(p[row, token] >= state.params.top_a * p[row].max() ** 2 * (1 - 1e-5))
+    for row, (token, state) in enumerate(zip(here, states))
+]
+sharp = [
+    SamplingState(SamplingParams(temperature=1.0, top_a=1.0, seed=seed), 4) for seed in range(200)
+]
+flat = np.log(np.array([[0.6, 0.37, 0.03, 1e-9]] * 200, np.float32))
+bodies = ChatRequest, CompletionRequest, GenerateRequest, ResponseRequest, Options
+said, unsaid = ({"prompt": "a", **more} for more in ({"top_a": 0.25}, {}))
+print(json.dumps({
+    "package": str(Path(kvcellar.__file__).parent),
+    "here": here, "there": there, "is_kept": is_kept,
+    "sharp": sorted({one.token_id for one in sample(flat, sharp)}),
+    "refused": refused(lambda: SamplingParams(top_a=2.0), ConfigError),
+    "of_file": checked_settings({"top_a": 0.5}, Path("file")),
+    "of_bad_file": refused(lambda: checked_settings({"top_a": 5}, Path("file")), ModelError),
+    "bodies": [one.__name__ for one in bodies if "top_a" in one.model_fields],
+    "of_request": sampling_of(CompletionRequest.model_validate(said), max_tokens=1).top_a,
+    "above": refused(
+        lambda: CompletionRequest.model_validate({**said, "top_a": 1.5}), ValidationError
+    ),
+    "unset": "top_a" in sampling_of(CompletionRequest.model_validate(unsaid), max_tokens=1).unset,
+    "of_call": params_of({"top_a": 0.5}).top_a,
+    "help": CliRunner().invoke(app, ["generate", "--help"]).stdout,
+    "page": sampler_script(),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_a_setting_of_sampling_is_added_in_four_files(tmp_path):
+    changed = added("docs/add-a-sampler.md", tmp_path)
+    assert len(changed) == 4
+    found = run(SAMPLER, tmp_path)
+    assert found["package"] == str(tmp_path / "src/kvcellar")
+    assert found["there"] == found["here"] and all(found["is_kept"])
+    assert found["sharp"] == [0, 1]  # 0.37 is above 0.36, the square of 0.6
+    assert found["refused"] == "top_a must be 0 to 1, got 2.0"
+    assert found["of_file"] == {"top_a": 0.5} and "top_a=5" in found["of_bad_file"]
+    assert len(found["bodies"]) == 5
+    assert (found["of_request"], found["of_call"], found["unset"]) == (0.25, 0.5, True)
+    assert "top_a" in found["above"] and "less than or equal to 1" in found["above"]
+    assert "--top-a" in found["help"]
+    assert '["top_a", "Top a", {"min": 0.0, "max": 1.0, "step": "any"}]' in found["page"]
