@@ -210,3 +210,43 @@ def test_an_answer_that_is_not_read_does_not_stay(bounded):
 def _send_all(connection, data):
     with contextlib.suppress(OSError):
         connection.sendall(data)
+
+
+POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+SECOND = HEAD + b"\r\n"
+"""What somebody would smuggle to the server behind a first request."""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        POST + CHUNKED + b"Content-Length: 5\r\n\r\n0\r\n\r\n",
+        POST + b"Content-Length: 5\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
+        POST + b"Content-Length: 0\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
+        POST + b"Content-Length: 5\r\nTransfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
+        POST.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n0\r\n\r\n",
+        POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+        POST + b"Content-Length: 2, 3\r\n\r\n{} ",
+        POST + b"Content-Length: +2\r\n\r\n{}",
+        POST + b"Content-Length : 2\r\n\r\n{}",
+        POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        POST + CHUNKED + CHUNKED + b"\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_nothing_is_read_behind_a_request_whose_end_cannot_be_told(bounded, first):
+    with opened(bounded, 1, first + SECOND) as (connection,):
+        said = received(connection)
+    assert said.startswith(b"HTTP/1.1 400 "), said
+    assert said.count(b"HTTP/1.1 ") == 1 and b"connection: close" in said.lower()
+
+
+def test_whoever_sends_one_length_keeps_the_connection(bounded):
+    pieces = b"2;name=value\r\n{}\r\n0\r\n\r\n"
+    for first in (POST + CHUNKED + b"\r\n" + pieces, POST + b"Content-Length: 2\r\n\r\n{}"):
+        with opened(
+            bounded, 1, first + SECOND.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        ) as (connection,):
+            said = received(connection)
+        assert said.count(b"HTTP/1.1 ") == 2 and said.count(b"HTTP/1.1 200 ") == 1, said

@@ -56,6 +56,9 @@ _OPENAI_TYPES = {
     429: "rate_limit_error",
 }
 
+AMBIGUOUS_LENGTH = "ambiguous_length"
+"""Code of a request whose end cannot be told: what follows it on its connection is not read."""
+
 
 class ApiError(KVCellarError):
     """A refusal with a status.
@@ -226,6 +229,8 @@ def error_response(error: ApiError, request: Request) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.code == AMBIGUOUS_LENGTH:
+        headers["Connection"] = "close"
     if error.code == "request_body_encoding_unsupported":
         headers["Accept-Encoding"] = "gzip, deflate, zstd, identity"
     return JSONResponse(error_body(error, request), error.status, headers)

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from kvcellar.server.config import ServerConfig
-from kvcellar.server.errors import ApiError
+from kvcellar.server.errors import AMBIGUOUS_LENGTH, ApiError
 from kvcellar.server.origins import Origins
 from kvcellar.server.state.isolation import GUEST, guest_of
 
@@ -54,9 +54,11 @@ class Entrance:
         """Refuse who must not call; note in the scope which guest does.
 
         Raises:
-            ApiError: 403 for a host or origin, 401 for a key.
+            ApiError: 400 where the length of the body is said in two ways, 403 for a host or
+                origin, 401 for a key.
         """
         path = scope["path"]
+        _check_length(scope, headers)
         n_bytes = sum(len(name) + len(value) for name, value in headers.raw)
         if n_bytes > MOST_HEADER_BYTES:
             raise ApiError(
@@ -131,6 +133,27 @@ class Entrance:
             f"if it should",
             "origin_not_allowed",
         )
+
+
+def _check_length(scope: Scope, headers: Headers) -> None:
+    """Refuse a request whose end a proxy may see elsewhere than the parser does (RFC 9112, 6.1).
+
+    h11 refuses other such requests itself: lengths that differ, codings other than ``chunked``.
+    """
+    if "transfer-encoding" not in headers:
+        return
+    if "content-length" in headers:
+        why = "Content-Length beside Transfer-Encoding"
+    elif scope["http_version"] != "1.1":
+        why = f"Transfer-Encoding with HTTP/{scope['http_version']}"
+    else:
+        return
+    raise ApiError(
+        400,
+        f"the request has {why}, so its end cannot be told; send one length, and the connection is "
+        f"closed",
+        AMBIGUOUS_LENGTH,
+    )
 
 
 def _is_host(text: str) -> bool:
