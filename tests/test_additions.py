@@ -109,3 +109,55 @@ def test_a_setting_of_sampling_is_added_in_four_files(tmp_path):
     assert "top_a" in found["above"] and "less than or equal to 1" in found["above"]
     assert "--top-a" in found["help"]
     assert '["top_a", "Top a", {"min": 0.0, "max": 1.0, "step": "any"}]' in found["page"]
+
+
+ROUTE = """
+import json, logging, tempfile
+from pathlib import Path
+import kvcellar
+from kvcellar.server.app import create_api
+from tests.server.live import serving
+
+with tempfile.TemporaryDirectory() as folder, serving(Path(folder), api_key="key") as live:
+    def post(body, key="key"):
+        headers = {"authorization": f"Bearer {key}"}
+        return live.http.post("/v1/tokens/count", json=body, headers=headers)
+
+    texts = ["import os", "", "é" * 10]
+    tokenizer = live.host().tokenizer
+    answers = {
+        "counted": post({"texts": texts, "brand_new": 1}),
+        "nothing": post({"texts": []}),
+        "too_many": post({"texts": ["x"] * 65}),
+        "another_routes": post({"texts": ["x"], "max_output_tokens": 3}),
+        "stranger": post({"texts": ["x"]}, "no key"),
+        "large": post({"texts": ["x" * (40 << 20)]}),
+        "no_json": live.http.post(
+            "/v1/tokens/count", content=b"{", headers={"authorization": "Bearer key"}
+        ),
+    }
+    print(json.dumps({
+        "package": str(Path(kvcellar.__file__).parent),
+        "wanted": [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts],
+        "ignored": answers["counted"].headers.get("x-kvcellar-ignored"),
+        "documented": "/v1/tokens/count" in create_api(None).openapi()["paths"],
+        **{name: [one.status_code, one.json()] for name, one in answers.items()},
+    }))
+"""
+
+
+@pytest.mark.slow
+def test_a_route_is_added_with_all_that_routes_have_in_common(tmp_path):
+    changed = added("docs/add-a-route.md", tmp_path)
+    assert changed == {"app.py", "counting.py"}
+    found = run(ROUTE, tmp_path)
+    assert found["package"] == str(tmp_path / "src/kvcellar") and found["documented"]
+    assert found["counted"] == [200, {"counts": found["wanted"]}] and found["wanted"][0] > 0
+    assert found["ignored"] == "brand_new"
+    statuses = {"nothing": 400, "too_many": 400, "another_routes": 400, "stranger": 401}
+    for name, status in {**statuses, "large": 400, "no_json": 400}.items():
+        said = found[name][1]["error"]["message"]
+        assert found[name][0] == status and said, name
+    assert "nothing to count" in found["nothing"][1]["error"]["message"]
+    assert "max_output_tokens" in found["another_routes"][1]["error"]["message"]
+    assert "context" in found["large"][1]["error"]["message"]  # refused while it comes
