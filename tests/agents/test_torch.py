@@ -18,7 +18,7 @@ from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint
 pytestmark = pytest.mark.usefixtures("eager")
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = EngineConfig(max_num_batched_tokens=32)
-ON_CARD = ("llama", "gemma2")
+ON_CARD = ("llama", "gemma2", "gpt_oss", "gemma3")
 """Families that are restored on a card, too: one that sees all, and one with windows."""
 
 

@@ -15,7 +15,7 @@ from kvcellar.backends.torch.bind import model_attention
 from kvcellar.backends.torch.cpu.find.finding import PartFinder
 from kvcellar.backends.torch.cpu.find.trial import Recorder, run
 from kvcellar.backends.torch.cpu.hold import hold_weights
-from kvcellar.backends.torch.cpu.holdable import matrices_of
+from kvcellar.backends.torch.cpu.holdable import held_linears, matrices_of
 from kvcellar.backends.torch.cpu.linears import KernelLinear
 from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, random_network, twin_raw
 from kvcellar.backends.torch.load.networks import empty_network
@@ -233,13 +233,39 @@ def test_weights_that_several_layers_share_are_held_once():
     assert a.mlp.down_proj is b.mlp.down_proj and a.self_attn.o_proj is b.self_attn.o_proj
 
 
-def test_layers_that_others_read_are_left():
+def test_layers_whose_weights_others_read_are_left():
     network = copy.deepcopy(made("llama"))
-    left = network.model.layers[1].self_attn.k_proj
-    held = hold_weights(network, "int8", leave={left})
-    assert network.model.layers[1].self_attn.k_proj is left
+    attention = network.model.layers[1].self_attn
+    own, left = type(attention), attention.k_proj
+
+    class Reads(own):
+        def norm(self):
+            return self.k_proj.weight.norm() if self.layer_idx else self.no_such_part.weight
+
+        def set_up(self):
+            self.q_proj.weight = nn.Parameter(torch.zeros(1))
+            if self.training and self.layer_idx:
+                self.v_proj.weight.zero_()
+
+    attention.__class__ = Reads
+    found = held_linears(network)
+    attention.__class__ = own
+    assert held_linears(network).keys() - found.keys() == {"model.layers.1.self_attn.k_proj"}
+    attention.__class__ = Reads
+    held = hold_weights(network, "int8")
+    assert attention.k_proj is left and isinstance(attention.q_proj, KernelLinear)
     kinds = Counter(type(part).__name__ for part in held.parts.values())
     assert (kinds["LayerPart"], held.decoder) == (1, None)
+
+
+def test_what_a_recurrent_module_multiplies_by_itself_is_left_and_no_more():
+    raw = twin_raw(default_raw("jamba"))
+    found = {
+        name.rpartition(".")[2]
+        for made_one in (random_network(raw | {"mamba_dt_rank": 32}), made("falcon_h1"))
+        for name in held_linears(made_one)
+    }
+    assert {"in_proj", "x_proj", "out_proj"} <= found and "dt_proj" not in found
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3_5_text", "smollm3", "opt"])

@@ -207,6 +207,19 @@ def test_packed_weights_are_multiplied_in_every_family(
 
 
 @decided_here
+def test_a_mixer_that_multiplies_by_weights_itself_finds_them(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "attn_layer_offset": 1, "attn_layer_period": 2}
+    folder = write_tiny("jamba", tmp_path, **shape, num_experts=1)
+    found = []
+    for weights in ("bf16", "none"):
+        model = load_model(folder, weights=weights, dtype="bfloat16", is_unchecked=True)
+        assert ("CardLinear" in kinds_of(model)) == (weights == "bf16")
+        with Player(model, "seq", kv_dtype="float32") as player:
+            found.append(np.stack([*player.feed([5, 9, 7], rows="all"), *player.feed([3])]))
+    near(*found, 0.05)
+
+
+@decided_here
 def test_int4_is_what_the_cpu_kernel_fits(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     folder = write_tiny("llama", tmp_path, **sizes)

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 import kvcellar as kv  # noqa: E402
 from kvcellar.backends.host_rows import empty_rows  # noqa: E402
 from kvcellar.backends.torch import gpu  # noqa: E402
+from kvcellar.backends.torch.cache.state_pools import StatePools  # noqa: E402
 from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
 from kvcellar.backends.torch.gpu import (  # noqa: E402
     choice,
@@ -47,6 +48,7 @@ from kvcellar.backends.torch.gpu.side import SideStream  # noqa: E402
 from kvcellar.backends.torch.gpu.steps import GpuSteps  # noqa: E402
 from kvcellar.backends.torch.gpu.transfers import transfers_on  # noqa: E402
 from kvcellar.sight import Sight  # noqa: E402
+from kvcellar.states import StateGroup, StateShape  # noqa: E402
 from kvcellar.types import StepPlan  # noqa: E402
 from tests.backends.gpu.interpreter import device, hasten  # noqa: E402
 
@@ -129,6 +131,9 @@ def layers_around_them() -> None:
         mlp = layers.CardMlp(linears.CardLinear([one, one], None), down, act)
         assert mlp(numbers(1, 0, N_IN), numbers(1, 0, N_IN), norm).shape == (1, 0, N_IN)
     layers.turn(both, Rotation(16, False, "doubled", True, False), sides, None, (2, 1, 16))
+    linear = linears.CardLinear([matrices.floats(numbers(4 * 16, N_IN), CARD)], None)
+    turn = multiply.HeadTurn(sides[0][0], sides[1][0], 3, 16, False, 2)
+    assert linear.turned(numbers(1, 0, N_IN), norm, turn).shape == both.shape
 
 
 @case()
@@ -167,7 +172,30 @@ def cells() -> None:
         found = empty_rows(group, 0, pools.config.kv)
         assert moves.begin_read([pool], none, group, found) is None
         moves.write([pool], none, found, group, CARD)
+        planes, buffer = rows.Planes(*transfers._parts([pool], found), CARD), WHOLE.byte()
+        for chunk in planes.chunks(0, 64):
+            for is_read in (True, False):
+                planes.copy(chunk, WHOLE, buffer, is_read=is_read)
         assert all((part == 3).all() for part in parts)
+        some = np.arange(2)
+        arrival = moves.begin_read([pool], some, group, empty_rows(group, 2, pools.config.kv))
+        moves.before_step(group.layers[0], no_tokens(), pool)
+        arrival.wait()
+
+
+@case()
+def states() -> None:
+    group = StateGroup(((StateShape("recurrent", (2, 3)),),))
+    config = kv.make_config(kv.ModelCacheParams(1, 1, 16, state=group), 32, n_slots=4)
+    pools, none = StatePools(group, config), np.empty(0, np.int64)
+    pools.ensure(0, 4, CARD)
+    (state,) = pools.of_layer[0]
+    state.fill_(3)
+    moves = transfers_on(CARD)
+    found = moves.read_states(pools, none)
+    assert [array.shape for layer in found for array in layer] == [(0, 2, 3)]
+    moves.write_states(pools, none, found)
+    assert (state == 3).all()
 
 
 def no_tokens(n_cells: int = 8) -> StepPlan:
@@ -251,9 +279,6 @@ OTHERS = (
     settings.is_plain,
     # Needs CUDA.
     CudaGraphs.send,
-    # Not tried with no rows yet.
-    linears.CardLinear.turned, transfers.RowTransfers.read_states,
-    transfers.RowTransfers.write_states, transfers.RowTransfers.before_step, rows.Planes.copy,
 )  # fmt: skip
 """Functions that are not tested here."""
 

@@ -254,7 +254,7 @@ MIXED = [
     asked(TRUNK[3:], repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1),
     asked(TRUNK, temperature=0.7, min_p=0.1, guide=Letters, seed=4),
     Request(TRUNK[:9], SamplingParams(max_tokens=2, logit_bias={65: 3.0}), prompt_logprobs=2),
-    asked(text(3, 5)),
+    asked(text(3, 5), min_tokens=2, stop_token_ids=tuple(range(200))),
 ]
 """Prompts of several chunks and of less than one, that share a beginning, sampled in every way."""
 

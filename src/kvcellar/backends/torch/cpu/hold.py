@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,6 @@ class Held:
 def hold_weights(
     model: Any,
     weights: str,
-    leave: Container[nn.Module] = (),
     known: Path | None = None,
     blocks: Mapping[str, Kept] | None = None,
     facts: ModelFacts | None = None,
@@ -108,7 +107,6 @@ def hold_weights(
             keeps of its own is moved to large pages; the files that it came from are read no more.
         weights: a name of ``WEIGHTS``. The last layer has 8 bits where others have 4, and so have
             embeddings.
-        leave: linear layers whose weights others read; they stay as they are.
         known: where its parts are kept once they are found; None: they are found again.
         blocks: for ``file``, parameters that stay as a file has them, by name; others stay plain.
         facts: of the model, for its plan; None: no plan is made.
@@ -117,7 +115,7 @@ def hold_weights(
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
     """
     _check(model, weights)
-    holder = _Holder(model, weights, leave, blocks or {})
+    holder = _Holder(model, weights, blocks or {})
     n_weights = n_numbers(model)
     parts, whole, why_none = find_parts(model, holder.linears, known)
     plan = None if whole is None or facts is None else plan_of(model, whole, parts, facts)
@@ -233,13 +231,7 @@ class _Holder:
         n_held: numbers of weights that are held by now.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        weights: str,
-        leave: Container[nn.Module],
-        blocks: Mapping[str, Kept],
-    ) -> None:
+    def __init__(self, model: Any, weights: str, blocks: Mapping[str, Kept]) -> None:
         """Choose for a model on the CPU; it stays as it is."""
         self.n_held = 0
         self._model, self._weights = model, weights
@@ -252,7 +244,7 @@ class _Holder:
         is_written = self._is_packed or codes_weights()
         is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
         self._expanded = Expanded(EXPANDED) if is_expanded else None
-        found = held_linears(model, leave).items()
+        found = held_linears(model).items()
         # Their sizes alone: each layer's weights are to be free as soon as it is replaced.
         self.linears = {
             name: (one.in_features, one.out_features, one.bias is not None)

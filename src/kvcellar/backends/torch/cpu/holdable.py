@@ -1,14 +1,19 @@
 """Modules whose weights the kernel can hold: linear layers and embeddings.
 
 They are known by what they compute: a layer of any class that multiplies by its matrix, whichever
-way round, and an embedding of any class that returns its rows, or those times a number. Nothing
-here reads a weight, so that a network without any (on the meta device) is looked at the same way.
+way round, and an embedding of any class that returns its rows, or those times a number. A layer
+whose weights the module around it reads, instead of calling it, is not held. Nothing here reads a
+weight, so that a network without any (on the meta device) is looked at the same way.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
-from collections.abc import Container, Iterator
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,20 +130,19 @@ def rows_of(module: nn.Module) -> EmbeddingRows | None:
     return next((EmbeddingRows(scale) for scale in found), None)
 
 
-def held_linears(network: nn.Module, leave: Container[nn.Module] = ()) -> dict[str, nn.Linear]:
+def held_linears(network: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of a network whose weights may be held otherwise, by name.
 
-    Not those that choose among experts, which must stay exact, nor those of fewer outputs than lie
-    together in memory.
+    Not those that choose among experts, which must stay exact, nor those whose weights others read,
+    nor those of fewer outputs than lie together in memory.
 
     Args:
         network: in main memory, or on the meta device.
-        leave: modules that others read the weights of; they stay as they are.
     """
-    exact = {id(module) for module in _choosers(network)}
+    plain = {id(module) for find in (_choosers, _read_by_others) for module in find(network)}
     found = {}
     for name, module in network.named_modules():
-        if module in leave or id(module) in exact:
+        if id(module) in plain:
             continue
         linear = linear_of(module)
         if linear is not None and linear.out_features >= BLOCK:
@@ -194,6 +198,56 @@ def _choosers(network: nn.Module) -> Iterator[nn.Module]:
             is_own = id(one) in inside and one is not module
             if not is_own and isinstance(one, nn.Linear) and one.out_features in n_experts:
                 yield one
+
+
+def _read_by_others(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules whose weights the code of one around them reads."""
+    for module in network.modules():
+        kind: Any = type(module)
+        for name in _read_weights(kind):
+            try:
+                yield module.get_submodule(name)
+            except AttributeError:  # it has none with these settings
+                continue
+
+
+@functools.cache
+def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the modules of a module whose weights its own code reads, by their names in it."""
+    found = _Read()
+    for base in kind.__mro__:
+        for own in vars(base).values() if not base.__module__.startswith("torch.") else ():
+            function = inspect.unwrap(own) if inspect.isfunction(own) else None
+            if function is not None and "weight" in function.__code__.co_names:
+                try:
+                    source = textwrap.dedent(inspect.getsource(function))
+                except OSError:  # it was not read from a file
+                    continue
+                found.visit(ast.parse(source))
+    return frozenset(found.names)
+
+
+class _Read(ast.NodeVisitor):
+    """Finds ``self.NAME.weight`` where it is read, but for what is done in training alone."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        terms = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+        is_all = not (isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or))
+        if is_all and "self.training" in map(ast.unparse, terms):
+            for other in node.orelse:
+                self.visit(other)
+        else:
+            self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        owner, _, name = ast.unparse(node.value).partition(".")
+        is_module = owner == "self" and all(part.isidentifier() for part in name.split("."))
+        if is_module and node.attr == "weight" and isinstance(node.ctx, ast.Load):
+            self.names.add(name)
+        self.generic_visit(node)
 
 
 def _are_alike(modules: nn.ModuleList) -> bool:
