@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import kvcellar as kv
 from kvcellar.agents import open_host
 from kvcellar.backends.torch.eagle3.loading import load_eagle3
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.speculate import Eagle3Drafter
 from kvcellar.errors import ConfigError
@@ -42,8 +44,17 @@ def demo() -> Any:
     return load_model("demo")
 
 
-def run(model: Any, head: Any, prompts: Any, kind: Any = kv.make_tree_session) -> Any:
-    """Tokens of each prompt, greedy and sampled, side by side; and the engine's counts."""
+BOTH = (GREEDY, SAMPLED)
+
+
+def run(
+    model: Any,
+    head: Any,
+    prompts: Any,
+    kind: Any = kv.make_tree_session,
+    settings: Any = BOTH,
+) -> Any:
+    """Tokens of each prompt, in all settings, side by side; and the engine's counts."""
     with (
         kind(model.backend, kv.make_config(model.params, 2048)) as session,
         kv.make_tree_session("torch", kv.make_config(head.params, 2048)) as own,
@@ -55,19 +66,17 @@ def run(model: Any, head: Any, prompts: Any, kind: Any = kv.make_tree_session) -
             config=EngineConfig(verify_all_drafts=True, max_drafted=12),
             drafter=drafter,
         )
-        ids = [engine.submit(Request(p, s)) for p in prompts for s in (GREEDY, SAMPLED)]
+        ids = [engine.submit(Request(p, s)) for p in prompts for s in settings]
         ends = {e.request_id: e for e in engine.run() if hasattr(e, "reason")}
         assert own.cache.n_free == own.cache.capacity
         return [ends[i].token_ids for i in ids], engine.stats()
 
 
-def plain(model: Any, prompts: Any) -> list[tuple[int, ...]]:
+def plain(model: Any, prompts: Any, settings: Any = BOTH) -> list[tuple[int, ...]]:
     """Answers without guesses, one after the other."""
     with kv.make_seq_session(model.backend, kv.make_config(model.params, 2048)) as session:
         engine = Engine(model.bind(session), session.cache)
-        return [
-            engine.generate(Request(p, s)).token_ids for p in prompts for s in (GREEDY, SAMPLED)
-        ]
+        return [engine.generate(Request(p, s)).token_ids for p in prompts for s in settings]
 
 
 @pytest.mark.slow
@@ -116,6 +125,20 @@ def test_a_head_that_knows_nothing_changes_nothing(tmp_path, family):
     tokens, stats = run(model, head, prompts)
     assert tokens == plain(model, prompts)
     assert stats.drafted_tokens > 100
+
+
+@pytest.mark.card
+@pytest.mark.parametrize("weights", ["none", "int8"])
+def test_a_few_guesses_are_verified(tmp_path, weights):
+    """Where each step takes long: its path on a card, beside weights that are held otherwise."""
+    folder = write_tiny("llama", tmp_path / "model", num_hidden_layers=2)
+    model = load_model(folder, weights=weights, dtype="float32")
+    config = head_config(vocab_size=model.vocab_size)
+    head = load_eagle3(write_head(tmp_path / "head", config, head_tensors(config)), model)
+    few = [replace(one, max_tokens=4) for one in BOTH]
+    tokens, stats = run(model, head, [tuple(range(5, 12))], settings=few)
+    assert tokens == plain(model, [tuple(range(5, 12))], few)
+    assert stats.drafted_tokens > 4
 
 
 def test_the_head_guesses_for_the_model_on_mlx_too(demo):
