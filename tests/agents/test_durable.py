@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from kvcellar.agents.records.checking import _check_turn
 from kvcellar.agents.records.durable import stored_state
 from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.errors import StoreError, UnknownReferenceError
-from kvcellar.store import Store, StoreConfig
+from kvcellar.store import Store, StoreConfig, leases
 from kvcellar.store.facts import BadFactError
+from kvcellar.store.folder import RESERVE_BYTES
 from kvcellar.store.journal import Journal
 from tests.agents.crashing import CONFIG, NAMES, new_tokens
 from tests.agents.fakes import BLOCK_TOKENS, make_host, manager, run, tokens_of, turn
@@ -248,27 +250,86 @@ def test_a_damaged_journal_costs_what_it_alone_said_and_says_so(
         assert tokens_of(agents, "a") == want
 
 
-def test_a_turn_that_cannot_be_recorded_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+def full(*_: Any, **__: Any) -> Any:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
+
+
+def test_a_turn_that_cannot_be_recorded_says_so(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
     with manager(tmp_path) as agents:
         run(agents.lifecycle.create("a"))
-
-        def full(*_: Any) -> None:
-            error = sqlite3.OperationalError("database or disk is full")
-            error.sqlite_errorcode = sqlite3.SQLITE_FULL
-            raise error
-
         held = Held(agents.store)
         monkeypatch.setattr(Journal, "_drop_superseded", full)
         with pytest.raises(StoreError, match="cannot be written"):
             agents.store.record("x", 1, b"")
         end = run(turn(agents, "a", "one"))
-        assert any("not on disk yet" in note for note in end.usage.notes), end.usage.notes
+        assert any("is not on disk" in note for note in end.usage.notes), end.usage.notes
+        (line,) = [one for one in caplog.records if one.name == "kvcellar.agents"]
+        assert line.levelname == "ERROR" and "'a' is not on disk" in line.getMessage()
         monkeypatch.undo()
         held.go.set()
-        run(turn(agents, "a", "two"))
+        end = run(turn(agents, "a", "two"))
+        assert not any("is not on disk" in note for note in end.usage.notes), end.usage.notes
         want = tokens_of(agents, "a")
     with manager(tmp_path) as agents:
         assert tokens_of(agents, "a") == want
+        assert not any("is not on disk" in note for note in agents.directory.agent("a").notes)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")
+def test_a_turn_behind_the_largest_file_that_may_be_written_says_so(tmp_path: Path) -> None:
+    """The system's own refusal of every write, the lease's line among them."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with manager(tmp_path) as agents:
+        run(agents.lifecycle.create("a"))
+        run(turn(agents, "a", "one"))
+        agents.store.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            end = run(turn(agents, "a", "two"))
+            agents.store.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert any("is not on disk" in note for note in end.usage.notes), end.usage.notes
+        run(turn(agents, "a", "three"))
+        want = tokens_of(agents, "a")
+    with manager(tmp_path) as agents:
+        assert tokens_of(agents, "a") == want
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_an_agent_is_deleted_on_a_full_disk(
+    tmp_path: Path, monkeypatch: Any, is_final: bool
+) -> None:
+    """In the room that was kept for that: nothing else can be written, a lease's owner neither."""
+    reserve, changing = tmp_path / "journal.reserve", Journal._changing
+
+    def changing_where_there_is_room(journal: Journal) -> Any:
+        return full() if reserve.exists() else changing(journal)
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with manager(tmp_path) as agents:
+        for name in "ab":
+            run(agents.lifecycle.create(name))
+            run(turn(agents, name, "one"))
+        agents.store.flush()
+        assert reserve.stat().st_size == RESERVE_BYTES
+        monkeypatch.setattr(Journal, "_changing", changing_where_there_is_room)
+        monkeypatch.setattr(leases, "write_owner", no_room)
+        run(agents.lifecycle.delete("a", is_final=is_final))
+        assert not reserve.exists()
+        monkeypatch.undo()
+        run(turn(agents, "b", "two"))
+        assert reserve.exists(), "the next one that is deleted needs it again"
+    with manager(tmp_path) as agents:
+        assert [info.agent_id for info in run(agents.directory.listed())] == ["b"]
 
 
 def test_entries_that_come_at_one_time_are_written_together(tmp_path: Path) -> None:

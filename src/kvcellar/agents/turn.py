@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -50,6 +51,8 @@ from kvcellar.hosting.volatile import apply_rules
 from kvcellar.models.prompts import encode, render
 from kvcellar.store import SaveTicket, Store
 from kvcellar.valid import valid_json
+
+log = logging.getLogger("kvcellar.agents")
 
 _POLL_S = 0.05
 
@@ -509,7 +512,11 @@ class RunningTurn:
         try:
             await self._turns.publisher.make_durable(self._agent)
         except StoreError as error:
-            self._note(f"the last turn is not on disk yet: {error}")
+            said = (
+                f"this turn of {self._agent.label} is not on disk and is lost if the process ends"
+            )
+            log.error("%s: %s", said, error)
+            self._note(f"{said}: {error}; make room, and the next turn keeps it too")
 
     def _on_finish(self, event: FinishEvent) -> None:
         """Record the turn. In the engine's thread: what it computed is still in the cache."""
@@ -518,7 +525,7 @@ class RunningTurn:
         try:
             self._save = self._record(event)
         except Exception as error:  # a full or closed store must not end the engine
-            self._note(f"the last turn was not saved: {error}")
+            self._note(f"K and V of this turn were not saved: {error}")
 
     def _record(self, event: FinishEvent) -> SaveTicket | None:
         """Take the turn into the agent's history and save it."""
@@ -551,11 +558,13 @@ class RunningTurn:
         branch = agent.forked(new_id, len(agent.tokens), None)
         branch.branch_of = agent.branch_of or agent.agent_id
         self._turns.directory.add(branch)
-        self._turn.notice = (
+        self._note(
             f"the lease of agent {agent.agent_id!r} ended before this turn did, so another process "
             f"may have gone on from it; the answer is in its branch {new_id}"
         )
         return branch
 
     def _note(self, said: str) -> None:
-        self._agent.notes = (*self._agent.notes, said)
+        """Have the answer say something of its turn."""
+        before = self._turn.notice
+        self._turn.notice = said if before is None else f"{before}; {said}"

@@ -27,6 +27,8 @@ from kvcellar.store.blocks import Kind
 from kvcellar.store.format import VERSION, Bytes, DamagedError, read_header
 from kvcellar.store.references import file_stem
 
+RESERVE_BYTES = 64 << 10
+
 FORMAT = f"kvcellar store {VERSION}\n"
 SUFFIX = ".safetensors"
 PREVIOUS = ".previous"
@@ -57,6 +59,7 @@ class Folder:
         self.leases = path / "leases"
         self.catalogue = path / "catalogue.sqlite"
         self.journal = path / "journal.sqlite"
+        self.journal_reserve = path / "journal.reserve"
         self.shared = path / "shared.sqlite"
         self._lock_path = path / "lock"
         self._thread_lock = threading.RLock()
@@ -118,6 +121,7 @@ class Folder:
             for base in (self.catalogue, self.journal, self.shared)
             for suffix in ("", "-wal", "-shm")
         ]
+        sqlite.append(self.journal_reserve)
         files = [self.path / "format", self.path / SERVER_LOCK, self._lock_path, *sqlite]
         folders = (*self._folders(), self.leases)
         for path in (*folders, *files):
@@ -205,6 +209,25 @@ class Folder:
             OSError: it cannot be written.
         """
         return self._write(data.data)
+
+    def keep_reserve(self) -> None:
+        """Write the file whose room a deletion may have on a full disk, unless it is there.
+
+        Raises:
+            OSError: there is no such room.
+        """
+        if not self.journal_reserve.exists():
+            noise = os.urandom(RESERVE_BYTES)  # zeros take no room on some systems
+            self.publish(self._write(noise), self.journal_reserve)
+
+    def spend_reserve(self) -> None:
+        """Remove that file, so that its room is free.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self.journal_reserve.unlink(missing_ok=True)
+        self.settle([self.path])  # some systems give the room back only then
 
     def _write(self, data: bytes | memoryview) -> Path:
         path = self.staging / f"{os.getpid()}-{time.time_ns()}-{next(self._numbers)}"

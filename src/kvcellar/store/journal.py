@@ -139,14 +139,24 @@ class Journal:
             self._superseded[name] = max(serial, self._superseded.get(name, 0))
 
     def forget(self, name: str) -> None:
-        """Let go of all entries of a name, durably.
+        """Let go of all entries of a name, durably; on a full disk in the room of the reserve.
 
         Raises:
             StoreError: it cannot be written.
         """
         if not self._path.exists():
             return
-        with self._use, self._said(), self._changing() as db:
+        with self._use, self._said():
+            try:
+                self._drop_name(name)
+            except sqlite3.Error as error:
+                if not is_not_writable(error):
+                    raise
+                self._folder.spend_reserve()
+                self._drop_name(name)
+
+    def _drop_name(self, name: str) -> None:
+        with self._changing() as db:
             db.execute("DELETE FROM entries WHERE name = ?", (name,))
 
     def tidy(self) -> None:
@@ -165,6 +175,8 @@ class Journal:
         with self._said(), self._changing() as db:
             self._drop_superseded(db)
             db.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", entries)
+        with contextlib.suppress(OSError):  # so little room: what is deleted has to do without
+            self._folder.keep_reserve()
 
     def _drop_superseded(self, db: sqlite3.Connection) -> None:
         with self._lock:

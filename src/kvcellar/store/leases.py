@@ -112,7 +112,10 @@ class LocalLeases:
                 raise LeaseHeldError(name, owner_in(path))
             with self._lock:
                 self._files[lease.token] = fd, path
-            write_owner(fd, self._owner)
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk: it is locked, and does not say by whom
+                write_owner(fd, self._owner)
         except OSError as error:
             self.release(lease)
             if error.errno in _READ_ONLY:

@@ -22,8 +22,13 @@ def agent_facts(event: Started | Ended) -> dict[str, str]:
 def answer_headers(event: Started | Ended) -> dict[str, str]:
     """Say the same as headers."""
     facts = agent_facts(event)
-    notice = {"x-agent-notice": facts["notice"]} if "notice" in facts else {}
-    return {"x-agent-id": event.agent_id.encode("ascii", "replace").decode(), **notice}
+    notice = {"x-agent-notice": header_text(facts["notice"])} if "notice" in facts else {}
+    return {"x-agent-id": header_text(event.agent_id), **notice}
+
+
+def header_text(text: str) -> str:
+    """Return a text as a header can have it: in ASCII, on one line."""
+    return " ".join(text.split()).encode("ascii", "replace").decode()
 
 
 def call_delta(event: CallEvent | CallPart) -> dict[str, Any]:

@@ -263,9 +263,13 @@ class _Answer:
         if self._pinned is not None:
             n_pinned = prompt.common_prefix(self._pinned)
         name, turn = service.models.public(host.name), self._turn
-        notice = without_salt(turn.notice or self._seat.notice or "") or None
         agent_id = without_salt(turn.agent_id)
-        self._start = Started(agent_id, name, len(prompt), n_cached, n_pinned, notice)
+        self._start = Started(agent_id, name, len(prompt), n_cached, n_pinned, self._notice())
+
+    def _notice(self) -> str | None:
+        """Return what the client should know of whose turn it is, and whether it is kept."""
+        said = (self._turn.notice, self._seat.notice)
+        return without_salt("; ".join(one for one in said if one)) or None
 
     def _guide(self) -> Guide:
         """Begin to hold the answer to its grammar and its thought, once the prompt is known."""
@@ -344,7 +348,7 @@ class _Answer:
             model=self._service.models.public(self._host.name),
             params=self._question.params.for_model(self._host.sampling),
             pinned_tokens=start.pinned_tokens if start else 0,
-            notice=start.notice if start else None,
+            notice=self._notice(),
             added=[*self._wording.lent, *self._seat.added],
         )
 

@@ -17,6 +17,7 @@ from kvcellar.engine.generate import GeneratedToken
 from kvcellar.history import History
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.prompts import encode_plain
+from kvcellar.server.answer.answer_facts import header_text
 from kvcellar.server.answer.infilling import prompt_between
 from kvcellar.server.answer.logprobs import pieces_of
 from kvcellar.server.answer.parsing import sampling_of
@@ -112,13 +113,19 @@ class Continuations:
         turn, name = self.turn, self.whose.name
         said = {"x-agent-id": without_salt(name if turn is None else turn.agent_id)}
         if turn is not None and turn.notice is not None:
-            said["x-agent-notice"] = without_salt(turn.notice)
+            said["x-agent-notice"] = header_text(without_salt(turn.notice))
         return said
 
     @property
     def extra(self) -> dict[str, Any]:
         """Facts that the protocol has no field for."""
-        return {"ignored": list(self.body.ignored), "notes": [*self.body.notes, *self.notes]}
+        turn = self.turn
+        said = {} if turn is None or turn.notice is None else {"notice": without_salt(turn.notice)}
+        return {
+            **said,
+            "ignored": list(self.body.ignored),
+            "notes": [*self.body.notes, *self.notes, *said.values()],
+        }
 
 
 @asynccontextmanager

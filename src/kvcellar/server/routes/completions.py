@@ -132,8 +132,9 @@ class CompletionFrames(Frames[Pieces]):
     def end(self) -> bytes:
         """Write the ends of all continuations, the usage where it is wanted, and the end."""
         batch = self._batch
+        said = {"kvcellar": batch.extra} if "notice" in batch.extra else {}
         ends = [
-            self._chunk(i, choice.rest, finish_reason=_reason(choice))
+            self._chunk(i, choice.rest, said, finish_reason=_reason(choice))
             for i, choice in enumerate(batch.choices)
         ]
         usage = _usage(batch)
@@ -143,9 +144,11 @@ class CompletionFrames(Frames[Pieces]):
             ends.append(frame(value))
         return b"".join([*ends, frame("[DONE]")])
 
-    def _chunk(self, number: int, text: str, **fields: Any) -> bytes:
+    def _chunk(
+        self, number: int, text: str, said: Mapping[str, Any] | None = None, **fields: Any
+    ) -> bytes:
         if number not in self._begun:
             self._begun.add(number)
             text = self._batch.choices[number].echo + text
         choice = {"index": number, "text": text, "logprobs": None, "finish_reason": None, **fields}
-        return frame({**self._batch.head, "choices": [choice], **self._more})
+        return frame({**self._batch.head, "choices": [choice], **self._more, **(said or {})})

@@ -342,7 +342,8 @@ class ChatFrames(AnswerFrames):
         if isinstance(item, CallEvent):
             return self._chunk(number, {"tool_calls": [call_delta(item)]})
         self._ends[number] = item
-        return self._chunk(number, {}, finish_reason=item.reason)
+        said = {} if item.notice is None else {"kvcellar": agent_facts(item)}
+        return self._chunk(number, {}, said, finish_reason=item.reason)
 
     def end(self) -> bytes:
         """Write the usage of all choices, where it is wanted, and that nothing follows."""
