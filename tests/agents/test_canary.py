@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcellar.agents import ModelHost, open_host
-from kvcellar.engine import EngineConfig, SamplingParams
-from kvcellar.errors import AgentError
+from kvcellar.engine import EngineConfig, Restore, SamplingParams
+from kvcellar.errors import AgentError, StoreError
 from kvcellar.store import StoreConfig
 from tests.agents.fakes import (
     CHUNK_PARAMS,
@@ -173,3 +173,86 @@ def test_errors_are_shares_of_a_rows_length():
     got = had.copy()
     got[1, 0, 2] = 2
     assert _errors(had, got) == [0.0, 0.0, 0.5]
+
+
+def exported(folder: Any, prompt: list[int], params: Any) -> Any:
+    """An export of an agent that has read a prompt."""
+    with manager(folder / "author", lambda name: make_host(name, params=params)) as agents:
+        run(agents.lifecycle.create("a"))
+        run(turn(agents, "a", tokens=prompt))
+        run(agents.sleep.export("a", folder / "a.kv"))
+    return folder / "a.kv"
+
+
+@pytest.mark.parametrize(
+    "params", [PARAMS, FULL_PARAMS, CHUNK_PARAMS], ids=["windows", "full", "chunks"]
+)
+@pytest.mark.parametrize("is_invented", [True, False])
+def test_an_import_is_verified_before_anybody_uses_its_rows(
+    tmp_path, monkeypatch, params, is_invented
+):
+    """Without ``--verify canary``, after a restart, and by whoever comes first."""
+    prompt = [(7 * i) % 250 for i in range(90)]
+
+    def load(name: str) -> ModelHost:
+        return make_host(name, params=params)
+
+    with monkeypatch.context() as patch:
+        if is_invented:
+            misread(patch, *range(90))
+        file = exported(tmp_path, prompt, params)
+    store, unproven = tmp_path / "store", tmp_path / "store" / "unproven"
+    with manager(store, load) as agents:
+        run(agents.sleep.import_file(file))
+    assert list(unproven.iterdir()), "nobody has looked at any of them"
+    with manager(store, load) as agents:
+        run(agents.lifecycle.create("other"))
+        end = run(turn(agents, "other", tokens=[*prompt, 2]))
+        want = oracle([*prompt, 2], 6, params)
+        assert list(tokens_of(agents, "other")[-6:]) == want
+        kinds = [event.kind for event in agents.store.take_events()]
+        assert ("damaged" in kinds) == is_invented
+        assert bool(end.usage.restored_tokens) != is_invented
+        agents.store.flush()
+        other = agents.store.get(agents.directory.agent("other").name)
+        used = {address.hex() for address in other.addresses}
+        assert not used & {path.name for path in unproven.iterdir()}, "what agrees may be shared"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_an_import_that_holds_no_finite_numbers_is_refused_whole(tmp_path, monkeypatch, number):
+    whole = RowCells.read_rows
+
+    def read_rows(self: RowCells, tables: Any) -> Any:
+        rows = whole(self, tables)
+        for (k,), _ in rows:
+            k[0, 0, -1, -1] = number
+        return rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowCells, "read_rows", read_rows)
+        file = exported(tmp_path, list(range(60)), FULL_PARAMS)
+    with manager(tmp_path / "store", lambda n: make_host(n, params=FULL_PARAMS)) as agents:
+        with pytest.raises(StoreError, match="no finite number"):
+            run(agents.sleep.import_file(file))
+        assert not run(agents.directory.listed()) and not list(
+            (tmp_path / "store/blocks").glob("*")
+        )
+
+
+def test_nobody_can_foretell_which_rows_of_an_import_are_looked_at(tmp_path, monkeypatch):
+    """Of an import any row may be looked at; of what was saved here the ends of blocks are."""
+    looked: set[int] = set()
+    whole = Restore.compute_again
+
+    def compute_again(self: Restore, runner: Any, positions: Any) -> Any:
+        looked.update(positions)
+        return whole(self, runner, positions)
+
+    monkeypatch.setattr(Restore, "compute_again", compute_again)
+    file = exported(tmp_path, [(7 * i) % 250 for i in range(90)], FULL_PARAMS)
+    for i in range(6):
+        with manager(tmp_path / str(i), lambda n: make_host(n, params=FULL_PARAMS)) as agents:
+            run(agents.sleep.import_file(file))
+            run(agents.sleep.resume("a"))
+    assert len({position % 16 for position in looked}) > 4

@@ -232,6 +232,24 @@ class Sealed:
         """Bytes of the file."""
         return self.file.data.nbytes
 
+    def check_finite(self) -> None:
+        """Check that rows and states are numbers, as what a stranger has written need not be.
+
+        Raises:
+            DamagedError: one is infinite or none.
+        """
+        for name, array in self.file.tensors.items():
+            if array.dtype.kind == "f":
+                is_finite = bool(np.isfinite(array).all())
+            elif array.dtype == np.uint16:  # bfloat16: an exponent of ones
+                is_finite = not bool(((array & 0x7F80) == 0x7F80).any())
+            elif array.dtype == np.uint8 and not name.endswith(".packed"):  # fp8: has no infinity
+                is_finite = not bool(((array & 0x7F) == 0x7F).any())
+            else:
+                continue
+            if not is_finite:
+                raise DamagedError(f"{name[:40]!r} holds what is no finite number")
+
     @property
     def precision(self) -> str:
         """Precision in which float rows are held."""
@@ -296,8 +314,8 @@ class Sealed:
             for part in side_parts(dtype, dim):
                 array = self.file.tensors.get(f"{name}.{index}{part.suffix}")
                 shape = (len(group.layers), group.n_kv_heads, n, part.width)
-                if array is None or array.shape != shape:
-                    raise DamagedError(f"{name} of layer group {index} is not {shape}")
+                if array is None or (array.shape, array.dtype) != (shape, NUMPY[part.dtype]):
+                    raise DamagedError(f"{name} of layer group {index} is not {shape} {part.dtype}")
                 parts.append(array)
             sides.append(Side(*parts))
         return GroupRows(*sides)

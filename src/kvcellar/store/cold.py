@@ -177,10 +177,18 @@ class ColdTier:
                 self.refresh()
             yield
 
-    def put(self, sealed: Sealed, protect: Collection[bytes], keep: str | None) -> None:
+    def put(
+        self,
+        sealed: Sealed,
+        protect: Collection[bytes],
+        keep: str | None,
+        *,
+        is_imported: bool = False,
+    ) -> None:
         """Publish a block; its folder is not settled yet. Only within ``locked``.
 
-        One that is there already stays, unless it is less exact.
+        One that is there already stays, unless it is less exact, or came from somebody else and
+        this one did not. One that is imported is used by nobody before a model agrees with it.
 
         Raises:
             StoreError: there is no room that may be made.
@@ -188,10 +196,16 @@ class ColdTier:
         """
         path = self.folder.of(sealed.info.kind, sealed.info.address)
         have = self.info(sealed.info.address)
-        if have is not None and have.is_exact >= sealed.info.is_exact and path.exists():
+        is_kept = have is not None and have.is_exact >= sealed.info.is_exact and path.exists()
+        is_healed = not is_imported and self.folder.is_unproven(sealed.info.address)
+        if is_kept and not is_healed:
             return
         self.make_room(sealed.size_bytes, protect, keep)
+        if is_imported:
+            self.folder.mark_unproven(sealed.info.address)
         self.folder.publish(self.folder.write(sealed.file.data), path)
+        if is_healed:
+            self.folder.mark_proven(sealed.info.address)
         self.tell(lambda catalogue: catalogue.add_blocks([sealed.info], time.time()))
         self.note_there(sealed.info.address, sealed.info.is_exact)
 
@@ -243,6 +257,7 @@ class ColdTier:
         self._unlist(address)
 
     def _unlist(self, address: bytes) -> None:
+        self.folder.mark_proven(address)
         self.note_gone(address)
         self.tell(lambda catalogue: catalogue.drop_blocks([address]))
 

@@ -93,7 +93,9 @@ def verify_export(file: Path, on_progress: Progress | None) -> Reference:
         for n, (kind, address, name) in enumerate(entries):
             if on_progress is not None:
                 on_progress(n / len(entries), f"verifying block {n + 1} of {len(entries)}")
-            info = opened(_read(archive, name)).info
+            sealed = opened(_read(archive, name))
+            sealed.check_finite()
+            info = sealed.info
             _check_place(ref, info, kind, address)
             if kind is Kind.BLOCK:
                 if (info.parent, info.start) != (parent, at):
@@ -116,7 +118,7 @@ def publish_export(cold: ColdTier, file: Path, ref: Reference, protect: Collecti
         for kind, address, name in _entries(ref):
             sealed = opened(_read(archive, name))
             _check_place(ref, sealed.info, kind, address)
-            cold.put(sealed, {*protect, *ref.addresses}, ref.name)
+            cold.put(sealed, {*protect, *ref.addresses}, ref.name, is_imported=True)
         cold.settle()
         cold.put_reference(ref, protect)
 

@@ -57,6 +57,7 @@ class Folder:
         self.staging = path / "tmp"
         self.quarantined = path / "quarantine"
         self.leases = path / "leases"
+        self.unproven = path / "unproven"
         self.catalogue = path / "catalogue.sqlite"
         self.journal = path / "journal.sqlite"
         self.journal_reserve = path / "journal.reserve"
@@ -123,7 +124,7 @@ class Folder:
         ]
         sqlite.append(self.journal_reserve)
         files = [self.path / "format", self.path / SERVER_LOCK, self._lock_path, *sqlite]
-        folders = (*self._folders(), self.leases)
+        folders = (*self._folders(), self.leases, self.unproven)
         for path in (*folders, *files):
             is_folder = path in folders
             try:
@@ -209,6 +210,25 @@ class Folder:
             OSError: it cannot be written.
         """
         return self._write(data.data)
+
+    def mark_unproven(self, address: bytes) -> None:
+        """Note durably that the rows of an address are what somebody else says they are.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.unproven.mkdir(mode=0o700, exist_ok=True)
+        os.close(open_own(self.unproven / address.hex(), os.O_CREAT | os.O_RDWR))
+        self.settle((self.path, self.unproven))
+
+    def mark_proven(self, address: bytes) -> None:
+        """Forget that note; a no-op where there is none."""
+        with contextlib.suppress(OSError):  # a disk that takes nothing: proven again next time
+            (self.unproven / address.hex()).unlink()
+
+    def is_unproven(self, address: bytes) -> bool:
+        """Return true if there is such a note."""
+        return (self.unproven / address.hex()).exists()
 
     def keep_reserve(self) -> None:
         """Write the file whose room a deletion may have on a full disk, unless it is there.

@@ -193,6 +193,14 @@ class Store:
         else:
             self._events.add(EventKind.DAMAGED, address.hex(), f"{why}; dropped from RAM")
 
+    def is_unproven(self, address: bytes) -> bool:
+        """Return true if a block or boundary state was imported, and no model has agreed yet."""
+        return self._cold.folder.is_unproven(address)
+
+    def prove(self, address: bytes) -> None:
+        """Note that a model agrees with a block or boundary state that may have been imported."""
+        self._cold.folder.mark_proven(address)
+
     # Saving ------------------------------------------------------------------------------------
 
     def save(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvcellar.store import Store
@@ -16,9 +17,10 @@ from kvcellar.store.shared.histories import Pulled
 from kvcellar.store.shared.manifests import pack_manifest, register_of, unpack_manifest
 from kvcellar.store.shared.opening import open_place
 from kvcellar.store.shared.places import MOST_NUMBER, ForeignError, SharedPlace
-from kvcellar.store.shared.upkeep import collect
+from kvcellar.store.shared.upkeep import collect, count
 from kvcellar.store.shared.valkeys import ValkeyPlace
-from tests.store.fakes import load_all, tokens_of
+from tests.store.fakes import History, load_all, save, tokens_of
+from tests.store.forging import forge
 from tests.store.shared.test_tier import KEYS, NAME, Opener, machine, saved, tier
 
 __all__ = ["machine"]
@@ -113,6 +115,45 @@ def test_a_huge_state_is_one_that_nobody_can_read(
     assert [event.kind for event in other.take_events()] == ["damaged"]
     if not isinstance(place, ValkeyPlace):  # which holds nothing but the latest
         assert other.get(NAME).tokens.tokens.tolist() == history.tokens
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_a_block_that_holds_no_finite_numbers_is_computed_again(
+    tmp_path: Path, number: float
+) -> None:
+    def spoil(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
+        name = next(name for name in tensors if name.startswith("k."))
+        bits = np.array(number, "f4").view("u4") >> 16
+        floats = tensors[name].dtype.kind == "f"
+        tensors[name].flat[-1] = number if floats else bits
+
+    share, key = tmp_path / "share", KEYS["full"]
+    with Store(tmp_path / "a", shared=str(share)) as one:
+        history = saved(one, key, tokens_of(1, 43), 1)
+    for path in [path for path in (share / "blocks").rglob("*") if path.is_file()]:
+        forge(path, spoil)
+    with Store(tmp_path / "b", shared=str(share)) as other:
+        assert tier(other).pull(NAME) is Pulled.TAKEN
+        assert load_all(other, history) == 0
+        assert "no finite number" in other.take_events()[0].detail
+
+
+def test_what_was_imported_is_no_other_machine_s_before_a_model_agrees(
+    machine: Opener, place: SharedPlace, tmp_path: Path
+) -> None:
+    with Store(tmp_path / "author") as author:
+        history = History(KEYS["full"], tokens_of(1, 43))
+        save(author, NAME, history, metadata={"serial": 1})
+        author.export_reference(NAME, tmp_path / "file")
+    one = machine("a")
+    ref = one.import_reference(tmp_path / "file")
+    assert tier(one).flush()
+    assert all(map(one.is_unproven, ref.addresses)) and count(place).n_blocks == 0
+    for address in ref.addresses:
+        one.prove(address)
+    save(one, NAME, history, metadata={"serial": 2})
+    assert tier(one).flush()
+    assert count(place).n_blocks == len(ref.addresses)
 
 
 @needs_posix

@@ -153,7 +153,7 @@ class _Job:
     progress: ProgressFn | None
     is_cancelled: bool = False
     blocks: list[Loaded] = field(default_factory=list)
-    """What was loaded, without its rows, where it is to be verified."""
+    """What was loaded, without its rows."""
     _result: BroughtBack | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -245,7 +245,8 @@ class _Job:
         seconds = time.perf_counter() - started
         self.host.costs.learn_load(last.tier, last.size_bytes, seconds)
         has_slots = self.host.engine.cache.config.n_slots >= SLOTS_TO_VERIFY
-        if self.is_verified and layout.state is not None and has_slots:
+        is_verified = self.is_verified or self.store.is_unproven(last.address)
+        if is_verified and layout.state is not None and has_slots:
             earlier = self.store.load_boundary(match, last.n_tokens - 1)
             if earlier is not None and last.n_tokens - earlier.n_tokens <= MAX_TAIL:
                 return [earlier, last]
@@ -265,6 +266,7 @@ class _Job:
         What lies before ``first`` is computed meanwhile.
         """
         layout = self.host.key.layout
+        self.blocks.clear()
         wanted = boundary_positions(layout, boundaries)
         restore = self._claim(self.tokens[:stop], wanted, first, patience_s)
         if restore is None:
@@ -285,7 +287,11 @@ class _Job:
                     return 0
             if at < stop and boundaries:
                 return at
-            if self.is_verified and not self._verify(restore, boundaries, at, result):
+            addresses = [block.address for block in self.blocks]
+            addresses += [boundary.address for boundary in boundaries]
+            unproven = [one for one in addresses if self.store.is_unproven(one)]
+            is_verified = self.is_verified or bool(unproven)
+            if is_verified and not self._verify(restore, boundaries, at, unproven, result):
                 return 0
             held = self._call(lambda _: restore.publish(at))
             result.release(self.host)
@@ -333,22 +339,41 @@ class _Job:
         restore: Restore,
         boundaries: Sequence[BoundaryState],
         stop: int,
+        unproven: Sequence[bytes],
         result: BroughtBack,
     ) -> bool:
-        """Return true if the rows are what the model computes; what is wrong is put away."""
+        """Return true if the rows are what the model computes; what is wrong is put away.
+
+        Of what was imported all goes with one that is wrong, and where nothing can be computed
+        again: rows behind an invented one are made to fit it.
+        """
         layout, blocks = self.host.key.layout, self.blocks
         finding = self._call(
-            lambda engine: check_restored(restore, engine.runner, layout, blocks, boundaries, stop)
+            lambda engine: check_restored(
+                restore,
+                engine.runner,
+                layout,
+                blocks,
+                boundaries,
+                stop,
+                is_foretold=not unproven,
+            )
         )
-        for address, why in finding.bad.items():
+        bad = dict(finding.bad)
+        if bad or not finding.n_checked:
+            why = next(iter(bad.values()), "it was imported, and no row can be computed again")
+            bad |= {address: why for address in unproven if address not in bad}
+        for address, why in bad.items():
             self.store.reject(address, why)
-        if finding.bad:
+        if bad:
             result.tiers.clear()
             result.trouble = (
-                f"{len(finding.bad)} stored blocks are not what this model computes and were put "
-                f"away, so the history is computed again: {next(iter(finding.bad.values()))}"
+                f"{len(bad)} stored blocks are not what this model computes and were put "
+                f"away, so the history is computed again: {next(iter(bad.values()))}"
             )
             return False
+        for address in unproven:
+            self.store.prove(address)
         result.n_verified = finding.n_checked
         return True
 
@@ -385,8 +410,7 @@ class _Job:
                 loaded, load_s = got
                 on_the_way.append((self._write(restore, loaded), loaded, load_s))
                 at = loaded.stop
-                if self.is_verified:
-                    self.blocks.append(replace(loaded, rows=()))
+                self.blocks.append(replace(loaded, rows=()))
                 result.is_exact &= loaded.is_exact
                 n = loaded.stop - loaded.start
                 result.tiers[loaded.tier] = result.tiers.get(loaded.tier, 0) + n

@@ -7,6 +7,7 @@ the rows before it can. So can states that it computes from earlier ones.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,8 @@ def check_restored(
     blocks: Sequence[Loaded],
     boundaries: Sequence[BoundaryState],
     stop: int,
+    *,
+    is_foretold: bool = True,
 ) -> RestoreFinding:
     """Compute some of what was restored again and compare. Only between steps.
 
@@ -72,11 +75,12 @@ def check_restored(
         blocks: what the full-history groups were restored from, in order.
         boundaries: what was restored beside blocks; the last is what the history goes on from.
         stop: one past the last position that was restored.
+        is_foretold: look at the ends of blocks; else at rows that nobody can foretell.
     """
     check = _Check(restore, layout, blocks, boundaries)
     if layout.state is not None:
         return check.tail(runner, stop)
-    positions = check.positions(stop)
+    positions = check.positions(stop, is_foretold)
     computed = restore.compute_again(runner, positions) if positions else None
     if computed is None:
         return RestoreFinding(0, {})
@@ -94,9 +98,16 @@ class _Check:
     boundaries: Sequence[BoundaryState]
     bad: dict[bytes, str] = field(default_factory=dict)
 
-    def positions(self, stop: int) -> list[int]:
-        """Choose the positions to look at: the ends of blocks, evenly, and the last of all."""
+    def positions(self, stop: int, is_foretold: bool) -> list[int]:
+        """Choose the positions to look at: the ends of blocks, evenly, and the last of all.
+
+        Where an author of the rows might have known those, as many as chance has it.
+        """
         restore, size = self.restore, self.restore.block_size
+        if not is_foretold:
+            first = -(-restore.first // size) * size
+            able = [p for p in range(first, stop, size) if restore.can_compute_again(p)]
+            return sorted(secrets.SystemRandom().sample(able, min(MAX_ROWS, len(able))))
         ends = [block.stop for block in self.blocks] if self.layout.full_groups else [stop]
         wanted = {max(restore.first, (end - 1) // size * size) for end in (*ends, stop)}
         if restore.first == 0:

@@ -327,6 +327,7 @@ class ChatFrames(AnswerFrames):
         self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._more = {"usage": None} if self._has_usage else {}
         self._ends: dict[int, Ended] = {}
+        self._notices: dict[int, str | None] = {}
         self._logprobs: dict[int, ChatLogprobs] = {}
         self._shows_reasoning = _shows_reasoning(body)
 
@@ -337,12 +338,14 @@ class ChatFrames(AnswerFrames):
         if isinstance(item, TextEvent | ReasoningEvent):
             return self._text(number, item)
         if isinstance(item, Started):
+            self._notices[number] = item.notice
             said = {} if item.notice is None else {"kvcellar": agent_facts(item)}
             return self._chunk(number, {"role": "assistant", "content": ""}, said)
         if isinstance(item, CallEvent):
             return self._chunk(number, {"tool_calls": [call_delta(item)]})
         self._ends[number] = item
-        said = {} if item.notice is None else {"kvcellar": agent_facts(item)}
+        is_new = item.notice not in (None, self._notices.get(number))
+        said = {"kvcellar": agent_facts(item)} if is_new else {}
         return self._chunk(number, {}, said, finish_reason=item.reason)
 
     def end(self) -> bytes:

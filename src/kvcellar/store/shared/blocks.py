@@ -178,6 +178,7 @@ class SharedBlocks:
             sealed = opened(read_from(io.BytesIO(data), len(data)))
             if sealed.info.address != address or sealed.info.kind is not kind:
                 raise DamagedError(f"it is the file of {sealed.info.address.hex()}")
+            sealed.check_finite()
         except DamagedError as error:
             self._reject(kind, address, str(error))
             return None

@@ -299,6 +299,8 @@ class SharedHistories:
         return ref.serial
 
     def _put(self, info: Info) -> None:
+        if self._cold.folder.is_unproven(info.address):  # nobody else's to use either
+            return
         with contextlib.suppress(FileNotFoundError):  # removed here meanwhile: so not handed in
             data = self._cold.folder.of(info.kind, info.address).read_bytes()
             self._blocks.put(info, data)
