@@ -241,7 +241,7 @@ def test_an_import_that_holds_no_finite_numbers_is_refused_whole(tmp_path, monke
 
 
 def test_nobody_can_foretell_which_rows_of_an_import_are_looked_at(tmp_path, monkeypatch):
-    """Of an import any row may be looked at; of what was saved here the ends of blocks are."""
+    """Any row may be looked at; where the rows were saved here the ends of blocks are."""
     looked: set[int] = set()
     whole = Restore.compute_again
 
