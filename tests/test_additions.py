@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +162,73 @@ def test_a_route_is_added_with_all_that_routes_have_in_common(tmp_path):
     assert "nothing to count" in found["nothing"][1]["error"]["message"]
     assert "max_output_tokens" in found["another_routes"][1]["error"]["message"]
     assert "context" in found["large"][1]["error"]["message"]  # refused while it comes
+
+
+KV_DTYPE = """
+import json, subprocess, sys
+from pathlib import Path
+import numpy as np
+import torch
+import kvcellar
+from kvcellar.backends.reference.byte_floats import from_bytes, to_bytes
+from kvcellar.kv_dtype import parse_kv_dtype
+
+form = parse_kv_dtype("fp8_e5m2").k.byte_float
+stored = np.arange(256, dtype=np.uint8)
+theirs = torch.from_numpy(stored).view(torch.float8_e5m2).float().numpy()
+is_finite = np.isfinite(theirs)
+numbers = np.random.default_rng(0).normal(0, 1, 4000) * 10.0 ** np.arange(-6, 6).repeat(334)[:4000]
+numbers = np.concatenate([numbers, theirs[is_finite], [np.nan, 1e9, -1e9, 0.0]]).astype(np.float32)
+most = torch.from_numpy(numbers).clamp(-form.most, form.most)
+rounded = most.to(torch.float8_e5m2).view(torch.uint8).numpy()
+done = subprocess.run(
+    [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"],
+    capture_output=True, text=True,
+)
+print(json.dumps({
+    "package": str(Path(kvcellar.__file__).parent),
+    "values": bool(np.array_equal(from_bytes(stored, form)[is_finite], theirs[is_finite])),
+    "bytes": bool(np.array_equal(to_bytes(numbers, form), rounded)),
+    "suite": done.stdout[-2000:],
+}))
+"""
+
+SUITE = """
+from kvcellar.testing import CASES, ConformanceSuite, NumpyAdapter
+from kvcellar.testing.suite.scenarios import Scenarios
+from tests.backends.adapters import TorchAdapter, TritonAdapter
+
+OWN = [case for case in CASES if case.kv_dtype == "fp8_e5m2"]
+
+
+class Few(Scenarios):
+    suite = ConformanceSuite
+    test_prompts_and_tokens = suite.test_a_flat_batch_mixes_prefill_and_decode_of_many_sequences
+    test_forks = suite.test_a_fork_shares_the_trunk_and_then_diverges
+    test_moves = suite.test_short_runs_are_copied_together_and_nobody_sees_a_difference
+    test_shapes = suite.test_wrong_shapes_are_refused_and_the_right_ones_go_on
+
+
+class TestReference(Few):
+    adapter = NumpyAdapter("reference", cases=OWN, walked=())
+
+
+class TestTorch(Few):
+    adapter = TorchAdapter(OWN)
+
+
+class TestCard(Scenarios):
+    adapter = TritonAdapter(OWN)
+    test_forks = ConformanceSuite.test_a_fork_shares_the_trunk_and_then_diverges
+"""
+
+
+@pytest.mark.slow
+def test_a_storage_type_of_k_and_v_is_added_in_three_files(tmp_path):
+    changed = added("docs/add-a-kv-dtype.md", tmp_path)
+    assert len(changed) == 3
+    (tmp_path / "test_own.py").write_text(SUITE)
+    found = run(KV_DTYPE, tmp_path)
+    assert found["package"] == str(tmp_path / "src/kvcellar")
+    assert found["values"] and found["bytes"]
+    assert re.search(r"^[0-9]{2,} passed, [^f]* in ", found["suite"], re.MULTILINE), found["suite"]

@@ -13,7 +13,9 @@ The error of a number is at most half a scale and what float16 cannot say of ver
 ``packed`` holds int8 values as bytes, and int4 values two to a byte, the first in the low bits.
 
 fp8 is a float type of 8 bits without scales, E4M3 of the Open Compute Project's specification:
-rounded to nearest, ties to even; what is larger than ``MOST_FP8`` becomes that, NaN stays NaN.
+rounded to nearest, ties to even; what is larger than the largest number becomes that, NaN stays so.
+
+``STORED_TYPES`` describes each type once; backends, stores and options follow from it.
 
 A rotated K is multiplied by a Hadamard matrix first, in blocks of the largest power of two that
 divides the row: pairs of numbers ``(a, b)`` at distance 1, 2, 4, ... become ``(a + b, a - b)``, and
@@ -23,6 +25,7 @@ the result is multiplied by the square root of one over the block's length. Twic
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,9 +33,6 @@ from kvcellar.errors import ConfigError
 
 FLOAT_KV_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the float storage types in which models compute, too."""
-
-KV_DTYPES = (*FLOAT_KV_DTYPES, "fp8", "int8", "int4")
-"""Names that say how K and V are both stored; ``k8v4`` and the like say each by itself."""
 
 GROUP_SIZES = (32, 64, 128)
 """Numbers that may share a scale and a bias."""
@@ -43,12 +43,68 @@ MOST_EXACT = 4096
 AFFINE_BYTES = 4
 """A float16 scale and a float16 bias."""
 
-MOST_FP8 = 448.0
-"""Largest number of fp8."""
 
-_BITS = {"int8": 8, "int4": 4, "fp8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
-_SIDES = {"4": "int4", "8": "int8", "16": "bfloat16", "32": "float32"}
-_PREFERRED_GROUP = {"int8": 64, "int4": 32}
+@dataclass(frozen=True, slots=True)
+class ByteFloat:
+    """Describes a float type of 8 bits: a sign, an exponent, and a fraction in the low bits.
+
+    The exponent's bias is the usual one, half of its range; 127 behind the sign is NaN.
+
+    Attributes:
+        n_fraction: bits of the fraction.
+        most: the largest number; what is larger is stored as that.
+        torch: its name in torch.
+    """
+
+    n_fraction: int
+    most: float
+    torch: str
+
+    @property
+    def bias(self) -> int:
+        """Number that is added to an exponent before it is stored."""
+        return (1 << (6 - self.n_fraction)) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """Describes a type in which rows of K or V are stored.
+
+    Attributes:
+        bits: of one number.
+        array: NumPy's type for its numbers, or for the bytes or bits that stand for them.
+        file: safetensors' type for them.
+        tolerance: how far a row may be from the same row computed again, as a share of its length:
+            the same row computed in a batch of another shape differs by rounding alone; rows of
+            another model, or of another token, differ by more than their length.
+        group: numbers that prefer to share a scale and a bias; None of floats, which have none.
+        digits: what stands for it in ``k<bits>v<bits>``; None: nothing does.
+        byte_float: of a float type of 8 bits.
+    """
+
+    bits: int
+    array: str
+    file: str
+    tolerance: float
+    group: int | None = None
+    digits: str | None = None
+    byte_float: ByteFloat | None = None
+
+
+STORED_TYPES: Mapping[str, StoredType] = {
+    "float32": StoredType(32, "float32", "F32", 0.01, digits="32"),
+    "bfloat16": StoredType(16, "uint16", "BF16", 0.1, digits="16"),
+    "float16": StoredType(16, "float16", "F16", 0.1),
+    "fp8": StoredType(8, "uint8", "F8_E4M3", 0.2, byte_float=ByteFloat(3, 448.0, "float8_e4m3fn")),
+    "int8": StoredType(8, "uint8", "U8", 0.15, group=64, digits="8"),
+    "int4": StoredType(4, "uint8", "U8", 0.5, group=32, digits="4"),
+}
+"""By name: how K and V are stored."""
+
+KV_DTYPES = tuple(STORED_TYPES)
+"""Names that say how K and V are both stored; ``k8v4`` and the like say each by itself."""
+
+_SIDES = {one.digits: name for name, one in STORED_TYPES.items() if one.digits}
 _ENDS = re.compile(r"(first|last)(\d{1,5})")
 _PAIR = re.compile(r"k(\d+)v(\d+)")
 
@@ -72,12 +128,17 @@ class SideDtype:
     @property
     def bits(self) -> int:
         """Bits of one stored number."""
-        return _BITS[self.name]
+        return STORED_TYPES[self.name].bits
+
+    @property
+    def byte_float(self) -> ByteFloat | None:
+        """Form of a float type of 8 bits; None of all others."""
+        return STORED_TYPES[self.name].byte_float
 
     @property
     def is_quantised(self) -> bool:
         """True if rows are integers with scales and biases."""
-        return self.name in _PREFERRED_GROUP
+        return STORED_TYPES[self.name].group is not None
 
     def group_of(self, dim: int) -> int:
         """Return the numbers per group of a row of ``dim``.
@@ -86,8 +147,8 @@ class SideDtype:
             ConfigError: the group size that was asked for does not divide the row.
         """
         if self.group_size is None:
-            preferred = _PREFERRED_GROUP[self.name]
-            return next((g for g in (preferred, 32) if dim % g == 0), dim)
+            preferred = STORED_TYPES[self.name].group
+            return next((g for g in (preferred, 32) if g and dim % g == 0), dim)
         if dim % self.group_size:
             fitting = [str(g) for g in GROUP_SIZES if dim % g == 0]
             raise ConfigError(
@@ -171,7 +232,7 @@ def parse_kv_dtype(name: str) -> KvDtype:
             group_size = int(option[1:])
         else:
             raise _unknown(name)
-    sides = [SideDtype(side, group_size if side in _PREFERRED_GROUP else None) for side in (k, v)]
+    sides = [SideDtype(side, group_size if STORED_TYPES[side].group else None) for side in (k, v)]
     if options and not any(side.is_quantised for side in sides):
         raise ConfigError(f"kv_dtype {name!r} is a float type, which has none of these options")
     if is_rotated:

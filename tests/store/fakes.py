@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.backends.host_memory import Landing
-from kvcellar.backends.reference.fp8 import to_fp8
+from kvcellar.backends.reference.byte_floats import to_bytes
 from kvcellar.backends.reference.quantise import quantise
 from kvcellar.errors import StoreError
 from kvcellar.kv_dtype import SideDtype
@@ -90,8 +90,8 @@ class History:
         floats = factor * np.sin(states * layers + heads * 3 + numbers).astype(np.float32)
         if dtype.name == "bfloat16":
             return Side(bits_of(floats))
-        if dtype.name == "fp8":
-            return Side(to_fp8(floats))
+        if dtype.byte_float is not None:
+            return Side(to_bytes(floats, dtype.byte_float))
         if dtype.is_quantised:
             return Side(*quantise(floats, dtype.bits, dtype.group_of(dim)))
         return Side(floats.astype(dtype.name))

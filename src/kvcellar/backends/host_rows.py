@@ -1,8 +1,8 @@
 """Rows that leave a cache and return, as NumPy arrays in the canonical order: one for all backends.
 
 Per layer group K and V are tuples of arrays ``[n_layers, n_kv_heads, n, width]``: one array of a
-float side (bfloat16 as its bits in uint16, fp8 as its bytes), or the packed numbers as bytes, the
-scales and the biases of a quantised one.
+float side (bfloat16 as its bits in uint16, floats of 8 bits as bytes), or the packed numbers as
+bytes, the scales and the biases of a quantised one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from kvcellar.backends.host_memory import Landing, empty_arrays
 from kvcellar.bookkeeping import Steps
 from kvcellar.bookkeeping.exact import ExactCells
 from kvcellar.errors import ShapeError
-from kvcellar.kv_dtype import KvDtype
+from kvcellar.kv_dtype import STORED_TYPES, KvDtype
 from kvcellar.types import IntArray, LayerGroup, ModelCacheParams
 
 SideArrays = tuple[NDArray[Any], ...]
 GroupParts = tuple[SideArrays, SideArrays]
 """K and V of some tokens in the layers of one group."""
-
-_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "fp8": np.uint8}
 
 
 class LeavingRows(NamedTuple):
@@ -162,7 +160,7 @@ def _shapes(group: LayerGroup, n: int, kv: KvDtype) -> list[tuple[tuple[int, ...
             affine = (*start, side.n_groups(dim)), np.float16
             found += [((*start, side.packed_bytes(dim)), np.uint8), affine, affine]
         else:
-            found.append(((*start, dim), _NUMPY[side.name]))
+            found.append(((*start, dim), np.dtype(STORED_TYPES[side.name].array)))
     return found
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
-from kvcellar.kv_dtype import KvDtype, SideDtype, parse_kv_dtype
+from kvcellar.kv_dtype import STORED_TYPES, KvDtype, SideDtype, parse_kv_dtype
 from kvcellar.states import StateGroup
 from kvcellar.types import IntArray, LayerGroup
 
@@ -33,15 +33,14 @@ BLOCK_TOKENS = 256
 ROOT_HASH = b"kvcellar root  1"
 Array = NDArray[Any]
 
-_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "fp8": "F8_E4M3"}
-
 
 class Side(NamedTuple):
     """K or V of some tokens in the layers of one group.
 
     Attributes:
         data: ``[n_layers, n_kv_heads, n_tok, dim]`` float32, float16, or uint16 (the bits of
-            bfloat16) or uint8 (those of fp8); of a quantised side ``[..., packed_bytes]`` uint8.
+            bfloat16) or uint8 (floats of 8 bits); of a quantised side ``[..., packed_bytes]``
+            uint8.
         scales: ``[n_layers, n_kv_heads, n_tok, n_groups]`` float16 of a quantised side, else None.
         biases: as ``scales``.
     """
@@ -207,16 +206,13 @@ class RowLayout:
                 raise ShapeError(
                     f"{name} of layer group {index} ({dtype.name}) comes as {_shapes(got)}; the "
                     f"layout has {_shapes(want)}; give [n_layers, n_kv_heads, n_tok, width], "
-                    f"bfloat16 as its bits in uint16, fp8 as its bytes"
+                    f"bfloat16 as its bits in uint16, floats of 8 bits as bytes"
                 )
 
 
 NUMPY: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
+    **{one.file: np.dtype(one.array).newbyteorder("<") for one in STORED_TYPES.values()},
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "F8_E4M3": np.dtype("u1"),
-    "U8": np.dtype("u1"),
     "I64": np.dtype("<i8"),
 }
 """The NumPy type in which each safetensors type is held."""
@@ -225,7 +221,7 @@ NUMPY: dict[str, np.dtype[Any]] = {
 def side_parts(dtype: SideDtype, dim: int) -> tuple[PartSpec, ...]:
     """Return the arrays that a side of this type consists of."""
     if not dtype.is_quantised:
-        return (PartSpec("", _FLOATS[dtype.name], dim),)
+        return (PartSpec("", STORED_TYPES[dtype.name].file, dim),)
     n_groups = dtype.n_groups(dim)
     return (
         PartSpec(".packed", "U8", dtype.packed_bytes(dim)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.backends.reference.fp8 import from_fp8
+from kvcellar.backends.reference.byte_floats import from_bytes
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise
 from kvcellar.kv_dtype import KvDtype, SideDtype
 from kvcellar.store.layout import Array, GroupRows, Side
@@ -68,8 +68,8 @@ def _up(side: Side, have: SideDtype, want: SideDtype, dim: int) -> Side:
 
 def _floats(side: Side, have: SideDtype) -> Array:
     """Return the numbers of a side that is not quantised."""
-    if have.name == "fp8":
-        return from_fp8(side.data)
+    if have.byte_float is not None:
+        return from_bytes(side.data, have.byte_float)
     return _widened(side.data) if have.name == "bfloat16" else side.data
 
 

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 SIGNIFICANT_BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
+EIGHT_BITS = {"fp8": (3, -9, 448.0)}
+"""Floats of 8 bits: bits behind the point, the least step as a power of 2, the largest number."""
 
 
 def rounded(values: Array, dtype: str) -> Array:
@@ -32,8 +34,8 @@ def stored(values: Array, kv_dtype: str, side: str) -> Array:
     Written down from the definition, with none of kvcellar's arithmetic.
     """
     dim = values.shape[-1]
-    if kv_dtype == "fp8":
-        return _of_eight_bits(values)
+    if kv_dtype in EIGHT_BITS:
+        return _of_eight_bits(values, *EIGHT_BITS[kv_dtype])
     bits, size = bits_and_group(kv_dtype, side, dim)
     if bits >= 16:
         name = {16: "bfloat16", 32: "float32"}[bits]
@@ -46,17 +48,17 @@ def stored(values: Array, kv_dtype: str, side: str) -> Array:
     return out.reshape(values.shape).astype(np.float32)
 
 
-def _of_eight_bits(values: Array) -> Array:
-    """Round to floats with 3 bits behind the point, from steps of 2 to the -9 up to 448."""
+def _of_eight_bits(values: Array, n_behind: int, least: int, most: float) -> Array:
+    """Round to floats with so many bits behind the point, from steps of 2 to the ``least``."""
     _, exponent = np.frexp(values.astype(np.float64))
-    step = 2.0 ** np.maximum(exponent - 4, -9)
-    out: Array = np.clip(np.rint(values / step) * step, -448, 448).astype(np.float32)
+    step = 2.0 ** np.maximum(exponent - 1 - n_behind, least)
+    out: Array = np.clip(np.rint(values / step) * step, -most, most).astype(np.float32)
     return out
 
 
 def row_bytes(kv_dtype: str, side: str, dim: int) -> int:
     """Bytes of a row: its numbers, and a scale and a bias of 2 bytes each per group."""
-    if kv_dtype == "fp8":
+    if kv_dtype in EIGHT_BITS:
         return dim
     bits, size = bits_and_group(kv_dtype, side, dim)
     return (dim * bits + 7) // 8 + (4 * (dim // size) if bits < 16 else 0)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.engine import Restore
-from kvcellar.kv_dtype import SideDtype
+from kvcellar.kv_dtype import STORED_TYPES, SideDtype
 from kvcellar.models import Runner
 from kvcellar.store import BoundaryState, GroupRows, Loaded, RowLayout, Side, States
 from kvcellar.store.precision import as_floats
@@ -26,18 +26,6 @@ MAX_ROWS = 8
 
 MAX_TAIL = 256
 """Tokens that are computed again to see whether the states behind them are right."""
-
-_TOLERANCES = {
-    "float32": 0.01,
-    "bfloat16": 0.1,
-    "float16": 0.1,
-    "int8": 0.15,
-    "fp8": 0.2,
-    "int4": 0.5,
-}
-"""How far a row may be from what is computed, as a share of its length, by how it is stored. The
-same row computed in a batch of another shape differs by rounding alone; rows of another model, or
-of another token, differ by more than their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +175,8 @@ class _Check:
     def limit(self, dtype: SideDtype) -> float:
         """Return how far what is stored so may be from what is computed."""
         exact = (*(b.is_exact for b in self.blocks), *(b.is_exact for b in self.boundaries))
-        return max(_TOLERANCES[dtype.name], 0.0 if all(exact) else _TOLERANCES["int8"])
+        own, rounded = STORED_TYPES[dtype.name].tolerance, STORED_TYPES["int8"].tolerance
+        return max(own, 0.0 if all(exact) else rounded)
 
     def _address(self, position: int, group: LayerGroup) -> bytes:
         """Return the address of the block or boundary state that a row came from."""

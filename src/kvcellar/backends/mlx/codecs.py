@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import GROUP_SIZES, SideDtype, rotated_block
 
 FLOAT_DTYPES = {
@@ -166,6 +167,8 @@ def make_codec(side: SideDtype, dim: int) -> Codec:
         return AffineCodec(side, dim)
     if side.name == "fp8":
         return Fp8Codec(dim)
+    if side.byte_float is not None:
+        raise ConfigError(f"MLX stores no K and V in {side.name}; choose fp8, or another backend")
     return FloatCodec(FLOAT_DTYPES[side.name], dim)
 
 

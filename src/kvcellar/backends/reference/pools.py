@@ -11,20 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.backends.reference.fp8 import from_fp8, to_fp8
+from kvcellar.backends.reference.byte_floats import from_bytes, to_bytes
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise, rotate
 from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import CacheConfig
-from kvcellar.kv_dtype import SideDtype, parse_kv_dtype
+from kvcellar.kv_dtype import STORED_TYPES, SideDtype, parse_kv_dtype
 from kvcellar.types import IntArray, LayerGroup
 
 FloatArray = NDArray[np.floating[Any]]
 Parts = list[NDArray[Any]]
 """One side's bytes: one array of a float type, or packed numbers, scales and biases."""
-
-STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "fp8": np.uint8}
-"""Float kv_dtype -> dtype of the array that stores it."""
 
 
 def to_bfloat16_bits(values: NDArray[Any]) -> NDArray[np.uint16]:
@@ -51,7 +48,7 @@ class Codec:
     def empty(self, shape: tuple[int, ...]) -> Parts:
         """Zeroed arrays for ``shape`` rows."""
         if not self.side.is_quantised:
-            return [np.zeros((*shape, self.dim), STORAGE[self.side.name])]
+            return [np.zeros((*shape, self.dim), STORED_TYPES[self.side.name].array)]
         n_groups = self.side.n_groups(self.dim)
         packed = np.zeros((*shape, self.side.packed_bytes(self.dim)), np.uint8)
         return [packed, *(np.zeros((*shape, n_groups), np.float16) for _ in range(2))]
@@ -60,10 +57,10 @@ class Codec:
         """Rows ``[..., dim]`` as they are stored."""
         if self.side.name == "bfloat16":
             return [to_bfloat16_bits(rows)]
-        if self.side.name == "fp8":
-            return [to_fp8(rows)]
+        if self.side.byte_float is not None:
+            return [to_bytes(rows, self.side.byte_float)]
         if not self.side.is_quantised:
-            return [rows.astype(STORAGE[self.side.name])]
+            return [rows.astype(STORED_TYPES[self.side.name].array)]
         rows = rotate(rows) if self.side.is_rotated else rows
         return list(quantise(rows, self.side.bits, self.side.group_of(self.dim)))
 
@@ -71,8 +68,8 @@ class Codec:
         """Rows ``[..., dim]`` in float64: the exact values of what is stored, copied."""
         if self.side.name == "bfloat16":
             return from_bfloat16_bits(parts[0]).astype(np.float64)
-        if self.side.name == "fp8":
-            return from_fp8(parts[0]).astype(np.float64)
+        if self.side.byte_float is not None:
+            return from_bytes(parts[0], self.side.byte_float).astype(np.float64)
         if not self.side.is_quantised:
             return parts[0].astype(np.float64)
         rows = dequantise(QuantisedRows(*parts), self.side.bits, self.dim)

@@ -1,7 +1,8 @@
 """Codecs: rows of K or V to tensors of bytes, and back.
 
 A side of a pool is a tuple of *parts*: tensors that share all axes but the last. The float types
-have one, fp8 as bytes; the quantised ones have two, the packed numbers and their scales and biases.
+have one, those of 8 bits as bytes; the quantised ones have two, the packed numbers and their scales
+and biases.
 Addressing, growth and moves work on parts and never look inside.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.kv_dtype import MOST_FP8, SideDtype, rotated_block
+from kvcellar.kv_dtype import ByteFloat, SideDtype, rotated_block
 
 FLOAT_DTYPES = {
     "float32": torch.float32,
@@ -62,14 +63,16 @@ class Quantised:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
-    """Rows of fp8 as they are stored, read as ``[1, n_kv_heads, L, dim]``.
+class ByteRows:
+    """Rows of floats of 8 bits as they are stored, read as ``[1, n_kv_heads, L, dim]``.
 
     Attributes:
         stored: their bytes, uint8, of that shape.
+        floats: torch's type for them.
     """
 
     stored: Tensor
+    floats: torch.dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -81,16 +84,16 @@ class Fp8:
         """Type of the stored bytes; attention never computes in it."""
         return self.stored.dtype
 
-    def narrow(self, dim: int, start: int, length: int) -> Fp8:
+    def narrow(self, dim: int, start: int, length: int) -> ByteRows:
         """Return views of ``length`` rows along axis ``dim``, which is not the last."""
-        return Fp8(self.stored.narrow(dim, start, length))
+        return ByteRows(self.stored.narrow(dim, start, length), self.floats)
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers ``[1, n_kv_heads, L, dim]``, which all three float types hold."""
-        return self.stored.view(torch.float8_e4m3fn).to(dtype)
+        return self.stored.view(self.floats).to(dtype)
 
 
-Stored = Tensor | Quantised | Fp8
+Stored = Tensor | Quantised | ByteRows
 """Rows as attention gets them: ``shape``, ``dtype``, ``narrow`` and ``to`` work on all."""
 
 
@@ -112,22 +115,24 @@ class FloatCodec:
         return parts[0]
 
 
-class Fp8Codec:
-    """One part: bytes of fp8, which torch moves and copies on every device."""
+class ByteFloatCodec:
+    """One part: floats of 8 bits as bytes, which torch moves and copies on every device."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, form: ByteFloat, dim: int) -> None:
         """Create a codec for rows of ``dim`` numbers."""
+        self.form = form
+        self.floats: torch.dtype = getattr(torch, form.torch)
         self.dim = dim
         self.widths: tuple[tuple[torch.dtype, int], ...] = ((torch.uint8, dim),)
 
     def encode(self, rows: Tensor) -> Parts:
         """Round; what is too large becomes the largest, also where torch's cast makes it NaN."""
-        bounded = rows.float().clamp(-MOST_FP8, MOST_FP8)
-        return (bounded.to(torch.float8_e4m3fn).view(torch.uint8),)
+        bounded = rows.float().clamp(-self.form.most, self.form.most)
+        return (bounded.to(self.floats).view(torch.uint8),)
 
-    def view(self, parts: Parts) -> Fp8:
+    def view(self, parts: Parts) -> ByteRows:
         """Return the one part."""
-        return Fp8(parts[0])
+        return ByteRows(parts[0], self.floats)
 
 
 class AffineCodec:
@@ -153,7 +158,7 @@ class AffineCodec:
         return Quantised(parts[0], parts[1], self.dim, self.bits)
 
 
-Codec = FloatCodec | Fp8Codec | AffineCodec
+Codec = FloatCodec | ByteFloatCodec | AffineCodec
 """Storage of the rows of one side, K or V; ``widths`` has the type and last axis of each part."""
 
 
@@ -161,8 +166,8 @@ def make_codec(side: SideDtype, dim: int) -> Codec:
     """Make the codec of a side for rows of ``dim`` numbers."""
     if side.is_quantised:
         return AffineCodec(side, dim)
-    if side.name == "fp8":
-        return Fp8Codec(dim)
+    if side.byte_float is not None:
+        return ByteFloatCodec(side.byte_float, dim)
     return FloatCodec(FLOAT_DTYPES[side.name], dim)
 
 

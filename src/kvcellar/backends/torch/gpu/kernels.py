@@ -42,15 +42,17 @@ def places(cells, head, s_head, s_cell, s_block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _from_fp8(stored, IS_BYTES: tl.constexpr):
-    """Return the numbers of fp8, which the device knows, or float32 of their bytes.
+def _from_byte_floats(stored, IS_BYTES: tl.constexpr, FRACTION: tl.constexpr):
+    """Return the numbers of floats of 8 bits, which the device knows, or float32 of their bytes.
 
-    These are those of a float16 with them in its middle.
+    These are those of a float16 with a byte's exponent and fraction in its middle, but for the
+    biases of the exponents.
     """
     if IS_BYTES:
+        MORE: tl.constexpr = 2 ** (16 - 2 ** (6 - FRACTION))
         bits = stored.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << (10 - FRACTION))
+        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * MORE
         numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers)
     else:
         numbers = stored.to(tl.float16)
@@ -72,10 +74,10 @@ def _read_rows(
     row_bias = tl.zeros((N,), tl.float32)
     at = places(cells, head, s_head, s_cell, s_block, BLOCK)[:, None]
     d = tl.arange(0, PAD)[None, :]
-    if SIZE == 0:
+    if SIZE <= 0:
         values = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0.0)
-        if BITS == 8:
-            values = _from_fp8(values, data.dtype.element_ty == tl.uint8)
+        if SIZE < 0:
+            values = _from_byte_floats(values, data.dtype.element_ty == tl.uint8, -SIZE)
     else:
         if BITS == 8:
             numbers = tl.load(data + at + d, mask=ok[:, None] & (d < DIM), other=0)

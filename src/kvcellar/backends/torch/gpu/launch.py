@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcellar.backends.torch.cache.codecs import AffineCodec, Codec, Parts
+from kvcellar.backends.torch.cache.codecs import AffineCodec, ByteFloatCodec, Codec, Parts
 from kvcellar.backends.torch.cache.pools import Placed
 from kvcellar.backends.torch.gpu import kernels, stores
 from kvcellar.backends.torch.gpu.lists import idle_lists, lists_of
 from kvcellar.backends.torch.gpu.plans import SECTIONS, Form, PackedPlan, Tiling, pack, rounded_up
+from kvcellar.kv_dtype import STORED_TYPES
 from kvcellar.sight import Sight
 from kvcellar.types import StepPlan, Write
 
@@ -44,7 +45,8 @@ class Side(NamedTuple):
         dim: numbers of a row.
         pad: the power of two that a tile has room for.
         bits: of a number.
-        size: numbers that share a scale; 0 where there is none: floats, of 8 bits fp8.
+        size: numbers that share a scale; 0 of floats, which have none; below 0 of floats of 8 bits,
+            how many bits of a byte are the fraction.
     """
 
     data: Tensor
@@ -96,7 +98,8 @@ def _side(parts: Parts, codec: Codec, block: int) -> Side:
         return Side(parts[0], parts[1], flat, codec.dim, pad, codec.bits, size)
     flat = (*strides[0], *strides[0])
     bits = 8 * parts[0].element_size()
-    return Side(parts[0], parts[0], flat, codec.dim, pad, bits, 0)
+    size = -codec.form.n_fraction if isinstance(codec, ByteFloatCodec) else 0
+    return Side(parts[0], parts[0], flat, codec.dim, pad, bits, size)
 
 
 class PlanOnDevice(Protocol):
@@ -215,7 +218,7 @@ def _write(cells: Tensor, pool: PoolArguments, k: Tensor, v: Tensor) -> None:
     k, v = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (k, v))
     if is_interpreted():  # which cuts numbers off where a GPU rounds them to bfloat16
         k, v = (
-            rows if side.bits == 8 or side.size else rows.to(side.data.dtype)
+            rows if side.size else rows.to(side.data.dtype)
             for rows, side in ((k, pool.k), (v, pool.v))
         )
     n_heads, n_tokens = k.shape[1:3]
@@ -316,7 +319,8 @@ def _computes(dtype: torch.dtype, pool: PoolArguments) -> torch.dtype:
 
 def _read_parts(side: Side, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the parts of a side as they are read: fp8 as that where the device knows it."""
-    if side.bits == 8 and not side.size and has_fp8(device):
+    fp8 = STORED_TYPES["fp8"].byte_float
+    if fp8 is not None and side.size == -fp8.n_fraction and has_fp8(device):
         return side.data.view(torch.float8_e4m3fn), side.affine
     return side.data, side.affine
 

@@ -10,12 +10,16 @@ import triton
 import triton.language as tl
 
 from kvcellar.backends.torch.gpu.kernels import places
-from kvcellar.kv_dtype import MOST_FP8
+from kvcellar.kv_dtype import STORED_TYPES
 
 ROUNDER = tl.constexpr(12582912.0)
 """1.5 times 2 to the 23rd: added and taken away again, it rounds to the nearest even integer."""
 
-LARGEST = tl.constexpr(MOST_FP8)
+_FORMS = [one.byte_float for one in STORED_TYPES.values() if one.byte_float]
+LARGEST = tl.constexpr(
+    tuple(sum(form.most for form in _FORMS if form.n_fraction == n) for n in range(7))
+)
+"""Largest float of 8 bits, by the bits of its fraction."""
 
 
 @triton.jit
@@ -39,13 +43,20 @@ def _quantise(grouped, ok, BITS: tl.constexpr):
 
 
 @triton.jit
-def _to_fp8(numbers):
-    """Round numbers (float32) to the bytes of fp8; see :mod:`kvcellar.kv_dtype`."""
-    size = tl.minimum(tl.abs(numbers), LARGEST)
+def _to_byte_floats(numbers, FRACTION: tl.constexpr):
+    """Round numbers (float32) to floats of 8 bits; see :class:`kvcellar.kv_dtype.ByteFloat`."""
+    CUT: tl.constexpr = 23 - FRACTION
+    BIAS: tl.constexpr = 2 ** (6 - FRACTION) - 1
+    HALF: tl.constexpr = 2 ** (CUT - 1) - 1
+    BASE: tl.constexpr = (127 - BIAS) * 2**FRACTION
+    STEPS: tl.constexpr = 2.0 ** (BIAS - 1 + FRACTION)
+    LEAST: tl.constexpr = 2.0 ** (1 - BIAS)
+    MOST: tl.constexpr = LARGEST[FRACTION]
+    size = tl.minimum(tl.abs(numbers), MOST)
     bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    small = ((size * 512.0 + ROUNDER) - ROUNDER).to(tl.int32)
-    found = tl.where(size < 0.015625, small, normal)
+    normal = ((bits + HALF + ((bits >> CUT) & 1)) >> CUT) - BASE
+    small = ((size * STEPS + ROUNDER) - ROUNDER).to(tl.int32)
+    found = tl.where(size < LEAST, small, normal)
     found = tl.where(numbers != numbers, 0x7F, found)
     is_negative = numbers.to(tl.int32, bitcast=True) < 0
     return (found | tl.where(is_negative, 0x80, 0)).to(tl.uint8)
@@ -64,8 +75,10 @@ def _store_side(
     ok = there & (d < DIM)
     row = tl.load(rows + head * r_head + token * r_token + d, mask=ok, other=0.0)
     to = data + places(cell, head, s_head, s_cell, s_block, BLOCK)
-    if SIZE == 0:
-        tl.store(to + d, _to_fp8(row.to(tl.float32)) if BITS == 8 else row, mask=ok)
+    if SIZE <= 0:
+        if SIZE < 0:
+            row = _to_byte_floats(row.to(tl.float32), -SIZE)
+        tl.store(to + d, row, mask=ok)
     else:
         SPREAD: tl.constexpr = PAD if SIZE == DIM else SIZE
         GROUPS: tl.constexpr = PAD // SPREAD
@@ -125,7 +138,7 @@ def _copy_side(
     source = data + places(cell, head, s_head, s_cell, s_block, BLOCK) + d
     target = data + places(to_cell, head, s_head, s_cell, s_block, BLOCK) + d
     tl.store(target, tl.load(source, mask=ok), mask=ok)
-    if SIZE:
+    if SIZE > 0:
         ok = (head < N_HEADS) & (d < 2 * (DIM // SIZE))
         source = affine + places(cell, head, a_head, a_cell, a_block, BLOCK) + d
         target = affine + places(to_cell, head, a_head, a_cell, a_block, BLOCK) + d
