@@ -103,12 +103,20 @@ class Bench:
     @functools.cached_property
     def model(self) -> Any:
         """Llama of 1B shape."""
-        return self.load(self.path)
+        return self.load_prepared(self.path)
 
     def load(self, path: Path, **settings: Any) -> Any:
         """Load a model on the card, in bfloat16 where nothing else is said."""
         given = {"device": self.device, "dtype": self.dtype, "is_unchecked": True} | settings
         return load_model(str(path), **given)
+
+    def load_prepared(self, path: Path, **settings: Any) -> Any:
+        """Load a model, and have its steps without an engine go the ways that one would choose."""
+        model = self.load(path, **settings)
+        if not self.is_dry:
+            with self.engine(model, 64, n_sequences=4, most_tokens=4):
+                pass
+        return model
 
     @property
     def peer(self) -> Any:
@@ -150,9 +158,18 @@ class Bench:
         return runner
 
     @contextmanager
-    def engine(self, model: Any, capacity: int, n_sequences: int) -> Iterator[Engine]:
-        """Open an engine with its default step, which is prepared as ``kvcellar serve`` does it."""
-        config = EngineConfig(max_num_seqs=n_sequences)
+    def engine(
+        self, model: Any, capacity: int, n_sequences: int, most_tokens: int | None = None
+    ) -> Iterator[Engine]:
+        """Open an engine, which is prepared as ``kvcellar serve`` does it.
+
+        Args:
+            model: that it runs.
+            capacity: of its cache.
+            n_sequences: that run at a time.
+            most_tokens: of a step; None: as many as are the default.
+        """
+        config = EngineConfig(most_tokens or self.step, n_sequences)
         with kv.make_seq_session("torch", self.config(capacity, model=model)) as session:
             made = Engine(self.bound(model, session), session.cache, config=config)
             made.prepare(lambda part, what: None)
@@ -202,6 +219,13 @@ class Bench:
             if i >= n_warm:
                 found.append(time.perf_counter() - start)
         return statistics.median(found) * 1e3
+
+
+def products_of(model: Any) -> dict[str, str]:
+    """Return how products of few rows of a model on a card are computed: their ways, by shape."""
+    from kvcellar.backends.torch.gpu.ways import chosen_of  # it imports Triton
+
+    return chosen_of(model.network)
 
 
 class Sequences:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_bench import TINY, Bench, Found, Sequences
+from gpu_bench import TINY, Bench, Found, Sequences, products_of
 from random_models import LLAMA_1B, write_blocks
 
 import kvcellar as kv
@@ -37,7 +37,7 @@ def decode(bench: Bench) -> Found:
             found[f"decode_{length}_ms"] = round(ms, 3)
             found[f"decode_{length}_fraction_of_bandwidth"] = round(least / ms, 3)
         found["decode_is_recorded"] = sequences.n_graphs > 0
-    return found
+    return found | {"products": products_of(bench.model)}
 
 
 def _decoded(bench: Bench, length: int, kv_dtype: str | None = None, model: Any = None) -> float:
@@ -92,15 +92,16 @@ def weights(bench: Bench) -> Found:
     found: Found = {"weights_bf16_1_ms": round(plain[0], 3)}
     for name, kind in PACKED.items():
         if kind is None:
-            model = bench.load(bench.path, weights=name)
+            model = bench.load_prepared(bench.path, weights=name)
         else:
-            model = bench.load(_blocks(bench, kind), dtype=None)
+            model = bench.load_prepared(_blocks(bench, kind), dtype=None)
         of_bytes = bench.least_bytes(model, length) / bench.bandwidth * 1e3
         times = _three(bench, model, length)
         found[f"weights_{name}_1_ms"] = round(times[0], 3)
         found[f"weights_{name}_fraction_of_bandwidth"] = round(of_bytes / times[0], 3)
         for what, ms, base in zip(("1", "8", "prompt"), times, plain, strict=True):
             found[f"weights_{name}_{what}_over_bf16"] = round(ms / base, 3)
+        found[f"weights_{name}_products"] = products_of(model)
         del model
     return found
 

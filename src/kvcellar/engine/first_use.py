@@ -26,16 +26,17 @@ def run_first_steps(
         report: called before each step with how much is done, 0 to 1, and what comes now.
     """
     steps = runner.first_steps(most_tokens, most_rows)
-    for i, step in enumerate(steps):
-        report(i / len(steps), f"preparing {_said(step)}")
-        try:
-            _run(runner, cache, step)
-            if not i:
-                _move_rows(cache)
-        except CacheFullError:  # a cache without room for it never meets it
-            cache.cancel_step()
-        finally:
-            cache.clear()
+    with runner.choosing():
+        for i, step in enumerate(steps):
+            report(i / len(steps), f"preparing {_said(step)}")
+            try:
+                _run(runner, cache, step)
+                if not i:
+                    _move_rows(cache)
+            except CacheFullError:  # a cache without room for it never meets it
+                cache.cancel_step()
+            finally:
+                cache.clear()
 
 
 def _move_rows(cache: SeqCache) -> None:

@@ -6,6 +6,7 @@ Everything here is plain numbers, so that a backend need not know whose rows the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -153,6 +154,10 @@ class CompilingRunner(SamplingRunner, Protocol):
             most_tokens: of one forward.
             most_rows: sequences that run at a time.
         """
+        ...
+
+    def choosing(self) -> AbstractContextManager[None]:
+        """Return a block of first steps, in which kernels are chosen that later steps keep."""
         ...
 
 

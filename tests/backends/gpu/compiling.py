@@ -10,6 +10,7 @@ loads of 16 bytes it has (wide).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from kvcellar.backends.torch.gpu import (
 )
 from kvcellar.backends.torch.gpu.matrices import FORMS, PACKED, CardMatrices, Form, Parts
 from kvcellar.backends.torch.gpu.steps import placed_of
+from kvcellar.backends.torch.gpu.ways import SIZES
 from kvcellar.models.kept_logits import RowSampling
 from kvcellar.sampler_settings import SamplerSettings
 
@@ -74,6 +76,11 @@ WEIGHTS: dict[str, tuple[Form, torch.dtype]] = {
     "weights-q4_k-of-float32": (FORMS["Q4_K"], torch.float32),
 }
 """(form of a matrix, type of its inputs) by name."""
+
+OTHER_SIZES = {
+    "sizes-bf16": FORMS["BF16"], "sizes-int8": PACKED[8], "sizes-q4_k": FORMS["Q4_K"]
+}  # fmt: skip
+"""Form of a matrix whose products of one row are tried in several sizes of programs, by name."""
 
 SAMPLING = {"sampling": 128_256, "sampling-of-few": 1000}
 """Tokens of a vocabulary, by name."""
@@ -152,6 +159,9 @@ def compile_case(name: str, target: GPUTarget) -> None:
         multiply_all(*WEIGHTS[name])
         lay_between(WEIGHTS[name][1])
         return
+    if name in OTHER_SIZES:
+        multiply_in_sizes(OTHER_SIZES[name])
+        return
     if name in SAMPLING:
         sample_all(SAMPLING[name])
         return
@@ -198,6 +208,19 @@ def multiply_all(form: Form, dtype: torch.dtype) -> None:
         multiply.multiply_chosen(weights, x, chosen, bias, rows)
 
 
+def multiply_in_sizes(form: Form) -> None:
+    """Multiply a row in all sizes of programs: plain, gated, and turned where bits are 16."""
+    weights, x = matrices_of(form, 1, 512, 4096), torch.zeros(1, 4096, dtype=torch.bfloat16)
+    norm = multiply.Norm(torch.zeros(4096, dtype=torch.bfloat16), 1e-5)
+    sides = torch.zeros(1, 64, dtype=torch.bfloat16)
+    turn = multiply.HeadTurn(sides, sides, 3, 64, False, 1)
+    for way in SIZES:
+        multiply.multiply(weights, x, None, x[:, :512], way=way)
+        multiply.multiply(weights, x, norm=norm, is_gated=True, way=way)
+        if form.bits == 16:
+            multiply.multiply(weights, x, norm=norm, turn=turn, way=way)
+
+
 def sample_all(n_vocab: int) -> None:
     """Take the likeliest tokens, adjust and draw."""
     logits = torch.zeros(2, n_vocab, dtype=torch.bfloat16)
@@ -242,7 +265,8 @@ def main() -> None:
     choice.ON_CPU = True
     launch.shared_bytes = lambda device: 232_448 if size == "large" else 101_376
     launch.has_fp8 = lambda device: backend == "cuda" and int(arch) >= 89
-    for name in names or (*CASES, *WEIGHTS, *SAMPLING):
+    sizes = OTHER_SIZES if "KVCELLAR_ALL_CASES" in os.environ else ()
+    for name in names or (*CASES, *WEIGHTS, *sizes, *SAMPLING):
         compile_case(name, target)
 
 

@@ -48,9 +48,10 @@ def test_heads_are_those_that_are_turned_after_the_product(
     turn = multiply.HeadTurn(
         sides[0][0], sides[1][0], n_q + n_k, dim, is_paired, 2 if layout == "repeated" else 1
     )
-    found = linear.turned(x, norm, turn)
+    after = pytest.fail  # it is in the product
+    found = linear.turned(x, norm, turn, after)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    assert linear.turned(random(1, multiply.FEW + 1, 40), norm, turn) is None
+    assert linear.turned(random(1, multiply.FEW + 1, 40), norm, turn, after) is None
 
 
 def test_a_layer_of_few_tokens_has_no_launch_of_its_own_for_its_rotation(monkeypatch: Any) -> None:

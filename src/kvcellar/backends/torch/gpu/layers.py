@@ -92,7 +92,10 @@ class CardAttention(KernelAttention):
         spread = 2 if rotation.layout == "repeated" else 1
         heads = self.n_heads + self.n_kv_heads, self.head_dim
         turned = HeadTurn(cos[0], sin[0], *heads, rotation.is_paired, spread)
-        return linear.turned(x, norm, turned)
+        own = self.n_heads, self.n_kv_heads, self.head_dim
+        return linear.turned(
+            x, norm, turned, lambda joined: turn(joined, rotation, sides, None, own)
+        )
 
 
 def turn(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -13,6 +13,17 @@ from kvcellar.backends.torch.cpu.layers import HeldEmbedding
 from kvcellar.backends.torch.gpu import between, multiply
 from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
 from kvcellar.backends.torch.gpu.matrices import CardMatrices, joined
+from kvcellar.backends.torch.gpu.plans import rounded_up
+from kvcellar.backends.torch.gpu.ways import (
+    PLAIN,
+    PROGRAMS,
+    SIZES,
+    TILES,
+    TORCH,
+    Product,
+    Way,
+    Ways,
+)
 
 PAIRS = 16_384
 """Tokens times experts of each that are computed together: their rows lie in memory meanwhile."""
@@ -60,6 +71,10 @@ class CardLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         for i, one in enumerate(self._matrices):
             _register(self, f"matrix_{i}", one)
+        form = "-".join(str(int(one)) for one in self._matrices[0].form)
+        has = " bias" if bias is not None else ""
+        self._shape = f"{self.in_features} to {self.out_features} of {form}{has}"
+        self.ways = Ways()
 
     def forward(self, x: Tensor, add: Tensor | None = None, norm: CardNorm | None = None) -> Tensor:
         """Multiply ``[..., in_features] -> [..., out_features]``, in the type of x.
@@ -71,43 +86,82 @@ class CardLinear(nn.Module):
         """
         flat = x.reshape(-1, self.in_features)
         also = None if add is None else add.reshape(-1, self.out_features)
-        return self._rows(flat, also, norm).view(*x.shape[:-1], self.out_features)
+        what = _normed(norm) + (" add" if add is not None else "")
+        out = self._by_way(flat, what, lambda way: self._rows(flat, also, norm, way))
+        return out.view(*x.shape[:-1], self.out_features)
 
     def gated(self, x: Tensor, norm: CardNorm | None = None) -> Tensor:
         """Return the silu of the first half of the outputs times the second half."""
         flat, n = x.reshape(-1, self.in_features), self.out_features // 2
-        if len(self._matrices) == 1 and len(flat) <= multiply.FEW:
-            of_inputs = None if norm is None else norm.of_inputs
-            out = multiply.multiply(
-                self._matrices[0], flat, self.bias, norm=of_inputs, is_gated=True
-            )
-        else:
-            out = gate(self._rows(flat, None, norm))
+
+        def product(way: Way) -> Tensor:
+            if len(self._matrices) > 1 or not _is_whole(flat, way):
+                return gate(self._rows(flat, None, norm, way))
+            first, of_inputs = self._matrices[0], None if norm is None else norm.of_inputs
+            return multiply.multiply(first, flat, self.bias, norm=of_inputs, is_gated=True, way=way)
+
+        out = self._by_way(flat, _normed(norm) + " gate", product)
         return out.view(*x.shape[:-1], n)
 
-    def turned(self, x: Tensor, norm: CardNorm | None, turn: multiply.HeadTurn) -> Tensor | None:
-        """Return the outputs with heads rotated, in one launch; None: it takes another."""
+    def turned(
+        self,
+        x: Tensor,
+        norm: CardNorm | None,
+        turn: multiply.HeadTurn,
+        after: Callable[[Tensor], None],
+    ) -> Tensor | None:
+        """Return the outputs of few rows with heads rotated; None: that takes another launch.
+
+        Args:
+            x: inputs.
+            norm: of the inputs, or None.
+            turn: the rotation.
+            after: rotates the outputs ``[..., out_features]`` in place, in a launch of its own.
+        """
         flat, first = x.reshape(-1, self.in_features), self._matrices[0]
         if len(self._matrices) > 1 or first.form.bits != 16 or len(flat) > multiply.FEW:
             return None
-        of_inputs = None if norm is None else norm.of_inputs
-        out = multiply.multiply(first, flat, self.bias, norm=of_inputs, turn=turn)
-        return out.view(*x.shape[:-1], self.out_features)
+        shape = (*x.shape[:-1], self.out_features)
+
+        def product(way: Way) -> Tensor:
+            if _is_whole(flat, way):
+                of_inputs = None if norm is None else norm.of_inputs
+                return multiply.multiply(
+                    first, flat, self.bias, norm=of_inputs, turn=turn, way=way
+                ).view(shape)
+            out = self._rows(flat, None, norm, way).view(shape)
+            after(out)
+            return out
+
+        return self._by_way(flat, _normed(norm) + " turn", product)
 
     def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Weights of outputs of the first matrix, ``[...] -> [..., in_features]``."""
         found = multiply.take(self._matrices[0], outputs.reshape(-1), dtype)
         return found.view(*outputs.shape, self.in_features)
 
-    def _rows(self, x: Tensor, add: Tensor | None, norm: CardNorm | None) -> Tensor:
+    def _by_way(self, x: Tensor, what: str, product: Product) -> Tensor:
+        """Return a product of rows, in the way that is chosen for so many where they are few."""
+        if not 0 < len(x) <= multiply.FEW:
+            return product(PLAIN)
+        first, n_rows = self._matrices[0], rounded_up(len(x))
+        ways = [PLAIN]
+        if len(self._matrices) == 1 and x.dtype != torch.float32:
+            ways += [*(SIZES if n_rows == 1 else ()), Way(TILES)]
+            ways += [Way(TORCH)] if first.parts.numbers.dtype == x.dtype else []
+        dtype = str(x.dtype).removeprefix("torch.")
+        asked = f"{n_rows} x {self._shape} in {dtype}{what}"
+        return product(self.ways.of(asked, ways, product))
+
+    def _rows(self, x: Tensor, add: Tensor | None, norm: CardNorm | None, way: Way) -> Tensor:
         of_inputs = None
-        if norm is not None and len(x) <= multiply.FEW:
+        if norm is not None and _is_whole(x, way):
             of_inputs = norm.of_inputs
         elif norm is not None:
             x = norm(x[None])[0]
         first = self._matrices[0]
         if len(self._matrices) == 1:
-            return multiply.multiply(first, x, self.bias, add, norm=of_inputs)
+            return multiply.multiply(first, x, self.bias, add, norm=of_inputs, way=way)
         out, at = x.new_empty((len(x), self.out_features)), 0
         for one in self._matrices:
             part = slice(at, at + one.n_out)
@@ -198,6 +252,15 @@ def gate(both: Tensor) -> Tensor:
     with on_device(both.device):
         between.gate_rows[(n_rows, triton.cdiv(n, size))](both, out, n, size)
     return out.to(both.dtype)
+
+
+def _is_whole(x: Tensor, way: Way) -> bool:
+    """Return true if a product has in it what is done before and behind it."""
+    return len(x) <= multiply.FEW and way.by == PROGRAMS
+
+
+def _normed(norm: CardNorm | None) -> str:
+    return "" if norm is None else " norm"
 
 
 def _merged(matrices: Sequence[CardMatrices]) -> list[CardMatrices]:

@@ -13,6 +13,7 @@ from kvcellar.backends.torch.gpu import products
 from kvcellar.backends.torch.gpu.launch import TYPES, is_interpreted, on_device, programs_of
 from kvcellar.backends.torch.gpu.matrices import IQ4_NUMBERS, CardMatrices
 from kvcellar.backends.torch.gpu.plans import rounded_up
+from kvcellar.backends.torch.gpu.ways import PLAIN, PROGRAMS, TORCH, Way
 
 FEW = 4
 """Rows up to which a product is computed in float32 by programs that have all inputs."""
@@ -119,6 +120,7 @@ def multiply(
     norm: Norm | None = None,
     is_gated: bool = False,
     turn: HeadTurn | None = None,
+    way: Way = PLAIN,
 ) -> Tensor:
     """Multiply rows by one matrix.
 
@@ -128,10 +130,10 @@ def multiply(
         bias: ``[n_out]`` or None.
         add: ``[n_rows, n_out]`` that is added to the result; or None.
         out: ``[n_rows, n_out]`` where the result goes; None: anywhere.
-        norm: of the inputs, for at most ``FEW`` rows; or None.
-        is_gated: true for the silu of the first half of the outputs times the second half; for at
-            most ``FEW`` rows.
-        turn: of the outputs, for at most ``FEW`` rows of weights of 16 bits; or None.
+        norm: of the inputs, or None.
+        is_gated: true for the silu of the first half of the outputs times the second half.
+        turn: of the outputs, of weights of 16 bits; or None.
+        way: of at most ``FEW`` rows. Norms, gates and turns are for them, by programs.
 
     Returns:
         ``[n_rows, n_out]``, or half of the outputs where it is gated, in the type of x.
@@ -140,10 +142,11 @@ def multiply(
     to = Result(n_rows, weights.n_out // (1 + is_gated), out, add, bias)
     if not n_rows:  # the head, in a chunk of a prompt whose logits nobody wants
         return _empty(to, x)
-    if n_rows <= FEW:
-        return _few(weights, x, to, 1, None, norm, is_gated=is_gated, turn=turn)
-    assert not is_gated and norm is None and turn is None, "those are for few rows"
-    if n_rows >= MANY or weights.parts.numbers.dtype == x.dtype:
+    if n_rows <= FEW and way.by == PROGRAMS:
+        return _few(weights, x, to, 1, None, norm, is_gated=is_gated, turn=turn, way=way)
+    assert not is_gated and norm is None and turn is None, "those are for programs of few rows"
+    is_plain = weights.parts.numbers.dtype == x.dtype
+    if way.by == TORCH if n_rows <= FEW else n_rows >= MANY or is_plain:
         return _many(weights, x, to)
     return _tiles(weights, x, to, 1, None, min(max(LEAST_TILE, rounded_up(n_rows)), _most_tile(x)))
 
@@ -266,12 +269,13 @@ def _few(
     *,
     is_gated: bool,
     turn: HeadTurn | None = None,
+    way: Way = PLAIN,
 ) -> Tensor:
     out, x = _room(to, x), _by_rows(x)
     norm_weight, eps = (x, 0.0) if norm is None else norm
     bias, add = (x if one is None else _by_rows(one) for one in (to.bias, to.add))
     rows = 1 if chosen is not None else rounded_up(to.n_rows)
-    n, bits = OUTPUTS_AT_ONCE, weights.form.bits
+    n, bits = _doubled(OUTPUTS_AT_ONCE, way.outputs), weights.form.bits
     experts = x if chosen is None else chosen
     sizes = (
         to.n_rows, weights.n_experts, to.n_out, weights.n_in,
@@ -282,7 +286,8 @@ def _few(
     )  # fmt: skip
     with on_device(x.device):
         if bits == 16:
-            k = min(NUMBERS_AT_ONCE // bits // (1 + is_gated), rounded_up(weights.n_in))
+            k = _doubled(NUMBERS_AT_ONCE // bits // (1 + is_gated), way.inputs)
+            k = min(k, rounded_up(weights.n_in))
             cos, sin, turned, fixed = x, x, (0, 1, 0), (False, 1)
             n_own = to.n_out
             if turn is not None:  # as many outputs of a program, in pairs
@@ -296,9 +301,9 @@ def _few(
             )  # fmt: skip
             return _rounded(out, to, x)
         assert turn is None, "it is for 16 bits"
-        n = (2 * n if rows == 1 else n) // (1 + is_gated)
+        n = max(1, (2 * n if rows == 1 else n) // (1 + is_gated))
         chunk = 128 // bits
-        chunks = min(CHUNKS_AT_ONCE, rounded_up(weights.n_in // chunk))
+        chunks = min(_doubled(CHUNKS_AT_ONCE, way.inputs), rounded_up(weights.n_in // chunk))
         products.multiply_packed[(triton.cdiv(to.n_out, n), triton.cdiv(to.n_rows, rows))](
             x, out, bias, add, norm_weight, *_places(weights), experts, *sizes, *weights.form,
             *has, rows, n, chunks * chunk, num_warps=max(1, chunks // 32),
@@ -364,6 +369,10 @@ def _rounded(out: Tensor, to: Result, x: Tensor) -> Tensor:
     if to.out is None or out is to.out:
         return out.to(x.dtype)
     return to.out.copy_(out)
+
+
+def _doubled(n: int, times: int) -> int:
+    return n << times if times >= 0 else max(1, n >> -times)
 
 
 def _most_tile(x: Tensor) -> int:

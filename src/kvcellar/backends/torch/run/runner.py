@@ -301,6 +301,14 @@ class SamplingTorchRunner(TorchRunner):
 
         return first_steps(most_tokens, most_rows)
 
+    def choosing(self) -> AbstractContextManager[None]:
+        """See :meth:`kvcellar.models.kept_logits.CompilingRunner.choosing`."""
+        if self.graphs is None:
+            return nullcontext()
+        from kvcellar.backends.torch.gpu.ways import choosing  # it imports Triton
+
+        return choosing(self._network)
+
     def _run_kept(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[DeviceLogits, FloatArray]:
