@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -71,7 +72,7 @@ class CardLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         for i, one in enumerate(self._matrices):
             _register(self, f"matrix_{i}", one)
-        form = "-".join(str(int(one)) for one in self._matrices[0].form)
+        form = re.sub("(-0)+$", "", "-".join(str(int(one)) for one in self._matrices[0].form))
         has = " bias" if bias is not None else ""
         self._shape = f"{self.in_features} to {self.out_features} of {form}{has}"
         self.ways = Ways()
