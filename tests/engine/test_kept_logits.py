@@ -279,6 +279,35 @@ def test_tokens_of_a_prompt_are_scored_as_by_numpy(seed: int, kind: str, n_top: 
         assert_same(choice_of(row, mine), theirs)
 
 
+@FEW
+@given(
+    st.integers(1, 4),
+    st.integers(0, 2**20),
+    KINDS,
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([math.nan, math.inf, -math.inf]))),
+)
+def test_the_likeliest_of_all_rows_are_found_in_one_launch(
+    n_rows: int, seed: int, kind: str, odd: list[tuple[int, float]]
+) -> None:
+    """Some rows have tiles in which no token may come, or numbers that are none."""
+    logits = random_logits(n_rows, seed, kind)
+    for row, value in odd:
+        logits[row % n_rows, 16 : None if value == -math.inf else 20] = value
+    for row, value in odd:
+        logits[row % n_rows, :16] = -math.inf if value == -math.inf else logits[row % n_rows, :16]
+    counts = torch.zeros(n_rows, dtype=torch.int32, device=DEVICE)
+    rows = torch.from_numpy(logits).to(DEVICE)
+    for _ in range(2):  # what counts programs is as it was
+        found = sampling.likeliest(rows, counts).cpu().numpy()
+        assert not counts.any()
+        for row, (token_id, best) in zip(logits, found, strict=True):
+            np.testing.assert_equal(best, row.max())
+            if math.isfinite(row.max()):
+                assert token_id == row.argmax()
+            elif row.max() == -math.inf:
+                assert token_id == -1
+
+
 # The engine ------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,7 @@ KERNELS = (
     (products, "multiply_tiles"),
     (products, "sum_parts"),
     (products, "take_rows"),
+    (draws, "take_likeliest"),
     (draws, "adjust_tiles"),
     (draws, "weigh_tiles"),
     (draws, "choose_rows"),
@@ -224,7 +225,7 @@ def multiply_in_sizes(form: Form) -> None:
 def sample_all(n_vocab: int) -> None:
     """Take the likeliest tokens, adjust and draw."""
     logits = torch.zeros(2, n_vocab, dtype=torch.bfloat16)
-    sampling.likeliest(logits)
+    sampling.likeliest(logits, torch.zeros(2, dtype=torch.int32))
     for draw in (None, 0.5):
         asked = RowSampling(0, SamplerSettings(temperature=1.0, top_p=0.9), draw)
         sent = settings.sent([asked], n_vocab, logits.device)

@@ -42,6 +42,7 @@ pytestmark = [
 
 OF_WEIGHTS = ("multiply_tiles", "take_rows", "norm_rows", "turn_heads", "gate_rows")
 OF_FEW_BITS = ("multiply_packed", "sum_parts")
+SAMPLING = ("take_likeliest", "adjust_tiles", "weigh_tiles", "choose_rows")
 
 
 def test_kernels_compile_for_nvidia() -> None:
@@ -54,7 +55,7 @@ def test_kernels_compile_for_nvidia() -> None:
     } | {(kernel, case) for kernel in OF_WEIGHTS for case in WEIGHTS} | {
         ("multiply_few", "weights-bf16"),
         *((kernel, "weights-q4_k") for kernel in OF_FEW_BITS),
-    } | {(kernel, "sampling") for kernel in ("adjust_tiles", "weigh_tiles", "choose_rows")}
+    } | {(kernel, "sampling") for kernel in SAMPLING}
     assert all(int(str(one["shared"])) <= LARGE for one in found)
     assert all(one["wide"] for one in found if one["kernel"] == "multiply_packed")
 

@@ -147,11 +147,12 @@ def an_embedding() -> None:
 @case()
 def samples() -> None:
     logits = numbers(0, 9)
-    assert sampling.likeliest(logits).shape == (0, 2)
+    likeliest = sampling.likeliest(logits, torch.zeros(0, dtype=torch.int32, device=CARD))
+    assert likeliest.shape == (0, 2)
     assert sampling.scored(logits, WHOLE, 2).shape == (0, 3 + 2 * 2)
     assert sampling.sampled(logits, settings.sent([], 9, CARD), 2).shape == (0, 2)
-    for likeliest in (None, sampling.likeliest(logits)):
-        kept = DeviceLogits(logits, likeliest)
+    for found in (None, likeliest):
+        kept = DeviceLogits(logits, found)
         assert kept.sample([]) == kept.score(0, np.empty(0, np.int64), 2) == []
 
 

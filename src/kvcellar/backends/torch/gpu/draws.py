@@ -4,7 +4,8 @@ A row is cut into tiles of the vocabulary. ``adjust_tiles`` changes logits by pe
 guides and finds the tiles' maxima; ``weigh_tiles`` sums what tokens weigh, and sorts the tiles of
 rows that are cut by ``top_k``, ``top_p`` or ``min_p``; ``choose_rows`` finds the edges of the cuts
 by searching all sorted tiles at once, and inverts the cumulative distribution in order of token
-ids. Rows that take the likeliest token need the first and the last alone.
+ids. Rows that take the likeliest token need the first and the last alone, and one launch of
+``take_likeliest`` where nothing else is asked of any.
 
 Settings of a row are integers and floats in the order of ``INTS`` and ``FLOATS``; its lists of
 tokens lie behind one another in ``ids``, with a value beside each.
@@ -37,70 +38,108 @@ WAYS = tl.constexpr(16)
 @triton.jit
 def adjust_tiles(
     logits, adjusted, parts, ints, floats, ids, values, bits, n_vocab, n_tiles, n_bytes, row_size,
-    IS_PLAIN: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr,
+    TILE: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Adjust a tile of a row and find its maxima; the grid is (tiles, rows)."""
     r, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE
     token = first + tl.arange(0, TILE)
     ok = token < n_vocab
-    row = r
-    if not IS_PLAIN:
-        row = tl.load(ints + r * INTS)
+    row = tl.load(ints + r * INTS)
     found = tl.load(logits + row * row_size + token, mask=ok, other=-float("inf")).to(tl.float32)
     to = parts + (r * n_tiles + tl.program_id(0)) * PARTS
-    best = tl.where(tl.max((found != found).to(tl.int32), 0) > 0, float("nan"), tl.max(found, 0))
-    tl.store(to, best.to(tl.float64))
+    tl.store(to, _best(found))
     is_free = ok
-    if not IS_PLAIN:
-        place = adjusted + r * n_vocab
+    place = adjusted + r * n_vocab
+    tl.store(place + token, found, mask=ok)
+    lists = ints + r * INTS + 5
+    held, sampled, biased = tl.load(lists), tl.load(lists + 1), tl.load(lists + 2)
+    barred, stop = _barred(ints, r)
+    if barred > held:
+        tl.debug_barrier()
+        penalty = tl.load(floats + r * FLOATS + 2).to(tl.float32)
+        often = tl.load(floats + r * FLOATS + 3).to(tl.float32)
+        once = tl.load(floats + r * FLOATS + 4).to(tl.float32)
+        for at in range(held, sampled, SOME):
+            one, is_here = _listed(ids, at, sampled, first, n_vocab, TILE, SOME)
+            value = tl.load(place + one, mask=is_here, other=0.0)
+            value = tl.where(value > 0, tl.div_rn(value, penalty), value * penalty)
+            tl.store(place + one, value, mask=is_here)
+        tl.debug_barrier()
+        for at in range(sampled, biased, SOME):
+            one, is_here = _listed(ids, at, biased, first, n_vocab, TILE, SOME)
+            times = tl.load(values + at + tl.arange(0, SOME), mask=is_here, other=0.0)
+            value = tl.load(place + one, mask=is_here, other=0.0)
+            tl.store(place + one, value - times * often - once, mask=is_here)
+        tl.debug_barrier()
+        for at in range(biased, barred, SOME):
+            one, is_here = _listed(ids, at, barred, first, n_vocab, TILE, SOME)
+            bias = tl.load(values + at + tl.arange(0, SOME), mask=is_here, other=0.0)
+            value = tl.load(place + one, mask=is_here, other=0.0)
+            tl.store(place + one, value + bias, mask=is_here)
+        tl.debug_barrier()
+        found = tl.load(place + token, mask=ok, other=-float("inf"))
+    guide, end = tl.load(ints + r * INTS + 2), tl.load(ints + r * INTS + 3)
+    if guide >= 0:
+        of_eight = tl.load(bits + guide * n_bytes + token // 8, mask=ok, other=0).to(tl.int32)
+        may_come = ((of_eight >> (token % 8)) & 1) != 0
+        others = tl.where(ok & ((token == end) | ~may_come), found, -float("inf"))
+        most = tl.max(others, 0).to(tl.float64)
+        scale = tl.load(floats + r * FLOATS + 7)
+        below = tl.where(others == -float("inf"), -float("inf"), others.to(tl.float64) - most)
+        weight = tl.exp(below / tl.where(scale > 0, scale, 1.0))
+        tl.store(to + 3, most)
+        tl.store(to + 4, tl.sum(weight, 0))
+        found = tl.where(may_come, found, -float("inf"))
         tl.store(place + token, found, mask=ok)
-        lists = ints + r * INTS + 5
-        held, sampled, biased = tl.load(lists), tl.load(lists + 1), tl.load(lists + 2)
-        barred, stop = _barred(ints, r)
-        if barred > held:
-            tl.debug_barrier()
-            penalty = tl.load(floats + r * FLOATS + 2).to(tl.float32)
-            often = tl.load(floats + r * FLOATS + 3).to(tl.float32)
-            once = tl.load(floats + r * FLOATS + 4).to(tl.float32)
-            for at in range(held, sampled, SOME):
-                one, is_here = _listed(ids, at, sampled, first, n_vocab, TILE, SOME)
-                value = tl.load(place + one, mask=is_here, other=0.0)
-                value = tl.where(value > 0, tl.div_rn(value, penalty), value * penalty)
-                tl.store(place + one, value, mask=is_here)
-            tl.debug_barrier()
-            for at in range(sampled, biased, SOME):
-                one, is_here = _listed(ids, at, biased, first, n_vocab, TILE, SOME)
-                times = tl.load(values + at + tl.arange(0, SOME), mask=is_here, other=0.0)
-                value = tl.load(place + one, mask=is_here, other=0.0)
-                tl.store(place + one, value - times * often - once, mask=is_here)
-            tl.debug_barrier()
-            for at in range(biased, barred, SOME):
-                one, is_here = _listed(ids, at, barred, first, n_vocab, TILE, SOME)
-                bias = tl.load(values + at + tl.arange(0, SOME), mask=is_here, other=0.0)
-                value = tl.load(place + one, mask=is_here, other=0.0)
-                tl.store(place + one, value + bias, mask=is_here)
-            tl.debug_barrier()
-            found = tl.load(place + token, mask=ok, other=-float("inf"))
-        guide, end = tl.load(ints + r * INTS + 2), tl.load(ints + r * INTS + 3)
-        if guide >= 0:
-            of_eight = tl.load(bits + guide * n_bytes + token // 8, mask=ok, other=0).to(tl.int32)
-            may_come = ((of_eight >> (token % 8)) & 1) != 0
-            others = tl.where(ok & ((token == end) | ~may_come), found, -float("inf"))
-            most = tl.max(others, 0).to(tl.float64)
-            scale = tl.load(floats + r * FLOATS + 7)
-            below = tl.where(others == -float("inf"), -float("inf"), others.to(tl.float64) - most)
-            weight = tl.exp(below / tl.where(scale > 0, scale, 1.0))
-            tl.store(to + 3, most)
-            tl.store(to + 4, tl.sum(weight, 0))
-            found = tl.where(may_come, found, -float("inf"))
-            tl.store(place + token, found, mask=ok)
-            is_free = is_free & (token != end)
-        for at in range(barred, stop):
-            is_free = is_free & (token != tl.load(ids + at))
+        is_free = is_free & (token != end)
+    for at in range(barred, stop):
+        is_free = is_free & (token != tl.load(ids + at))
     found = tl.where(is_free, found, -float("inf"))
     most, at = tl.max(found, 0, return_indices=True)
     tl.store(to + 1, most.to(tl.float64))
     tl.store(to + 2, (first + at).to(tl.float64))
+
+
+@triton.jit
+def _best(found):
+    """Return the highest of some logits; NaN where one is."""
+    is_nonsense = tl.max((found != found).to(tl.int32), 0) > 0
+    return tl.where(is_nonsense, float("nan"), tl.max(found, 0)).to(tl.float64)
+
+
+@triton.jit
+def take_likeliest(
+    logits, parts, counts, told, n_vocab, n_tiles, row_size,
+    TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Tell each row's likeliest token, -1 if none may come, and its logit; the grid: (tiles, rows).
+
+    The last program of a row to get so far looks at what all of them have found. ``counts`` of rows
+    are 0 before and after; nobody else may use them meanwhile.
+    """
+    r, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE
+    token = first + tl.arange(0, TILE)
+    ok = token < n_vocab
+    found = tl.load(logits + r * row_size + token, mask=ok, other=-float("inf")).to(tl.float32)
+    to = parts + (r * n_tiles + tl.program_id(0)) * PARTS
+    most, at = tl.max(found, 0, return_indices=True)
+    tl.store(to, _best(found))
+    tl.store(to + 1, most.to(tl.float64))
+    tl.store(to + 2, (first + at).to(tl.float64))
+    tl.debug_barrier()  # all of the program's threads have stored, before it is counted
+    if tl.atomic_add(counts + r, 1, sem="acq_rel") == n_tiles - 1:
+        t = tl.arange(0, TILES)
+        is_tile = t < n_tiles
+        of_tile = parts + (r * n_tiles + t) * PARTS
+        bests = tl.load(of_tile, mask=is_tile, other=-float("inf"), cache_modifier=".cg")
+        of_tiles = tl.load(of_tile + 1, mask=is_tile, other=-float("inf"), cache_modifier=".cg")
+        tokens = tl.load(of_tile + 2, mask=is_tile, other=0.0, cache_modifier=".cg").to(tl.int64)
+        highest = tl.max(of_tiles, 0)
+        chosen = tl.min(tl.where(of_tiles == highest, tokens, n_vocab), 0)
+        chosen = tl.where(highest == -float("inf"), -1, chosen)
+        tl.store(told + r * 2, chosen.to(tl.float64))
+        tl.store(told + r * 2 + 1, _best(bests))
+        tl.store(counts + r, 0)
 
 
 @triton.jit
@@ -119,8 +158,7 @@ def _listed(ids, at, stop, first, n_vocab, TILE: tl.constexpr, SOME: tl.constexp
 
 @triton.jit
 def _highest(
-    adjusted, parts, ints, floats, ids, r, n_vocab, n_tiles, IS_PLAIN: tl.constexpr,
-    TILES: tl.constexpr,
+    adjusted, parts, ints, floats, ids, r, n_vocab, n_tiles, TILES: tl.constexpr,
 ):  # fmt: skip
     """Return a row's highest adjusted logit and the first token that has it.
 
@@ -133,33 +171,31 @@ def _highest(
     most = tl.max(of_tiles, 0)
     token = tl.min(tl.where(of_tiles == most, tokens, n_vocab), 0)
     value = tl.zeros((), tl.float64)
-    is_barred = most != most
-    if not IS_PLAIN:
-        end = tl.load(ints + r * INTS + 3)
-        barred, stop = _barred(ints, r)
-        is_end_barred = end < 0
+    end = tl.load(ints + r * INTS + 3)
+    barred, stop = _barred(ints, r)
+    is_end_barred = end < 0
+    for i in range(barred, stop):
+        is_end_barred = is_end_barred | (tl.load(ids + i) == end)
+    if end >= 0:
+        scale = tl.load(floats + r * FLOATS + 7)
+        tops = tl.load(at + 3, mask=t < n_tiles, other=-float("inf"))
+        sums = tl.load(at + 4, mask=t < n_tiles, other=0.0)
+        value = tl.max(tops, 0)
+        if (scale > 0) & (tl.abs(value) < float("inf")):
+            below = (tops - value) / scale
+            weights = tl.where(tops == -float("inf"), 0.0, sums * tl.exp(below))
+            value += scale * tl.log(tl.sum(weights, 0))
+        value = value.to(tl.float32).to(tl.float64)
+        if (not is_end_barred) & ((value > most) | ((value == most) & (end < token))):
+            most, token = value, end
+    is_barred = tl.abs(most) < float("inf")
+    if not is_barred:
         for i in range(barred, stop):
-            is_end_barred = is_end_barred | (tl.load(ids + i) == end)
-        if end >= 0:
-            scale = tl.load(floats + r * FLOATS + 7)
-            tops = tl.load(at + 3, mask=t < n_tiles, other=-float("inf"))
-            sums = tl.load(at + 4, mask=t < n_tiles, other=0.0)
-            value = tl.max(tops, 0)
-            if (scale > 0) & (tl.abs(value) < float("inf")):
-                below = (tops - value) / scale
-                weights = tl.where(tops == -float("inf"), 0.0, sums * tl.exp(below))
-                value += scale * tl.log(tl.sum(weights, 0))
-            value = value.to(tl.float32).to(tl.float64)
-            if (not is_end_barred) & ((value > most) | ((value == most) & (end < token))):
-                most, token = value, end
-        is_barred = tl.abs(most) < float("inf")
-        if not is_barred:
-            for i in range(barred, stop):
-                one = tl.load(ids + i)
-                its = tl.load(adjusted + r * n_vocab + one).to(tl.float64)
-                its = tl.where(one == end, value, its)
-                if (its > most) | ((its == most) & (one < token)):
-                    most, token = its, one
+            one = tl.load(ids + i)
+            its = tl.load(adjusted + r * n_vocab + one).to(tl.float64)
+            its = tl.where(one == end, value, its)
+            if (its > most) | ((its == most) & (one < token)):
+                most, token = its, one
     return most, token, value, is_barred
 
 
@@ -198,7 +234,7 @@ def weigh_tiles(
     if tl.load(floats + r * FLOATS + 5) < 0:
         return
     most, _, value, is_barred = _highest(
-        adjusted, parts, ints, floats, ids, r, n_vocab, n_tiles, False, TILES
+        adjusted, parts, ints, floats, ids, r, n_vocab, n_tiles, TILES
     )
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     below = _below(adjusted, ints, floats, ids, r, token, n_vocab, most, value, is_barred)
@@ -261,18 +297,17 @@ def _picked(ranks, way, which):
 @triton.jit
 def choose_rows(
     adjusted, parts, keys, masses, sums, told, ints, floats, ids, n_vocab, n_tiles,
-    IS_PLAIN: tl.constexpr, HAS_DRAWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    HAS_DRAWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Choose a row's token, -1 if none may come, and tell its highest logit; one program a row."""
     r = tl.program_id(0).to(tl.int64)
     most, chosen, value, is_barred = _highest(
-        adjusted, parts, ints, floats, ids, r, n_vocab, n_tiles, IS_PLAIN, TILES
+        adjusted, parts, ints, floats, ids, r, n_vocab, n_tiles, TILES
     )
     t = tl.arange(0, TILES)
     is_tile = t < n_tiles
     bests = tl.load(parts + (r * n_tiles + t) * PARTS, mask=is_tile, other=-float("inf"))
-    is_nonsense = tl.max((bests != bests).to(tl.int32), 0) > 0
-    tl.store(told + r * 2 + 1, tl.where(is_nonsense, float("nan"), tl.max(bests, 0)))
+    tl.store(told + r * 2 + 1, _best(bests))
     if HAS_DRAWS:
         number = tl.load(floats + r * FLOATS + 5)
         if (number >= 0) & (most > -float("inf")):

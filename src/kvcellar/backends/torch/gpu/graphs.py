@@ -99,7 +99,7 @@ class StepGraphs:
         self._graphs: OrderedDict[Shape, Recorded] = OrderedDict()
         self._met: set[Shape] = set()
         self._held: list[int] = []
-        self._buffer = torch.empty(0, dtype=torch.int32)
+        self._buffer = self._counts = torch.empty(0, dtype=torch.int32)
         self._cache: TorchCache | None = None
         self._slots: tuple[int, ...] = ()
         self._own_slots: tuple[int, ...] = ()
@@ -269,6 +269,7 @@ class StepGraphs:
             size = max(LEAST_BUFFER, rounded_up(n_ints))
             with torch.inference_mode(False):  # it outlives any inference_mode block
                 self._buffer = torch.empty(size, dtype=torch.int32, device=self._home)
+                self._counts = self._buffer.new_zeros(MOST_TOKENS)
             self.clear()
         held = [pool.n_cells for pool in cache.pools.of_layer]
         if cache.pools.states is not None:
@@ -291,7 +292,8 @@ class StepGraphs:
         if len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)
         modules = self._modules if shape.has_features else ()
-        call = BufferedForward(self._network, cache, shape, self._buffer, self._slots, modules)
+        buffers = self._buffer, self._counts
+        call = BufferedForward(self._network, cache, shape, *buffers, self._slots, modules)
         try:
             self._device.warm_up(call)
             recorded = Recorded(*self._device.capture(call))

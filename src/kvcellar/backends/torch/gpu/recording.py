@@ -238,6 +238,7 @@ class BufferedForward:
         cache: TorchCache,
         shape: Shape,
         buffer: Tensor,
+        counts: Tensor,
         slots: Sequence[int],
         modules: Sequence[Any],
     ) -> None:
@@ -248,6 +249,7 @@ class BufferedForward:
             cache: with the pools.
             shape: of the step.
             buffer: of 32-bit integers.
+            counts: zeros for ``likeliest``, as long as the forward is run.
             slots: per attention layer, where its plan is.
             modules: whose inputs are the features.
         """
@@ -257,6 +259,7 @@ class BufferedForward:
         inputs = buffer[: shape.input_ints].view(torch.int64)
         self._ids, self._at = inputs[:n][None], inputs[n : 2 * n][None]
         self._rows = inputs[2 * n : 2 * n + shape.n_rows]
+        self._counts = counts[: shape.n_rows]
         self._stretches = tuple(_stretches(shape, inputs[2 * n + shape.n_rows :]))
         first = shape.input_ints
         plans: dict[int, GroupPlan] = {}
@@ -282,7 +285,7 @@ class BufferedForward:
             ).logits[0]
         layers.check()
         features = [hidden[0].float() for hidden in seen] or [logits.new_empty(0, 0)]
-        return Played(logits, likeliest(logits), torch.cat(features, dim=-1))
+        return Played(logits, likeliest(logits, self._counts), torch.cat(features, dim=-1))
 
 
 def _stretches(shape: Shape, numbers: Tensor) -> list[Stretches]:

@@ -36,7 +36,7 @@ def sampled(logits: Tensor, settings: Settings, n_top: int) -> Tensor:
         wanted ``[R, 3 + 2 * n_top]``: then the token's, then tokens and log probabilities of the
         likeliest.
     """
-    found = _chosen(logits, len(settings.ints), settings)
+    found = _chosen(logits, settings)
     if settings.scored is None:
         return found
     told = found.new_zeros((len(found), 3 + 2 * n_top))
@@ -46,46 +46,65 @@ def sampled(logits: Tensor, settings: Settings, n_top: int) -> Tensor:
     return told
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def likeliest(logits: Tensor, counts: Tensor) -> Tensor:
     """Return float64 ``[R, 2]``: each row's likeliest token, -1 where none is, and its logit.
 
-    It is what ``sampled`` tells first of rows for which nothing is asked.
+    It is what ``sampled`` tells first of rows for which nothing is asked, in one launch.
+
+    Args:
+        logits: ``[R, vocab]``, of any float type, which stay as they are.
+        counts: int32 ``[R]`` of zeros, which it leaves: of nobody who runs at the same time.
     """
-    return _chosen(logits, len(logits), None)
+    (n_rows, n_vocab), device = logits.shape, logits.device
+    told = torch.empty((n_rows, 2), dtype=torch.float64, device=device)
+    if not n_rows:
+        return told
+    tile, n_tiles = _tiles(n_vocab)
+    parts = torch.empty((n_rows, n_tiles, 5), dtype=torch.float64, device=device)
+    logits = _readable(logits)
+    with on_device(device):
+        draws.take_likeliest[(n_tiles, n_rows)](
+            logits, parts, counts, told, n_vocab, n_tiles, logits.stride(0), tile,
+            triton.next_power_of_2(n_tiles),
+        )  # fmt: skip
+    return told
 
 
-def _adjusted(logits: Tensor, n_rows: int, settings: Settings | None) -> tuple[Tensor, Tensor]:
+def _readable(logits: Tensor) -> Tensor:
+    """Return logits whose rows lie as kernels read them."""
+    logits = logits.float() if is_interpreted() else logits
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _adjusted(logits: Tensor, n_rows: int, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return adjusted logits, and what is found of their tiles."""
     n_vocab, device = logits.shape[1], logits.device
     tile, n_tiles = _tiles(n_vocab)
-    is_plain = settings is None
-    room = torch.empty((1 if is_plain else n_rows, n_vocab), dtype=torch.float32, device=device)
+    room = torch.empty((n_rows, n_vocab), dtype=torch.float32, device=device)
     parts = torch.empty((n_rows, n_tiles, 5), dtype=torch.float64, device=device)
-    logits = logits.float() if is_interpreted() else logits
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    ints, floats, ids, values, bits = [parts] * 5 if settings is None else settings[:5]
+    logits = _readable(logits)
+    ints, floats, ids, values, bits = settings[:5]
     with on_device(device):
         draws.adjust_tiles[(n_tiles, n_rows)](
             logits, room, parts, ints, floats, ids, values, bits, n_vocab, n_tiles, bits.shape[1],
-            logits.stride(0), is_plain, tile, LISTED,
+            logits.stride(0), tile, LISTED,
         )  # fmt: skip
     return room, parts
 
 
-def _chosen(logits: Tensor, n_rows: int, settings: Settings | None) -> Tensor:
+def _chosen(logits: Tensor, settings: Settings) -> Tensor:
     """Return float64 ``[R, 2]``: tokens, or -1, and the highest logits."""
-    n_vocab, device = logits.shape[1], logits.device
+    n_rows, n_vocab, device = len(settings.ints), logits.shape[1], logits.device
     told = torch.empty((n_rows, 2), dtype=torch.float64, device=device)
     if not n_rows:
         return told
     tile, n_tiles = _tiles(n_vocab)
     room, parts = _adjusted(logits, n_rows, settings)
     tiles = triton.next_power_of_2(n_tiles)
-    ints, floats, ids = [parts] * 3 if settings is None else settings[:3]
-    has_draws = settings is not None and settings.has_draws
+    ints, floats, ids = settings[:3]
     keys = masses = sums = parts
     with on_device(device):
-        if settings is not None and has_draws:
+        if settings.has_draws:
             n_sorted = n_rows if settings.is_cut else 1
             keys = torch.empty((n_sorted, n_tiles, tile), dtype=torch.int32, device=device)
             masses = torch.empty((n_sorted, n_tiles, tile), dtype=torch.float64, device=device)
@@ -95,7 +114,7 @@ def _chosen(logits: Tensor, n_rows: int, settings: Settings | None) -> Tensor:
             )
         draws.choose_rows[(n_rows,)](
             room, parts, keys, masses, sums, told, ints, floats, ids, n_vocab, n_tiles,
-            settings is None, has_draws, tile, tiles,
+            settings.has_draws, tile, tiles,
         )  # fmt: skip
     return told
 
