@@ -18,7 +18,7 @@ import pytest
 
 from kvcellar.agents.records.agent import _turn_as_json, _turn_of
 from kvcellar.agents.records.checking import _check_turn
-from kvcellar.agents.records.durable import stored_state
+from kvcellar.agents.records.durable import entry_of, stored_state
 from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import Store, StoreConfig, leases
@@ -133,15 +133,11 @@ def test_an_agent_that_was_never_published_is_there_from_the_journal_alone(tmp_p
         run(turn(agents, "a", "two"))
         want = tokens_of(agents, "a"), conversation_of(agents, "a")
         agent = agents.directory.agent("a")
-        agent.mark = None
-        agent.advance()
-        run(agents.sleep.publisher.make_durable(agent))
-        name = agent.name
+        name, (payload, _) = agent.name, entry_of(agent, None)
     with Store(tmp_path) as store:
-        entries = store.recorded(name)
         store.delete(name)
         assert not store.recorded(name) and not store.recorded_serials()
-        store.record(name, *entries[-1])
+        store.record(name, agent.serial, payload)
     with manager(tmp_path) as agents:
         assert (tokens_of(agents, "a"), conversation_of(agents, "a")) == want
         assert run(agents.directory.listed())[0].n_stored == 0
