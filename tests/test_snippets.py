@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 RUN = ("python", "sh")
 READ = {"json": json.loads, "toml": tomllib.loads}
-SHOWN = ("text", "cpp", "mermaid", "nginx", "ini", "yaml")
+SHOWN = ("text", "cpp", "diff", "mermaid", "nginx", "ini", "yaml")
 """Languages: what runs, what is only read, and what is only looked at."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

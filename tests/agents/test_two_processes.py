@@ -51,6 +51,7 @@ def test_who_comes_second_waits_and_goes_on_from_the_newest(tmp_path: Path) -> N
             told.append(what)
 
         await ours.lifecycle.create("poet")
+        assert (await theirs.directory.describe("poet")).n_turns == 0  # what comes now is news
         async with talking(ours, Turn("poet", "one", params=GREEDY)):
             second = asyncio.create_task(turn(theirs, "poet", "two", progress=progress))
             while not any(what.startswith("waiting for process") for what in told):

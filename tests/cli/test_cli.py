@@ -209,7 +209,7 @@ def test_the_bundled_model_is_the_default() -> None:
         (("--capacity", "3"), "the prompt has 5 tokens; the cache has 3 cells free of 3; shorten"),
         (("--dtype", "float7"), "float7"),
         (("--temperature", "-1"), "temperature must be 0 or more, got -1.0"),
-        (("--top-p", "0"), "top_p must be above 0 and up to 1"),
+        (("--top-p", "-1"), "top_p must be above 0 and up to 1"),
         (("--max-tokens", "0"), "invalid value for '--max-tokens': Input should be greater"),
         (
             ("--max-tokens", "many"),
