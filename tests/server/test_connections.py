@@ -215,7 +215,7 @@ def _send_all(connection, data):
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 SECOND = HEAD + b"\r\n"
-"""What somebody would smuggle to the server behind a first request."""
+"""Request that is hidden in the body of another one."""
 
 
 @pytest.mark.parametrize(

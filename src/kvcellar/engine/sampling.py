@@ -39,6 +39,7 @@ DEFAULTABLE = frozenset(SAMPLER_SETTINGS)
 class SamplingParams(SamplerSettings):
     """Settings of one sequence: how it is sampled, and when it ends.
 
+    Which token is chosen is set by the fields of ``SamplerSettings``, which come first.
     ``logit_bias`` and ``guide`` apply behind the penalties and before the temperature.
 
     Attributes:

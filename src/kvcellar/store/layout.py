@@ -212,7 +212,6 @@ class RowLayout:
 
 NUMPY: dict[str, np.dtype[Any]] = {
     **{one.file: np.dtype(one.array).newbyteorder("<") for one in STORED_TYPES.values()},
-    "F16": np.dtype("<f2"),
     "I64": np.dtype("<i8"),
 }
 """The NumPy type in which each safetensors type is held."""

@@ -112,9 +112,7 @@ class LocalLeases:
                 raise LeaseHeldError(name, owner_in(path))
             with self._lock:
                 self._files[lease.token] = fd, path
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk: it is locked, and does not say by whom
+            with contextlib.suppress(OSError):  # a full disk: the lock holds, but names nobody
                 write_owner(fd, self._owner)
         except OSError as error:
             self.release(lease)

@@ -153,7 +153,7 @@ class _Job:
     progress: ProgressFn | None
     is_cancelled: bool = False
     blocks: list[Loaded] = field(default_factory=list)
-    """What was loaded, without its rows."""
+    """Blocks that were loaded, in their order, without their rows."""
     _result: BroughtBack | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -356,7 +356,7 @@ class _Job:
                 blocks,
                 boundaries,
                 stop,
-                is_foretold=not unproven,
+                at_random=bool(unproven),
             )
         )
         bad = dict(finding.bad)

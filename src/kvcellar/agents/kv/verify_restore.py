@@ -49,7 +49,7 @@ def check_restored(
     boundaries: Sequence[BoundaryState],
     stop: int,
     *,
-    is_foretold: bool = True,
+    at_random: bool = False,
 ) -> RestoreFinding:
     """Compute some of what was restored again and compare. Only between steps.
 
@@ -63,12 +63,13 @@ def check_restored(
         blocks: what the full-history groups were restored from, in order.
         boundaries: what was restored beside blocks; the last is what the history goes on from.
         stop: one past the last position that was restored.
-        is_foretold: look at the ends of blocks; else at rows that nobody can foretell.
+        at_random: compare rows that are drawn, which whoever wrote them cannot have known; else
+            the ends of blocks.
     """
     check = _Check(restore, layout, blocks, boundaries)
     if layout.state is not None:
         return check.tail(runner, stop)
-    positions = check.positions(stop, is_foretold)
+    positions = check.positions(stop, at_random=at_random)
     computed = restore.compute_again(runner, positions) if positions else None
     if computed is None:
         return RestoreFinding(0, {})
@@ -86,13 +87,13 @@ class _Check:
     boundaries: Sequence[BoundaryState]
     bad: dict[bytes, str] = field(default_factory=dict)
 
-    def positions(self, stop: int, is_foretold: bool) -> list[int]:
-        """Choose the positions to look at: the ends of blocks, evenly, and the last of all.
+    def positions(self, stop: int, *, at_random: bool) -> list[int]:
+        """Choose the positions to compare: the ends of blocks, evenly, and the last of all.
 
-        Where an author of the rows might have known those, as many as chance has it.
+        Or as many that are drawn at random.
         """
         restore, size = self.restore, self.restore.block_size
-        if not is_foretold:
+        if at_random:
             first = -(-restore.first // size) * size
             able = [p for p in range(first, stop, size) if restore.can_compute_again(p)]
             return sorted(secrets.SystemRandom().sample(able, min(MAX_ROWS, len(able))))
