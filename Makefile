@@ -79,7 +79,7 @@ imports: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py --check
 	$(BIN)/python tools/write_http_docs.py --check
-	$(BIN)/python tools/draw_rooms.py --check
+	$(BIN)/python tools/write_tour.py --check
 	$(BIN)/python tools/write_kernel_stub.py --check
 
 site: $(VENV)/.dev ## The manual as a site, in build/site: links and anchors checked, nothing fetched

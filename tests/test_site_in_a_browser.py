@@ -19,7 +19,7 @@ FLAGS = ["--no-sandbox", "--allow-file-access-from-files"]
 THEIRS = {"landmark-unique"}
 """What axe-core finds in the theme's own frame."""
 
-LOOKED_AT = ("index", "request", "deployment", "python/kvcellar.cellar")
+LOOKED_AT = ("index", "tour", "request", "deployment", "python/kvcellar.cellar")
 
 
 def is_fresh() -> bool:

@@ -88,23 +88,11 @@ def names_in(listed: str) -> list[str]:
     return re.findall(r"`(\w+)`", listed)
 
 
-def list_of_decisions() -> str:
-    """Return the decisions by their headings, for the page in front of them."""
-    lines = ["", ""]
-    for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
-        heading = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        number, _, title = heading.partition(". ")
-        lines.append(f"- {number}: [{title}]({path.name})")
-    return "\n".join(lines)
-
-
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     """Turn links to where pages lie in the repository into links to where they are in the site."""
     uri = page.file.src_uri
     if uri == "public-names.md":
         text = linked_names(text)
-    if uri == "decisions/README.md":
-        text += list_of_decisions()
     source = {page: source for source, page in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
     text = linked(text, source, uri)
     return re.sub(r"```mermaid\n(.*?)```", lambda drawn: picture(drawn[1]), text, flags=re.DOTALL)

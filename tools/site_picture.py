@@ -1,6 +1,6 @@
 """Draws the flowcharts of the pages for the site: no library is fetched for them by a browser.
 
-Of Mermaid's language it reads what tools/draw_rooms.py writes: ``a --> b`` and ``a -.-> b``.
+Of Mermaid's language it reads what tools/write_tour.py writes: ``a --> b`` and ``a -.-> b``.
 """
 
 from __future__ import annotations

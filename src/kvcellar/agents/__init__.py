@@ -1,6 +1,8 @@
-"""Agents that outlive the process: the engine and the store, joined.
+"""Agents that outlive the process: named histories, the engine and the store, joined.
 
-Start in ``manager.py`` for what there is, in ``turn.py`` for what a turn does.
+Imports hosting, the store and dialects; no protocol of a server and no terminal come in.
+
+Start in ``turn.py`` for what a turn does, in ``manager.py`` for what there is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Bookkeeping of cells and tokens: integers, written once, shared by every backend."""
+"""Bookkeeping of cells and tokens: integers, written once, shared by every backend.
+
+Imports types and settings; no bytes, no tensors and no text come in.
+
+Start in ``face.py`` for the verbs, in ``steps.py`` for the life of one forward.
+"""
 
 from kvcellar.bookkeeping.contiguous import OneSequence
 from kvcellar.bookkeeping.drafts import DraftTree

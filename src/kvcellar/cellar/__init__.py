@@ -1,5 +1,7 @@
 """A model, its engine and its store as one object, and agents that speak: the way in from Python.
 
+Imports agents and grammars; nothing of HTTP and no terminal come in.
+
 ``kvcellar.open`` makes a :class:`Cellar`, ``kvcellar.open_async`` its twin for asyncio.
 """
 

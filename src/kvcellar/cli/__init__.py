@@ -1,4 +1,9 @@
-"""The command line. Each command parses, calls the library, and prints."""
+"""The command line: each command parses, calls the library, and prints.
+
+Imports everything below, each command late what it needs; nothing imports this room.
+
+Start in ``program.py``.
+"""
 
 from __future__ import annotations
 

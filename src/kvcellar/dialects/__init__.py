@@ -1,5 +1,7 @@
 """Dialects of models: how an answer marks its reasoning and its calls of tools, and how it is read.
 
+Imports nothing but checks of text; models, engine and agents read answers by it.
+
 Start in ``dialect.py``, which says what a dialect is, then ``formats.py``, which has all of them;
 ``known.py`` finds a model's. ``parser.py`` reads answers, ``lark.py`` holds them, and
 ``messages.py`` makes messages of them.

@@ -1,6 +1,9 @@
 """Runs models over caches: sampling, text, and the loops that turn prompts into answers.
 
-Everything here is NumPy: a runner takes token ids and gives logits, whatever its backend.
+Imports prefixes and the faces of caches, and NumPy: a runner takes token ids and gives logits,
+whatever its backend; no backend's tensors come in.
+
+Start with ``Engine.step`` in ``engine.py``.
 """
 
 from kvcellar.engine.branches import Branch, BranchReport, branch

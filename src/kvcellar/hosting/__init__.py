@@ -1,5 +1,5 @@
 """A model in memory with its engine, within its share of the memory, and prompts for it.
 
-What runs here is a model, whoever talks to it: agents import this room, and it imports the engine,
-the store and the neutral side of models; no agent, no backend and no tensor comes in.
+Imports the engine, the store and the neutral side of models; no agent, no backend and no tensor
+comes in.
 """

@@ -1,5 +1,7 @@
 """The CPU kernel: attention over runs of cells, linear layers, and what lies around them.
 
+Imports NumPy and the compiled module; any backend whose bytes lie in host memory may use it.
+
 It knows addresses and strides, no tensors: any backend whose bytes lie in host memory can use it.
 The compiled part is ``native/``; README.md says which instruction sets it is written for and what
 each of them gains.

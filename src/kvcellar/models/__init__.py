@@ -1,4 +1,9 @@
-"""Checkpoints and what runs them, whatever the runtime: no tensor library is imported here."""
+"""Checkpoints and what runs them, whatever the runtime: files, facts, prompts, sizes.
+
+Imports settings and types; no tensor library is imported here.
+
+Start in ``loading.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Prefix indexes: from token content to cells. One interface, three indexes.
 
+Imports bookkeeping's words; no bytes and no sequences come in.
+
 An index says which cells hold the KV of tokens that were computed before. It refers to cells and
 holds no bytes: the caller retains what ``insert_prefix`` adopted and releases what ``evict`` gave
 up, each once. ``RadixIndex`` is the default, ``HashedIndex`` looks up hash-chained blocks, and

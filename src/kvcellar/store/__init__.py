@@ -1,5 +1,7 @@
 """KV outside of the cache: content-addressed blocks in RAM and on disk, and named histories.
 
+Imports NumPy and files; no tensors and no engine come in.
+
 Knows tokens, NumPy arrays and files; no tensors, no engine.
 """
 

@@ -1,5 +1,7 @@
 """The conformance suite for backends, to be run by pytest, with the extra ``testing``.
 
+Imports the faces of caches; no backend comes in.
+
 ::
 
     from kvcellar.testing import ConformanceSuite, NumpyAdapter

@@ -1,7 +1,9 @@
 """The ExecuTorch backend: programs exported once, run on the CPU with any cache.
 
-Its runtime's tensors lie in host memory and ExecuTorch needs torch anyway, so its caches are those
-of the torch backend. What is its own is how a program meets them: see ``program`` and ``native``.
+Imports the torch backend's caches and networks, since the runtime's tensors lie in host memory;
+nothing else imports this room.
+
+Start in ``program.py`` for what is exported, in ``native/`` for how it meets a cache.
 """
 
 from __future__ import annotations

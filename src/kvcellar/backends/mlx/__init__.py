@@ -1,4 +1,9 @@
-"""The MLX backend: float and quantised pools on Apple silicon's GPU, and on any CPU."""
+"""The MLX backend: float and quantised pools on Apple silicon's GPU, and on any CPU.
+
+Imports MLX and mlx-lm; nothing of torch comes in.
+
+Start in ``caches.py``.
+"""
 
 from __future__ import annotations
 

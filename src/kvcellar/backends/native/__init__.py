@@ -1,4 +1,9 @@
-"""The native backend: NumPy arrays, written and attended by the CPU kernel; no other runtime."""
+"""The native backend: NumPy arrays, written and attended by the CPU kernel.
+
+Imports NumPy and the kernel; no other runtime comes in.
+
+Start in ``loading.py``.
+"""
 
 from kvcellar.backends.native.caches import (
     NativeContiguousCache,

@@ -1,4 +1,9 @@
-"""The NumPy backend: slow, obviously right. What the other backends have to agree with."""
+"""The NumPy backend: slow and obviously right. What the other backends have to agree with.
+
+Imports bookkeeping and NumPy; no kernel and no runtime come in.
+
+Start in ``caches.py``.
+"""
 
 from kvcellar.backends.reference.attend import attend, visible
 from kvcellar.backends.reference.caches import (

@@ -1,4 +1,9 @@
-"""The PyTorch backend: float and quantised pools and attention on CPU and CUDA."""
+"""The PyTorch backend: float and quantised pools and attention, on CPU and CUDA.
+
+Imports torch, transformers and the kernel; no engine and no agent come in.
+
+Start in ``loading.py``.
+"""
 
 from kvcellar.backends.torch.cache.caches import (
     TorchContiguousCache,

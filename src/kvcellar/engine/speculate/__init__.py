@@ -1,5 +1,7 @@
 """Tokens that are guessed and verified: who guesses, and how many guesses pay.
 
+Imports sampling and sequences of the engine; no scheduler and no runtime come in.
+
 Start in ``speculator.py``.
 """
 

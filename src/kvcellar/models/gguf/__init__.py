@@ -1,1 +1,4 @@
-"""GGUF files: what is in them, and what transformers is told of it."""
+"""GGUF files: what is in them, and what transformers is told of it.
+
+Imports the gguf library; no runtime comes in.
+"""

@@ -1,1 +1,6 @@
-"""One module per protocol."""
+"""Routes: one module or room per protocol, each in its protocol's own words.
+
+Imports answers, looks and the entrance; nothing below knows a protocol.
+
+Start in ``openai.py``.
+"""

@@ -1,1 +1,6 @@
-"""GPUs: attention and writes by Triton's kernels, over the cells where they lie."""
+"""GPUs: attention, writes, products and sampling by Triton's kernels, and steps as CUDA graphs.
+
+Imports caches, bound networks and their modules; nothing that reads a checkpoint comes in.
+
+Start in ``choice.py`` for when it is used, in ``launch.py`` for what is launched.
+"""

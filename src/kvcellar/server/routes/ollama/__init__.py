@@ -1,4 +1,7 @@
-"""Ollama's API: models, answers and vectors, but no changes; streams are lines of JSON."""
+"""Ollama's API: models, answers and vectors, but no changes; streams are lines of JSON.
+
+Imports answers and schemas as the other protocols do; no other protocol comes in.
+"""
 
 from fastapi import APIRouter
 
