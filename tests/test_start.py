@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,28 @@ def test_an_installation_is_what_is_required_without_extras(start: Any) -> None:
     sizes = start.installed_bytes()
     assert {"kvcellar", "numpy", "typer"} <= sizes.keys() and all(sizes.values())
     assert not {"pytest", "ray", "mypy"} & sizes.keys()
+
+
+def test_agents_are_listed_by_their_records_alone(tmp_path: Path) -> None:
+    """Neither an engine, nor a host, nor what reads models is imported for a list."""
+    asked = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(len(ours()), *sorted(ours() & heavy), file=sys.stderr))\n"
+        "ours = lambda: {one for one in sys.modules if one.startswith('kvcellar.')}\n"
+        "heavy = {'kvcellar.engine.engine', 'kvcellar.hosting.host', 'kvcellar.models.sizing',\n"
+        "    'kvcellar.agents.manager', 'kvcellar.server.commands.verbs'}\n"
+        "sys.argv = ['kvcellar', 'agents', 'list', '--json']\n"
+        "from kvcellar.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        env={**os.environ, "KVCELLAR_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
+    n_modules, *heavy = done.stderr.split()
+    assert not heavy and int(n_modules) <= 150

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvcellar.agents.external_changes import News, NewsReader
 from kvcellar.agents.leasing import changing
@@ -18,14 +18,16 @@ from kvcellar.agents.records.misses import Miss
 from kvcellar.agents.records.names import is_made_up, model_tag, reference_name, salt_of
 from kvcellar.agents.records.views import AgentInfo, TurnRecord, damaged_info
 from kvcellar.checks import seen
-from kvcellar.engine import Engine
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
 from kvcellar.history import History
 from kvcellar.hosting.conversation import Message
-from kvcellar.hosting.host import ModelHost
-from kvcellar.hosting.models import ModelRegistry
 from kvcellar.space import Space
 from kvcellar.store import Store
+
+if TYPE_CHECKING:
+    from kvcellar.engine import Engine
+    from kvcellar.hosting.host import ModelHost
+    from kvcellar.hosting.models import ModelRegistry
 
 
 class Directory:

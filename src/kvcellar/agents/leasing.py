@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
-from kvcellar.agents.kv.residence import ProgressFn
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
 from kvcellar.errors import AgentHeldError, LeaseHeldError, LeaseLostError, StoreError
 from kvcellar.store import Lease, Leases
+
+if TYPE_CHECKING:
+    from kvcellar.agents.kv.residence import ProgressFn
 
 PATIENCE_S = 10.0
 """How long somebody waits for another process to be done with an agent."""

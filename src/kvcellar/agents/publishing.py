@@ -7,14 +7,16 @@ import contextlib
 import threading
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from kvcellar.agents.kv.residence import save_history
 from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.checking import checked_facts, key_of
 from kvcellar.agents.records.durable import entry_of, stored_state
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
-from kvcellar.hosting.host import ModelHost
 from kvcellar.store import Reference, SaveState, SaveTicket, Store
+
+if TYPE_CHECKING:
+    from kvcellar.hosting.host import ModelHost
 
 REST_EVERY_S = 5.0
 """How long the KV of short turns may wait for the engine to rest."""
@@ -197,6 +199,8 @@ class Publisher:
     def _publish(
         self, host: ModelHost, agent: Agent, is_last_resort: bool, min_new: int = 0
     ) -> SaveTicket | None:
+        from kvcellar.agents.kv.residence import save_history  # needs the engine, as a host does
+
         ticket = save_history(
             host, self.store, agent, is_last_resort=is_last_resort, min_new=min_new
         )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcellar.agents import AgentManager
     from kvcellar.cli.groups import ModelOptions
     from kvcellar.server.commands.verbs import Tell
+    from kvcellar.store import Store, StoreConfig
 
 AgentId = Annotated[str, typer.Argument(metavar="ID", help="The agent's name.")]
 ModelName = Annotated[
@@ -148,9 +149,7 @@ def opened_agents(
 
     hosting = hosting_of(loading or LoadOptions(), memory)
     hosting.kv_dtype_of = kv_dtype_of
-    with _way_out(), place.open(hosting.store) as store:
-        if store.shared is not None:
-            store.shared.pull_all()
+    with _way_out(), _opened_store(place, hosting.store) as store:
         models = ModelRegistry(
             lambda name: open_shown(hosting, name, progress_bar(f"loading {name}")),
             **hosting.registry,
@@ -162,6 +161,36 @@ def opened_agents(
             store.flush()
         finally:
             models.close()
+
+
+def listed_agents(place: StorePlace, *, is_alone: bool) -> list[dict[str, Any]]:
+    """List all agents of a store, as its running server has them, else as their records say.
+
+    Neither models nor an engine are imported for that.
+    """
+    server = running_server(place, is_alone=is_alone)
+    if server is not None:
+        found: list[dict[str, Any]] = server[0].ask("list")
+        return found
+    from kvcellar.agents.directory import Directory
+    from kvcellar.agents.publishing import Publisher
+    from kvcellar.hosting.models import ModelRegistry
+    from kvcellar.store import StoreConfig
+
+    with _opened_store(place, StoreConfig()) as store:
+        directory = Directory(store, ModelRegistry(), Publisher(store))
+        return [info.as_json() for info in directory.parted()]
+
+
+@contextmanager
+def _opened_store(place: StorePlace, config: StoreConfig) -> Iterator[Store]:
+    """Open a store, take in what others share, and print at the end what happened in it."""
+    with place.open(config) as store:
+        if store.shared is not None:
+            store.shared.pull_all()
+        try:
+            yield store
+        finally:
             for event in store.take_events():
                 print_warning(f"{event.subject}: {event.detail}")
 

@@ -16,6 +16,7 @@ from kvcellar.cli.agent_store import (
     AgentId,
     ModelName,
     asked_agents,
+    listed_agents,
     opened_agents,
     parent_of,
     shared_by,
@@ -143,8 +144,7 @@ def list_command(
     store: StorePlace = HOME_STORE, as_json: AsJson = False, alone: options.Alone = False
 ) -> None:
     """List all agents, the one that was used last at the end."""
-    with asked_agents(store, is_alone=alone) as (agents, _):
-        infos = agents.ask("list")
+    infos = listed_agents(store, is_alone=alone)
     if as_json:
         write(json.dumps(infos) + "\n")
         return
@@ -365,13 +365,11 @@ def import_command(
     as_json: AsJson = False,
 ) -> None:
     """Take in an agent from a file; all of it is verified first."""
-    from kvcellar.server.commands.verbs import agent_object
-
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; give one that `kvcellar agents export` wrote")
     with opened_agents(store) as own, progress_bar("verifying") as report:
         info = asyncio.run(own.manager.sleep.import_file(file, new_id, progress=report))
-    show_agent(agent_object(info), as_json)
+    show_agent(info.as_json(), as_json)
 
 
 def delete_command(

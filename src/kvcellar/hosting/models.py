@@ -10,11 +10,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcellar.budget import format_size
 from kvcellar.errors import ConfigError
 from kvcellar.hosting.fair_lock import Gate
-from kvcellar.hosting.host import ModelHost, open_host
+
+if TYPE_CHECKING:
+    from kvcellar.hosting.host import ModelHost
 
 log = logging.getLogger("kvcellar.agents")
 
@@ -36,7 +39,7 @@ class ModelRegistry:
 
     def __init__(
         self,
-        load: Callable[[str], ModelHost] = open_host,
+        load: Callable[[str], ModelHost] | None = None,
         *,
         budget_bytes: int | None = None,
         idle_ttl_s: float | None = None,
@@ -47,7 +50,7 @@ class ModelRegistry:
         """Create a registry that has nothing loaded.
 
         Args:
-            load: from a name to a running host; called in a thread of its own.
+            load: from a name to a running host; called in a thread of its own. None: ``open_host``.
             budget_bytes: what all hosts together may hold; None: no limit.
             idle_ttl_s: seconds without use after which a model goes; None: never.
             size_of: bytes of a model before it is loaded; None: what it had when it was loaded
@@ -58,7 +61,7 @@ class ModelRegistry:
         """
         if idle_ttl_s is not None and not idle_ttl_s > 0:
             raise ConfigError(f"idle_ttl_s must be above 0 seconds, got {idle_ttl_s}")
-        self._load = load
+        self._load = load or _open_host
         self._budget_bytes = budget_bytes
         self._size_of = size_of
         self._split = split
@@ -221,3 +224,10 @@ def model_notes(host: ModelHost) -> tuple[str, ...]:
     if host.template is None or host.template.is_prefix_stable:
         return ()
     return tuple(f"chat template of {host.name!r}: {found}" for found in host.template.findings)
+
+
+def _open_host(name: str) -> ModelHost:
+    """Load a model with all as by default."""
+    from kvcellar.hosting.host import open_host
+
+    return open_host(name)

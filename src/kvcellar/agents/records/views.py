@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kvcellar.agents.records.misses import Miss
 
@@ -102,6 +103,14 @@ class AgentInfo:
     parted_from: str | None = None
     parted_at: int | None = None
     damage: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return an agent as ``--json`` prints it."""
+        value = asdict(self)
+        value["id"] = value.pop("agent_id")
+        miss = self.miss
+        value["miss"] = None if miss is None else miss.as_json() | {"advice": miss.advice}
+        return value
 
 
 def damaged_info(name: str, why: str) -> AgentInfo:

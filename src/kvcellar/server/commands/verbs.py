@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvcellar.agents import AgentInfo, AgentManager, ModelHost, Turn, TurnEnd
+from kvcellar.agents import AgentManager, ModelHost, Turn, TurnEnd
 from kvcellar.agents.text.reading import conversation_apart, reading_of
 from kvcellar.engine import (
     DEFAULTABLE,
@@ -51,7 +51,7 @@ async def list_(agents: AgentManager, tell: Tell) -> list[dict[str, Any]]:
     """List all agents, the one that was used last at the end."""
     await agents.directory.refresh()
     infos = await asyncio.to_thread(agents.directory.parted)
-    return [agent_object(info) for info in infos]
+    return [info.as_json() for info in infos]
 
 
 async def show(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ async def show(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[str, 
     agent = agents.directory.agent(agent_id)
     host = agents.directory.host_of(agent)
     messages = await asyncio.to_thread(conversation_apart, agent, host)
-    return agent_object(info) | {"messages": messages}
+    return info.as_json() | {"messages": messages}
 
 
 async def why(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ async def create(
 ) -> dict[str, Any]:
     """Make an agent; of the default model where none is named."""
     info = await agents.lifecycle.create(agent_id, model=model, system=system)
-    return agent_object(info)
+    return info.as_json()
 
 
 async def ensure(
@@ -109,7 +109,7 @@ async def fork(
 ) -> dict[str, Any]:
     """Make an agent that shares the beginning of another."""
     info = await agents.lifecycle.fork(agent_id, new_id, position=position, turn=turn)
-    return agent_object(info)
+    return info.as_json()
 
 
 async def rewind(
@@ -118,12 +118,12 @@ async def rewind(
     """Go back to a place in the history; without one, to before the last turn."""
     if position is None and turn is None:
         turn = -1
-    return agent_object(await agents.lifecycle.rewind(agent_id, position=position, turn=turn))
+    return (await agents.lifecycle.rewind(agent_id, position=position, turn=turn)).as_json()
 
 
 async def rename(agents: AgentManager, tell: Tell, *, agent_id: str, title: str) -> dict[str, Any]:
     """Give an agent another title."""
-    return agent_object(await agents.lifecycle.rename(agent_id, title))
+    return (await agents.lifecycle.rename(agent_id, title)).as_json()
 
 
 async def keep(agents: AgentManager, tell: Tell, *, agent_id: str) -> list[str]:
@@ -133,7 +133,7 @@ async def keep(agents: AgentManager, tell: Tell, *, agent_id: str) -> list[str]:
 
 async def pause(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[str, Any]:
     """Have all of an agent on disk and none of it in memory."""
-    return agent_object(await agents.sleep.pause(agent_id, progress=reporter(tell)))
+    return (await agents.sleep.pause(agent_id, progress=reporter(tell))).as_json()
 
 
 async def resume(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ async def resume(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[str
         "restored_from": dict(back.tiers),
         "restore_s": back.load_s,
     }
-    return {"agent": agent_object(info) | restored, "trouble": back.trouble}
+    return {"agent": info.as_json() | restored, "trouble": back.trouble}
 
 
 async def delete(agents: AgentManager, tell: Tell, *, agent_id: str, is_final: bool) -> None:
@@ -155,7 +155,7 @@ async def delete(agents: AgentManager, tell: Tell, *, agent_id: str, is_final: b
 
 async def undo(agents: AgentManager, tell: Tell, *, agent_id: str) -> list[dict[str, Any]]:
     """Bring back what was dropped of an agent last."""
-    return [agent_object(info) for info in await agents.dropped.undo(agent_id)]
+    return [info.as_json() for info in await agents.dropped.undo(agent_id)]
 
 
 async def dropped(agents: AgentManager, tell: Tell) -> list[dict[str, Any]]:
@@ -335,16 +335,6 @@ def params_of(sampling: Mapping[str, Any]) -> SamplingParams:
         for name, value in sampling["named"].items()
     }
     return SamplingParams(**{**sampling["usual"], **named}, unset=DEFAULTABLE - named.keys())
-
-
-def agent_object(info: AgentInfo) -> dict[str, Any]:
-    """Return an agent as ``--json`` prints it."""
-    value = asdict(info)
-    value["id"] = value.pop("agent_id")
-    value["miss"] = (
-        None if info.miss is None else info.miss.as_json() | {"advice": info.miss.advice}
-    )
-    return value
 
 
 def _tell_all(tell: Tell, pieces: Sequence[dict[str, str]]) -> None:
