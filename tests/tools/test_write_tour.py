@@ -1,4 +1,4 @@
-"""The tour and the list of decisions are written from the code; a room without a line is refused."""
+"""The tour and the list of decisions are written from the code; rooms without a line are refused."""
 
 from __future__ import annotations
 
