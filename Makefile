@@ -13,7 +13,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER := ccache
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: help demo serve test card night quick check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel wheels smoke tag clean
+.PHONY: help demo serve test card night quick changed check lint format types imports docs site kernel-check kernel-check-arm clients lm-eval bench wheel wheels smoke tag clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -54,6 +54,10 @@ quick: $(VENV)/.dev ## Lint, and the tests that matter most: no kernel, no runti
 	@$(MAKE) --no-print-directory lint imports
 	HYPOTHESIS_PROFILE=quick $(PYTEST) $(QUICK) -k "not no_sequence_of_verbs and not runTest" \
 		-m "not slow and not kernel and not mlx and not executorch and not browser"
+
+BASE ?= main
+changed: $(VENV)/.dev ## The tests that the changes since BASE=main need: those of their tiers, or all where the core changed
+	$(PYTEST) --changed $(BASE)
 
 check: lint types imports docs site ## What needs no test run
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from kvcellar.home import default_home
 from tests.proved import note_passed, skip_if_proved
+from tests.tiers import changed_files, needed, tiers_of_test
 
 settings.register_profile(
     "local",
@@ -35,8 +36,6 @@ settings.register_profile("night", settings.get_profile("local"), max_examples=2
 settings.register_profile("thorough", settings.get_profile("local"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
 
-RUNTIMES = ("kernel", "mlx", "executorch")
-
 MEMORY = Path("/dev/shm")
 """A folder in memory, on Linux: stores synchronise every write, which takes long on a disk."""
 
@@ -45,8 +44,13 @@ ROOM_BYTES = 4 << 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let all models of a run be on a card; see ``tests/card.py``."""
+    """Let all models be on a card (``tests/card.py``), and a change choose its tests."""
     parser.addoption("--card", action="store_true", help="run models on a card, or a stand-in")
+    parser.addoption(
+        "--changed",
+        metavar="REV",
+        help="run what the changes since a revision need (tests/tiers.py)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,11 +87,32 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test with each runtime that its file, class, name or parameters name."""
-    words = item.nodeid.lower()
-    for runtime in RUNTIMES:
-        if runtime in words:
-            item.add_marker(runtime)
+    """Mark a test with the tiers that it belongs to, and with ``kernel`` where it names that."""
+    for tier in tiers_of_test(item.nodeid):
+        item.add_marker(tier)
+    if "kernel" in item.nodeid.lower():
+        item.add_marker("kernel")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, with ``--changed``, the tests that no change needs."""
+    base = config.getoption("changed")
+    tiers = needed(changed_files(base)) if base else None
+    if tiers is None:
+        return
+    left_out = [item for item in items if not any(map(item.get_closest_marker, tiers))]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say, with ``--changed``, whose tests are run."""
+    base = config.getoption("changed")
+    if not base:
+        return None
+    tiers = needed(changed_files(base))
+    whose = "all" if tiers is None else ", ".join(sorted(tiers)) or "none: nothing has changed"
+    return f"tests that the changes since {base} need: {whose}"
 
 
 @pytest.hookimpl(tryfirst=True)

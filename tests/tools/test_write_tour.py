@@ -1,4 +1,4 @@
-"""The tour and the list of decisions are written from the code; rooms without a line are refused."""
+"""The tour and the list of decisions are written from the code; what lacks its line is refused."""
 
 from __future__ import annotations
 
