@@ -85,6 +85,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_http_docs.py --check
 	$(BIN)/python tools/write_tour.py --check
 	$(BIN)/python tools/write_kernel_stub.py --check
+	$(BIN)/python tools/write_sync_cellar.py --check
 
 site: $(VENV)/.dev ## The manual as a site, in build/site: links and anchors checked, nothing fetched
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

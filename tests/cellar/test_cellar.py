@@ -50,7 +50,7 @@ def test_an_agent_that_another_process_is_using_goes_on_as_a_branch_of_it(cellar
     monkeypatch.setattr(leasing, "PATIENCE_S", 0.0)
     agent = cellar.agent("shared")
     agent.say("import os", **GREEDY)
-    manager = cellar._cellar.manager
+    manager = cellar._behind.manager
     lease = manager.store.leases.take(manager.directory.agent("shared").name)
     answer = agent.say("import sys", **GREEDY)
     manager.store.leases.release(lease)

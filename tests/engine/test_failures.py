@@ -419,8 +419,8 @@ def test_every_thread_of_ours_is_known_to_a_test_of_its_failure():
         "kvcellar-render": "models/rendering.py",  # tests/server/test_templates.py
         "kvcellar-shared-push": "store/shared/pusher.py",  # tests/store/shared/test_tier.py
         "kvcellar-models": "hosting/models.py",  # tests/agents/test_failures.py
-        "kvcellar-cellar": "cellar/sync.py",  # tests/cellar/test_cellar.py
-        "kvcellar-close": "cellar/sync.py",  # ends with what it closes
+        "kvcellar-cellar": "cellar/waiting.py",  # tests/cellar/test_cellar.py
+        "kvcellar-close": "cellar/waiting.py",  # ends with what it closes
         "progress": "cli/terminal.py",  # tests/cli/test_terminal.py
     }
 

@@ -165,7 +165,7 @@ class AsyncCellar:
         """Take in an agent from a file that ``export`` wrote; all of it is verified first.
 
         Raises:
-            AgentError, StoreError: as ``Sleep.import_file``; nothing was changed.
+            AgentError, StoreError: the file is damaged, or the name is taken; nothing was changed.
         """
         info = await self.manager.sleep.import_file(Path(file).expanduser(), name)
         return AsyncAgent(self, info.agent_id)
