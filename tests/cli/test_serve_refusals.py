@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcellar.cli import app, serve
+from kvcellar.cli import app, offering
 from kvcellar.cli.options import read_adapters
 from kvcellar.errors import ConfigError
 from kvcellar.hosting import loader
@@ -190,18 +190,18 @@ def test_bodies_take_a_small_part_of_the_memory(tmp_path, monkeypatch, arguments
 )
 def test_devices_are_those_of_models_that_are_offered(device, said):
     with pytest.raises(ConfigError, match=said):
-        serve.devices_of(device, {"small": "/a", "other": "/b"}, None)
+        offering.devices_of(device, {"small": "/a", "other": "/b"}, None)
 
 
 def test_each_model_runs_where_it_was_put_and_memory_is_of_one_device():
     offered = {"small": "/a", "large": "/b", "third": "/c"}
-    device, devices = serve.devices_of("small=cuda:0,large=cuda:1", offered, None)
+    device, devices = offering.devices_of("small=cuda:0,large=cuda:1", offered, None)
     assert device is None and devices == {"/a": "cuda:0", "/b": "cuda:1"}
     made = loader.Hosting(LoadOptions("demo"), devices=devices)
     assert [made.options_of(path).device for path in offered.values()] == ["cuda:0", "cuda:1", None]
-    assert serve.devices_of("cuda:1", offered, "8GB") == ("cuda:1", {})
+    assert offering.devices_of("cuda:1", offered, "8GB") == ("cuda:1", {})
     with pytest.raises(ConfigError, match="--memory bounds one device"):
-        serve.devices_of("small=cuda:0", offered, "8GB")
+        offering.devices_of("small=cuda:0", offered, "8GB")
 
 
 def test_a_path_that_is_there_is_one_whatever_equals_signs_it_has(tmp_path, monkeypatch):
@@ -209,16 +209,18 @@ def test_a_path_that_is_there_is_one_whatever_equals_signs_it_has(tmp_path, monk
     folder.mkdir()
     (tmp_path / "x=y.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    assert serve.offered_models(["a=b=c"]) == {"a=b=c": str(folder)}
-    assert serve.offered_models([f"{folder}/"]) == {"a=b=c": str(folder)}
-    assert serve.offered_models([f"small={folder}"]) == {"small": str(folder)}
-    assert serve.offered_models(["small=a=b=c"]) == {"small": str(folder)}
-    assert serve.offered_models(["x=y.gguf"]) == {"x=y.gguf": "x=y.gguf"}
-    assert serve.offered_models(["./gone=1/m"]) == {"./gone=1/m": "./gone=1/m"}, "not there, a path"
-    assert serve.offered_models(["Qwen/Q=a=b=c"]) == {"Qwen/Q": str(folder)}, "a client's name"
+    assert offering.offered_models(["a=b=c"]) == {"a=b=c": str(folder)}
+    assert offering.offered_models([f"{folder}/"]) == {"a=b=c": str(folder)}
+    assert offering.offered_models([f"small={folder}"]) == {"small": str(folder)}
+    assert offering.offered_models(["small=a=b=c"]) == {"small": str(folder)}
+    assert offering.offered_models(["x=y.gguf"]) == {"x=y.gguf": "x=y.gguf"}
+    assert offering.offered_models(["./gone=1/m"]) == {"./gone=1/m": "./gone=1/m"}, (
+        "not there, a path"
+    )
+    assert offering.offered_models(["Qwen/Q=a=b=c"]) == {"Qwen/Q": str(folder)}, "a client's name"
     assert read_adapters(["a=b=c"]) == {"a=b=c": str(folder)}
     assert read_adapters(["tone=a=b=c"]) == {"tone": str(folder)}
-    assert serve.devices_of("a=b=c=cuda:1", {"a=b=c": str(folder)}, None) == (
+    assert offering.devices_of("a=b=c=cuda:1", {"a=b=c": str(folder)}, None) == (
         None,
         {str(folder): "cuda:1"},
     )

@@ -14,7 +14,7 @@ def add_command(app: typer.Typer, name: str, command: Callable[..., None], *show
     """Add a function as a command that takes one by one what the function takes in groups.
 
     A parameter whose type is a dataclass is a group of options: each field is one, annotated as
-    typer wants it, and stands where the group does.
+    typer wants it, or a group in its turn, and stands where the group does.
 
     Args:
         app: where it is added.
@@ -61,7 +61,7 @@ def _spelt_out(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**given: Any) -> None:
         for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            given[name] = _filled(kind, given)
         command(**given)
 
     parameters = [
@@ -78,12 +78,26 @@ def _spelt_out(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _filled(group: Any, given: dict[str, Any]) -> Any:
+    """Make a group of the options that were given, and take them out of these."""
+    hints = get_type_hints(group, include_extras=True)
+    values = {}
+    for field in fields(group):
+        kind = hints[field.name]
+        values[field.name] = _filled(kind, given) if is_dataclass(kind) else given.pop(field.name)
+    return group(**values)
+
+
 def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
-    """Yield a parameter for each field of a group."""
+    """Yield a parameter for each option of a group."""
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield _parameter(field.name, hints[field.name], default)
+        kind = hints[field.name]
+        if is_dataclass(kind):
+            yield from _parameters_of(kind)
+        else:
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            yield _parameter(field.name, kind, default)
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:

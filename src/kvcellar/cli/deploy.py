@@ -13,30 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli import options
 from kvcellar.cli.commands import add_command, option
-from kvcellar.cli.groups import CacheOptions
-from kvcellar.cli.serve import (
-    adapters_of,
-    check_models,
-    devices_of,
-    hosting_for,
-    offered_models,
-    with_adapters,
-)
-from kvcellar.cli.serving import (
-    AnyModel,
-    DialectName,
-    EngineOptions,
-    IdleUnload,
-    LimitOptions,
-    Models,
-    PlaceOptions,
-    Rules,
-    TrustOptions,
-    server_config,
-)
-from kvcellar.cli.store import HOME_STORE, StorePlace
+from kvcellar.cli.offering import ServedOptions
 from kvcellar.cli.terminal import print_note, write
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.installed import pip_command
@@ -120,20 +98,9 @@ def register(app: typer.Typer) -> None:
 
 def deploy_command(
     context: typer.Context,
-    models: Models = None,
     *,
     scale: ScaleOptions,
-    place: PlaceOptions,
-    store: StorePlace = HOME_STORE,
-    any_model: AnyModel = False,
-    rule: Rules = None,
-    dialect: DialectName = None,
-    trust: TrustOptions,
-    limits: LimitOptions,
-    engine: EngineOptions,
-    loading: CacheOptions,
-    speculate: options.Speculate = None,
-    idle_unload: IdleUnload = None,
+    served: ServedOptions,
 ) -> None:
     """Serve models and agents from several replicas at one address, under Ray Serve.
 
@@ -144,25 +111,8 @@ def deploy_command(
     """
     _check_installed(is_alone=scale.address is None)
     least, most = scale.counts()
-    offered = offered_models(models or ["demo"])
-    adapters = adapters_of(loading.adapter, offered)
-    device, devices = devices_of(loading.device, offered, loading.memory)
-    hosting = hosting_for(
-        replace(loading, device=device), engine.config(), speculate, adapters, beside_bytes=0
-    )
-    hosting.devices = devices
-    config = server_config(
-        context,
-        place,
-        trust,
-        limits,
-        plan=hosting.plan,
-        takes_any_model=any_model,
-        rules=rule or [],
-        dialect=dialect,
-    )
-    check_models(hosting, loading.backend, offered.values())
-    place.warn(config)
+    offer = served.offer(context)
+    config = offer.config
     from kvcellar.deploy.application import Deployment
     from kvcellar.deploy.replica import ReplicaSpec
     from kvcellar.deploy.routing import RoutingPolicy
@@ -171,10 +121,10 @@ def deploy_command(
     if scale.address is None:
         with contextlib.closing(listen(config.host, config.port)) as listener:
             config = replace(config, port=listener.getsockname()[1])
-    names = with_adapters(offered, adapters)
-    folder = store.path.absolute()
-    spec = ReplicaSpec(config, hosting, names, folder, store.shared, idle_unload)
-    policy = RoutingPolicy(busy_at=engine.parallel)
+    folder = served.store.path.absolute()
+    shared = served.store.shared
+    spec = ReplicaSpec(config, offer.hosting, offer.names, folder, shared, served.idle_unload)
+    policy = RoutingPolicy(busy_at=served.engine.parallel)
     plan = Deployment(
         spec, least, most, scale.gateways, scale.cpus, scale.gpus, scale.prefill, policy
     )
