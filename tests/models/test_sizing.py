@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvcellar.backends.torch.learn.probe import learn_facts
+from kvcellar.backends.torch.load import counting
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.loading import load_model
@@ -17,7 +18,7 @@ from kvcellar.models.sizing import size_model
 from kvcellar.models.spec_file import SPEC_FIELDS, spec_from_file
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import LayerGroup, ModelCacheParams
-from tests.models.tiny_checkpoints import FAMILIES
+from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint
 
 CONFIGS = Path(__file__).parent / "configs"
 """config.json of four models as they are published, under the models' names."""
@@ -415,3 +416,23 @@ def test_the_page_about_spec_files_has_every_field_and_an_example_that_works(tmp
                 spec_from_file(spec_file(tmp_path, part))
         elif name[0] in example:
             spec_from_file(spec_file(tmp_path, part))
+
+
+def test_a_model_that_is_sized_again_is_counted_once_until_one_of_its_files_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = make_checkpoint("llama", tmp_path / "llama")
+    made = []
+    real = counting.empty_networks
+    monkeypatch.setattr(
+        counting, "empty_networks", lambda *args, **more: made.append(1) or real(*args, **more)
+    )
+    first = size_model(folder, weights="none")
+    assert size_model(folder, weights="none", kv_dtype="int8").n_parameters == first.n_parameters
+    assert size_model(folder, weights="none") == first
+    assert len(made) == 1
+    config = folder / "config.json"
+    raw = json.loads(config.read_text())
+    config.write_text(json.dumps(raw | {"num_hidden_layers": raw["num_hidden_layers"] - 1}))
+    assert size_model(folder, weights="none").params.n_layers == first.params.n_layers - 1
+    assert len(made) == 2

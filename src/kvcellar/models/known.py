@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +87,15 @@ def keep(path: Path, value: Any) -> None:
             staged.replace(path)
         finally:
             staged.unlink(missing_ok=True)
+
+
+def stamps_of(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield name, size and time of a config or a GGUF file, and of what belongs to it."""
+    patterns = ["*.json", "*.safetensors"] if path.name == "config.json" else []
+    if path.suffix == ".gguf":
+        patterns = ["*.gguf"]  # it may be one of several parts
+    beside = sorted(file for pattern in patterns for file in path.parent.glob(pattern))
+    for file in beside or [path]:
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+            yield str(file), stat.st_size, stat.st_mtime_ns

@@ -13,7 +13,6 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -21,7 +20,7 @@ import xxhash
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
 from kvcellar.models.facts import VERSION
-from kvcellar.models.known import keep, read_kept
+from kvcellar.models.known import keep, read_kept, stamps_of
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.sizing import find_config, size_model
 from kvcellar.spec import ModelCacheSpec
@@ -55,7 +54,7 @@ def _digest(options: LoadOptions, kernel: str) -> str:
     """Return a digest of all that the costs of a model depend on."""
     asked = [str(options.model), options.backend, *map(str, (options.dtype, options.weights))]
     here = [platform.machine(), kernel, str(options.device)]
-    text = json.dumps([asked, here, *_versions(), *_files(find_config(options.model))])
+    text = json.dumps([asked, here, *_versions(), *stamps_of(find_config(options.model))])
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -65,18 +64,6 @@ def _versions() -> Iterator[str]:
     for package in _BY:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield f"{package} {importlib.metadata.version(package)}"
-
-
-def _files(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield name, size and time of a config or a GGUF file, and of what belongs to it."""
-    patterns = ["*.json", "*.safetensors"] if path.name == "config.json" else []
-    if path.suffix == ".gguf":
-        patterns = ["*.gguf"]  # it may be one of several parts
-    beside = sorted(file for pattern in patterns for file in path.parent.glob(pattern))
-    for file in beside or [path]:
-        with contextlib.suppress(OSError):
-            stat = file.stat()
-            yield str(file), stat.st_size, stat.st_mtime_ns
 
 
 def _from_json(value: Any) -> ModelCacheSpec:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +54,7 @@ from kvcellar.models.formats import GROUPED, format_of
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
-from kvcellar.models.known import facts_of, known_path, renew_facts
+from kvcellar.models.known import facts_of, known_path, renew_facts, stamps_of
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.plan import keep_plan
@@ -395,8 +398,7 @@ def _read_raw(folder: Path) -> dict[str, Any]:
     raw = read_config(folder)
     format_of(raw, folder)
     if folder.is_file():
-        with quiet(lambda part: None):
-            makers_of(read_gguf(folder), empty_network(raw), torch.float32)
+        _check_gguf(_Stored.of(raw, folder))
     return raw
 
 
@@ -478,8 +480,43 @@ def count_parameters(
     Raises:
         ModelError: the config's fields do not make a model.
     """
-    counted = _count(raw, model_facts(raw), file)
-    return counted.sizes, counted.matrices
+    return _counted(_Stored.of(raw, file))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A checkpoint, equal to another by its config and the state of its files."""
+
+    key: tuple[object, ...]
+    raw: Mapping[str, Any] = field(compare=False)
+    file: Path | None = field(compare=False)
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], file: Path | None) -> _Stored:
+        """Look at a checkpoint's config and files, of which there may be none here."""
+        stamps: tuple[object, ...] = ()
+        if file is not None:
+            stamps = tuple(stamps_of(file if file.is_file() else file / "config.json"))
+        key = json.dumps(raw, sort_keys=True, default=str), stamps, reads_weights()
+        return cls(key, raw, file)
+
+
+@functools.lru_cache(maxsize=16)  # to size a model within a budget takes its counts several times
+def _counted(stored: _Stored) -> tuple[Mapping[str, int], Mapping[str, Matrix]]:
+    counted = _count(stored.raw, model_facts(stored.raw), stored.file)
+    return MappingProxyType(dict(counted.sizes)), MappingProxyType(dict(counted.matrices))
+
+
+@functools.lru_cache(maxsize=16)
+def _check_gguf(stored: _Stored) -> None:
+    """Hold what a GGUF file says of its model against its tensors.
+
+    Raises:
+        ModelError: they contradict each other.
+    """
+    assert stored.file is not None
+    with quiet(lambda part: None):
+        makers_of(read_gguf(stored.file), empty_network(stored.raw), torch.float32)
 
 
 def _count(raw: Mapping[str, Any], facts: ModelFacts, file: Path | None) -> Counted:
