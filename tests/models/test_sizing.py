@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvcellar.backends.torch import loading
 from kvcellar.backends.torch.learn.probe import learn_facts
 from kvcellar.backends.torch.load import counting
 from kvcellar.errors import ConfigError, ModelError
@@ -422,6 +423,7 @@ def test_a_model_that_is_sized_again_is_counted_once_until_one_of_its_files_chan
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = make_checkpoint("llama", tmp_path / "llama")
+    loading._counted.cache_clear()  # another test may have counted a model of the same config
     made = []
     real = counting.empty_networks
     monkeypatch.setattr(
