@@ -235,21 +235,12 @@ def layers_of_steps() -> None:
         prepared = steps.prepare(0, 0, no_tokens(), group, pool, q)
         rest = side, side, 1.0, torch.float32, None, None
         assert steps.run(0, prepared, pool, q, *rest).shape == (1, 2, 0, 16)
-        planned = recording.PlannedForward(Known(session.cache, steps), [prepared], ())
+        session.cache.on_gpu = steps
+        planned = recording.PlannedForward(session.cache, [prepared], ())
         found = planned.update_and_attend(q, side, side, WHOLE, 0, 1.0, torch.float32)
         assert found.shape == (1, 2, 0, 16)
         planned.check()
         assert (pool.placed().k[0] == 3).all()
-
-
-class Known:
-    """A cache whose layers have run on a card."""
-
-    def __init__(self, cache: Any, on_gpu: GpuSteps) -> None:
-        self._cache, self.on_gpu = cache, on_gpu
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
 
 
 @case()

@@ -12,8 +12,7 @@ from kvcellar.backends.executorch import native
 from kvcellar.backends.torch.cache.forward import (
     GroupStep,
     can_plan,
-    finish_forward,
-    plan_forward,
+    compiled_steps,
     pools_of,
 )
 from kvcellar.errors import ShapeError
@@ -71,7 +70,7 @@ class Forwards:
             StepError, PositionError, CacheFullError: from the cache; nothing was written.
         """
         self.finish()
-        self._steps = plan_forward(self._cache, n_tokens, positions)
+        self._steps = compiled_steps(self._cache, n_tokens, positions)
         layers = self._layers
         pools = pools_of(self._cache)
         for index, (pool, exact) in enumerate(pools):
@@ -89,7 +88,7 @@ class Forwards:
         """Count the forward's tokens where every layer has run."""
         if self._steps and not self._layers["is_ready"].any():
             self._steps = []
-            finish_forward(self._cache)
+            self._cache.steps.wrote_all()
 
     def forget(self) -> None:
         """Forget the plans of a forward that failed."""

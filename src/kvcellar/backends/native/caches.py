@@ -138,10 +138,10 @@ class NativeCache(RowMoves):
         """True if K is stored rotated, so that queries and keys are rotated before attention."""
         return self._is_rotated
 
-    def plan_forward(
+    def compiled_steps(
         self, n_tokens: int, positions: IntArray
     ) -> list[tuple[attend.Plan, attend.Pool, attend.Plan | None, attend.Pool | None, float]]:
-        """Plan a forward of all layers, for the kernel's call that runs them.
+        """Compile the plans of all layers, for the kernel's call that runs them.
 
         Args:
             n_tokens: tokens of the flat batch.
@@ -149,30 +149,24 @@ class NativeCache(RowMoves):
 
         Returns:
             For each layer its plan and pool, those of exact cells or None twice, and the cap on
-            logits. The step is open: ``finish_forward`` when all layers have written, else
+            logits. The step is open: ``steps.wrote_all`` when all layers have written, else
             ``cancel_step``.
 
         Raises:
-            StepError, PositionError, CacheFullError: nothing was written.
+            StepError, PositionError, CacheFullError: as ``Steps.plan_all``; nothing was written.
         """
-        found = []
+        plans, found = self.steps.plan_all(n_tokens, positions), []
         for layer, rows in enumerate(self.pools.of_layer):
             index, slot = self.steps.group_of(layer), self._slots[layer]
             known = self._prepared[slot]
-            if known is None or not self.steps.take_plan(layer, known.plan):
-                plan = self.steps.plan(layer, n_tokens, None if layer else positions)
-                known = self._prepared[slot] = self._compile(layer, index, plan, ())
+            if known is None or known.plan is not plans[index]:
+                known = self._prepared[slot] = self._compile(layer, index, plans[index], ())
             rows.ensure(known.plan.n_cells)
             exact = None if rows.exact is None or known.to_exact is None else rows.exact
             beside = None if exact is None else exact.for_kernel(0)
             softcap = self.pools.groups[index].softcap or 0.0
             found.append((known.compiled, rows.for_kernel(), known.to_exact, beside, softcap))
         return found
-
-    def finish_forward(self) -> None:
-        """Count the step's tokens, in a forward whose layers have all written."""
-        for layer in range(self.steps.n_layers):
-            self.steps.wrote(layer)
 
     def _prepare(
         self,

@@ -125,7 +125,7 @@ class NativeDecoder:
             StepError, PositionError, CacheFullError: as ``plan``; nothing was written.
         """
         n_tokens = len(ids)
-        steps = cache.plan_forward(n_tokens, positions)
+        steps = cache.compiled_steps(n_tokens, positions)
         decoder = self._embedded(ids)
         cos, sin = self._rotations.of(positions)
         logits = np.empty((len(rows), self.vocab_size), np.float32)
@@ -143,5 +143,5 @@ class NativeDecoder:
             list(feature_layers),
             features.ctypes.data,
         )
-        cache.finish_forward()
+        cache.steps.wrote_all()
         return logits, features

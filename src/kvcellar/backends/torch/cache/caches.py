@@ -135,15 +135,11 @@ class TorchCache(RowMoves, StateKeeper):
         """Store K and V and attend; see :func:`kvcellar.op.eager_update_and_attend`."""
         index = self.steps.group_of(layer_id)
         group = self.steps.groups[index]
-        if self.is_rotated:
-            q, k = rotate_queries(q.float(), k.shape[-1]), rotate(k.float())
+        q, k = self.as_stored(q, k)
         prepared = self._prepare(layer_id, index, position, k, v, q)
         pool = self.pools.of_layer[layer_id]
         if prepared.on_gpu is not None:
-            q = q.to(v.dtype)
-            out = self._gpu_steps().run(
-                layer_id, prepared.on_gpu, pool, q, k, v, scale, out_dtype, group.softcap, sinks
-            )
+            out = self.launch(layer_id, prepared.on_gpu, q, k, v, scale, out_dtype, sinks)
             self.steps.wrote(layer_id)
             return out
         if prepared.by_kernel is not None:
@@ -154,6 +150,34 @@ class TorchCache(RowMoves, StateKeeper):
                 return one if one.dtype == out_dtype else one.to(out_dtype)
         segments = self._store(layer_id, pool, prepared, k, v)
         return attend(q, segments, scale, out_dtype, softcap=group.softcap, sinks=sinks)
+
+    def as_stored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and K as the pools store K: rotated where they do."""
+        if self.is_rotated:
+            return rotate_queries(q.float(), k.shape[-1]), rotate(k.float())
+        return q, k
+
+    def launch(
+        self,
+        layer: int,
+        planned: GroupPlan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        out_dtype: torch.dtype,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Launch a layer's writes and attention on a GPU; the bookkeeping is not told.
+
+        Arguments as of ``update_and_attend``, with q and k as ``as_stored`` gives them, and
+        ``planned``, the plan of the layer's group on the device.
+        """
+        softcap = self.steps.groups[self.steps.group_of(layer)].softcap
+        pool, q = self.pools.of_layer[layer], q.to(v.dtype)
+        return self._gpu_steps().run(
+            layer, planned, pool, q, k, v, scale, out_dtype, softcap, sinks
+        )
 
     def update_and_fetch(
         self, layer: int, position: Tensor | Sequence[int] | None, k: Tensor, v: Tensor

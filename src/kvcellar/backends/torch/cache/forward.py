@@ -58,10 +58,10 @@ def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> TypeGuard[Torch
     return bool(plans) and not any(kernel.is_long(read, most) for p in plans for read in p.reads)
 
 
-def plan_forward(
+def compiled_steps(
     cache: TorchCache, n_tokens: int, positions: Sequence[int] | IntArray | None
 ) -> list[GroupStep]:
-    """Ask for the plans of all layers and have their pools hold what is written.
+    """Compile the plans of all layers, and have their pools hold what is written.
 
     Args:
         cache: one that ``can_plan``.
@@ -69,30 +69,16 @@ def plan_forward(
         positions: one per token; None where the step was begun with them.
 
     Returns:
-        One per layer group. The step is open: ``finish_forward`` when all layers have written, else
-        ``cancel_step``.
+        One per layer group. The step is open: ``steps.wrote_all`` when all layers have written,
+        else ``cancel_step``.
 
     Raises:
-        StepError, PositionError, CacheFullError: as ``plan``; nothing was written.
+        StepError, PositionError, CacheFullError: as ``Steps.plan_all``; nothing was written.
     """
-    plans: list[StepPlan | None] = [None] * len(cache.pools.groups)
+    plans = cache.steps.plan_all(n_tokens, positions)
     for layer, pool in enumerate(cache.pools.of_layer):
-        group = cache.steps.group_of(layer)
-        known = plans[group]
-        if known is None or not cache.steps.take_plan(layer, known):
-            known = plans[group] = cache.steps.plan(layer, n_tokens, None if layer else positions)
-        pool.ensure(known.n_cells, _CPU)
-    return [
-        _compiled(plan, exact)
-        for plan, exact in zip(plans, cache.pools.exact, strict=True)
-        if plan is not None
-    ]
-
-
-def finish_forward(cache: TorchCache) -> None:
-    """Count the step's tokens, in a forward whose layers have all written."""
-    for layer in range(cache.steps.n_layers):
-        cache.steps.wrote(layer)
+        pool.ensure(plans[cache.steps.group_of(layer)].n_cells, _CPU)
+    return [_compiled(plan, exact) for plan, exact in zip(plans, cache.pools.exact, strict=True)]
 
 
 def pools_of(cache: TorchCache) -> list[tuple[attend.Pool, attend.Pool | None]]:

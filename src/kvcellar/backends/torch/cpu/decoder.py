@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.bind.positions import RopeLength
-from kvcellar.backends.torch.cache.forward import can_run, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.cache.forward import can_run, compiled_steps, pools_of
 from kvcellar.backends.torch.cache.kernel import address_of
 from kvcellar.backends.torch.cpu.blocks import BlockLinear
 from kvcellar.backends.torch.cpu.find.finding import PartFinder
@@ -185,7 +185,7 @@ class KernelDecoder:
         n_tokens, n_rows, n_features = len(ids), len(rows), len(feature_layers)
         if n_tokens > self.few or not can_run(cache, n_tokens, self._dtype):
             return None
-        steps = plan_forward(cache, n_tokens, positions)
+        steps = compiled_steps(cache, n_tokens, positions)
         caps = [group.softcap or 0.0 for group in cache.pools.groups]
         calls = []
         for layer, (pool, exact) in enumerate(pools_of(cache)):
@@ -210,7 +210,7 @@ class KernelDecoder:
             feature_layers,
             features.ctypes.data,
         )
-        finish_forward(cache)
+        cache.steps.wrote_all()
         return logits, features
 
 

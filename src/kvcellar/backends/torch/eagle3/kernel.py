@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.cache.caches import TorchCache
-from kvcellar.backends.torch.cache.forward import can_plan, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.cache.forward import can_plan, compiled_steps, pools_of
 from kvcellar.backends.torch.cache.kernel import address_of
 from kvcellar.backends.torch.cpu.linears import pack
 from kvcellar.backends.torch.eagle3.weights import Eagle3Weights
@@ -94,7 +94,7 @@ class Eagle3Kernel:
         Raises:
             StepError, PositionError: as ``plan``; the step stays open.
         """
-        (step,) = plan_forward(cache, len(tokens), positions)
+        (step,) = compiled_steps(cache, len(tokens), positions)
         ((pool, exact),) = pools_of(cache)
         rope = self._head.rope_table(max(positions) + 1)
         out = torch.empty(len(rows), self._head.config.hidden_size)
@@ -119,7 +119,7 @@ class Eagle3Kernel:
             address_of(ids),
             address_of(beliefs),
         )
-        finish_forward(cache)
+        cache.steps.wrote_all()
         return out, ids, beliefs
 
     def _packed(self, matrix: Tensor) -> linear.LinearWeights:

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from kvcellar.backends.torch.bind.inputs import inputs_of
 from kvcellar.backends.torch.bind.positions import Positions
 from kvcellar.backends.torch.cache.caches import TorchCache
-from kvcellar.backends.torch.cache.codecs import rotate, rotate_queries
 from kvcellar.backends.torch.cache.state_pools import StateKeeper, Stretches, Together
 from kvcellar.backends.torch.gpu import launch
 from kvcellar.backends.torch.gpu.plans import Form, Ints, PackedPlan
@@ -149,11 +148,6 @@ class PlannedForward(StateKeeper):
         assert cache.on_gpu is not None or not plans, "tilings are known"
         self.config = cache.config
         self._cache, self._plans, self._stretches = cache, plans, stretches
-        self._pools = [
-            cache.on_gpu.arguments(layer, pool)
-            for layer, pool in enumerate(cache.pools.of_layer)
-            if cache.on_gpu is not None
-        ]
         states = cache.config.params.state
         self._left = {f"layer {i}" for i in range(len(plans))}
         self._left |= {f"recurrent layer {i}" for i in range(len(states.layers) if states else 0)}
@@ -174,18 +168,17 @@ class PlannedForward(StateKeeper):
         Raises:
             StepError: its queries are others than those that the plan was made for.
         """
-        (plan, tiling), pool = self._plans[layer_id], self._pools[layer_id]
-        if self._cache.is_rotated:
-            q, k = rotate_queries(q.float(), k.shape[-1]), rotate(k.float())
-        q = q.to(v.dtype)
-        found = launch.tiling_of(q.shape[1], pool, q.dtype, q.device)
-        if found != tiling:
-            raise StepError(f"layer {layer_id} wants tiles of {found}; planned were {tiling}")
-        launch.write(plan, pool, k, v)
+        cache, planned = self._cache, self._plans[layer_id]
+        assert cache.on_gpu is not None, "tilings are known"
+        pool = cache.on_gpu.arguments(layer_id, cache.pools.of_layer[layer_id])
+        found = launch.tiling_of(q.shape[1], pool, v.dtype, q.device)
+        if found != planned.tiling:
+            raise StepError(
+                f"layer {layer_id} wants tiles of {found}; planned were {planned.tiling}"
+            )
         self._left.discard(f"layer {layer_id}")
-        steps = self._cache.steps
-        softcap = steps.groups[steps.group_of(layer_id)].softcap
-        return launch.attend(plan, pool, tiling, q, scale, out_dtype, softcap, sinks)
+        q, k = cache.as_stored(q, k)
+        return cache.launch(layer_id, planned, q, k, v, scale, out_dtype, sinks)
 
     @property
     def keeps_states(self) -> bool:
