@@ -39,7 +39,7 @@ def _on_card_by_default() -> None:
 
     def init(self: Any, *args: Any, **fields: Any) -> None:
         own(self, *args, **fields)
-        if self.device is None and self.backend == "torch":
+        if self.device is None and self.backend in (None, "torch"):
             object.__setattr__(self, "device", "cuda")
 
     LoadOptions.__init__ = init  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvcellar.home import default_home
+from kvcellar.models import backend_choice
 from tests.proved import note_passed, skip_if_proved
 from tests.tiers import changed_files, needed, tiers_of_test
 
@@ -41,6 +42,9 @@ MEMORY = Path("/dev/shm")
 
 ROOM_BYTES = 4 << 30
 """What it must have left to be used."""
+
+OF_TORCH = ("backends", "engine", "integrations", "models", "store")
+"""Folders of tests that mean torch, the oracle of others, where they load a model and name none."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,7 +121,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what has passed with the very sources that decide it; see ``tests/proved.py``."""
+    """Skip what has passed with the very sources that decide it; see ``tests/proved.py``.
+
+    Choose, before fixtures load one, who runs a model that both torch and native could.
+    """
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    backend_choice.prefers_native = folder not in OF_TORCH
     skip_if_proved(item)
 
 

@@ -89,7 +89,7 @@ def open(model: str | Path = "demo", **settings: Unpack[CellarSettings]) -> Cell
         settings: ``store``: folder of the agents (else the user's own); ``shared``: URL of
             a place that several machines share behind it; ``memory``: limit of the
             process, as "8GB"; ``capacity``: tokens of the cache; ``kv_dtype``: "bfloat16", "int8",
-            "int4", ...; ``device``: "cpu", "cuda", ...; ``backend``: "torch", "mlx", "executorch";
+            "int4", ...; ``device``: "cpu", "cuda", ...; ``backend``: "native", "torch", "mlx";
             the others as ``kvcellar.models.LoadOptions`` has them.
 
     Raises:

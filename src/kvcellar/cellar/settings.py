@@ -28,7 +28,7 @@ class CellarSettings(TypedDict, total=False):
     shared: str | None
     memory: str | int | None
     progress: ProgressFn | None
-    backend: str
+    backend: str | None
     device: str | None
     dtype: Any
     weights: str | None

@@ -119,7 +119,7 @@ def kv_quality(
         ),
     ] = None,
     reading: ReadingOptions,
-    backend: options.Backend = "torch",
+    backend: options.Backend = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     is_unchecked: options.Unchecked = False,

@@ -74,7 +74,7 @@ def chat_command(
         _check_chats(bound.model.name, bool(bound.model.tokenizer.chat_template))
         own = _OwnChat(bound, system, params.for_model(bound.model.sampling))
         if is_interactive():
-            own.greet(loading.cache, loading.backend)
+            own.greet(loading.cache)
         talk(own.talk(model), as_json=as_json)
 
 
@@ -138,11 +138,11 @@ class _OwnChat(_Chat):
             marks=None if self._reading is None else self._reading.marks,
         )
 
-    def greet(self, kind: str, backend: str) -> None:
+    def greet(self, kind: str) -> None:
         """Say with what and how one talks."""
         bound = self._bound
         print_note(
-            f"{bound.model.name}, {bound.model.held_as} on {backend}; {kind} "
+            f"{bound.model.name}, {bound.model.held_as} on {bound.model.backend}; {kind} "
             f"cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
             f"{bound.cache.config.kv_dtype}; {_sampled(self._params)}; /help"
         )

@@ -61,7 +61,7 @@ def demo_command(
     max_tokens: Annotated[int, option("N", "Tokens of each branch at most.", min=1)] = 48,
     seed: Annotated[int, option("N", "The same seed gives the same text, in float32.", min=0)] = 0,
     memory: options.Memory = None,
-    backend: options.Backend = "torch",
+    backend: options.Backend = None,
     weights: options.Weights = None,
     as_json: AsJson = False,
 ) -> None:

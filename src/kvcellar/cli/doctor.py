@@ -26,6 +26,8 @@ from kvcellar.cli.terminal import write
 from kvcellar.errors import ConfigError, KVCellarError, StoreError
 from kvcellar.home import default_config, default_home, default_models
 from kvcellar.installed import pip_command
+from kvcellar.models.backend_choice import choose_backend
+from kvcellar.models.options import LoadOptions
 from kvcellar.models.packaged import PACKAGED
 from kvcellar.version import __version__
 
@@ -259,10 +261,14 @@ def _stored(store: Store) -> Finding:
 
 
 def _model() -> Finding:
-    """Find out whether the default model is here."""
+    """Find out whether the small real model is here, and which backend runs it."""
     model = PACKAGED["smollm2"]
     if model.file.is_file():
-        return Finding("smollm2", GOOD, str(model.file))
+        try:
+            choice = choose_backend(LoadOptions("smollm2"))
+        except KVCellarError as error:
+            return Finding("smollm2", LESS, f"{model.file}: {error}")
+        return Finding("smollm2", GOOD, f"{model.file}; {choice.backend} runs it: {choice.why}")
     said = f"a small real model, fetched when it is first asked for, to {default_models()}"
     return Finding("smollm2", MORE, said, "kvcellar models pull smollm2 (93 MB)")
 

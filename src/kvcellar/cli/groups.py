@@ -19,7 +19,7 @@ class ModelOptions:
     """Options of loading a model, and the type in which its cache stores K and V."""
 
     kv_dtype: options.KvDtype = None
-    backend: options.Backend = "torch"
+    backend: options.Backend = None
     dtype: options.Dtype = None
     weights: options.Weights = None
     device: options.Device = None

@@ -32,7 +32,7 @@ def hosting_of(
     Raises:
         ConfigError: it is no size, or too small for any model.
     """
-    with progress_bar(f"starting {loading.backend}"):
+    with progress_bar("starting"):
         from kvcellar.agents import Hosting
         from kvcellar.hosting.loader import limit_of
 

@@ -16,9 +16,10 @@ from kvcellar.cli import options
 from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_warning, progress_bar, write
-from kvcellar.errors import ConfigError
+from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.models.backend_choice import BackendChoice, choose_backend
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.snapshots import snapshots_in
 from kvcellar.models.spec_file import spec_from_file
@@ -154,7 +155,8 @@ def inspect_command(
     context, has_budget = asked.context_of(spec), asked.memory is not None
     snapshot_bytes = options.snapshot_bytes(asked.snapshots)
     counted = LoadOptions(spec.name, kv_dtype=asked.kv_dtype, snapshot_bytes=snapshot_bytes)
-    view = View(spec, limit_bytes, context, asked.agents, counted, has_budget=has_budget)
+    runs = None if model is None else _runs(LoadOptions(model, dtype=dtype, weights=weights))
+    view = View(spec, limit_bytes, context, asked.agents, counted, has_budget, runs)
     levels.warn_if_missing()
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
@@ -173,6 +175,14 @@ def sized(options: LoadOptions) -> ModelCacheSpec:
     return known_spec(options, levels.level().name if levels.is_available() else "none")
 
 
+def _runs(options: LoadOptions) -> BackendChoice:
+    """Return who runs a model that no backend is named for; nobody where an extra is missing."""
+    try:
+        return choose_backend(options)
+    except BackendError as error:
+        return BackendChoice("none", str(error))
+
+
 def _spec(
     model: str | None, spec_file: Path | None, dtype: str | None, weights: str | None
 ) -> ModelCacheSpec:
@@ -189,7 +199,7 @@ def _spec(
 
 @dataclass(frozen=True)
 class View:
-    """A model's cache facts, and the memory, context, agents and snapshots to size it for."""
+    """A model's cache facts, the memory, context and agents to size it for, and who runs it."""
 
     spec: ModelCacheSpec
     limit_bytes: int
@@ -197,6 +207,7 @@ class View:
     agents: int | None
     counted: LoadOptions
     has_budget: bool
+    runs: BackendChoice | None = None
 
     @property
     def plan(self) -> MemoryPlan:
@@ -299,6 +310,7 @@ class View:
             "family": spec.family,
             "max_positions": spec.max_positions,
             "exact_to": spec.exact_to,
+            "backend": None if self.runs is None else self.runs._asdict(),
             "memory_bytes": self.limit_bytes,
             "fits": not self.why_not,
             "why_not": self.why_not,
@@ -354,6 +366,8 @@ def _show(view: View, names: tuple[str, ...]) -> None:
     facts.add_column()
     layers = f"{spec.params.n_layers} layers" + (" of attention" if spec.slot_bytes else "")
     facts.add_row("model", "", f"{spec.name} ({spec.family}), {layers}")
+    if view.runs is not None:
+        facts.add_row("backend", view.runs.backend, view.runs.why)
     for group, n_tokens in zip(spec.params.groups, spec.agent_cells(view.context), strict=True):
         dims = f"{group.n_kv_heads} KV heads of {group.head_dim}"
         if group.is_latent:

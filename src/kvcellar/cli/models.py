@@ -130,7 +130,7 @@ def _row(model: FoundModel) -> Row:
         way = whose.get(model.place, "kvcellar models pull")
         reason = f"{len(model.lacks)} of its files are missing; get them with: {way}"
         return Row(model, None, None, reason)
-    backend = "mlx" if model.format == "mlx" else "torch"
+    backend = "mlx" if model.format == "mlx" else None
     try:
         spec = sized(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
     except KVCellarError as error:
@@ -139,7 +139,7 @@ def _row(model: FoundModel) -> Row:
 
     parts = parts_of(spec, min(CONTEXT, spec.max_positions), LoadOptions(spec.name))
     needed = MemoryPlan.divide(0, PROCESS_BYTES).limit_for(spec.weight_bytes + sum(parts))
-    return Row(model, needed, _is_exact(model) if backend == "torch" else None, None)
+    return Row(model, needed, _is_exact(model) if backend is None else None, None)
 
 
 def _is_exact(model: FoundModel) -> bool | None:

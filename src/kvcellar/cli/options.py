@@ -97,11 +97,12 @@ KvDtype = Annotated[
     ),
 ]
 Backend = Annotated[
-    str,
+    str | None,
     in_loading(
         "NAME",
-        "Who runs the model: torch, or another backend that is installed and loads models; of "
-        "an unknown one it is said which there are.",
+        "Who runs the model: native, torch, or another backend that is installed and loads models; "
+        "of an unknown one it is said which there are. Default: native, on the CPU and without "
+        "torch, where it has all that is asked for; else torch. kvcellar inspect says which.",
     ),
 ]
 Dtype = Annotated[

@@ -13,7 +13,6 @@ from kvcellar.cli.options import one_adapter
 from kvcellar.cli.terminal import progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
 from kvcellar.models.options import CACHES
-from kvcellar.registry import load_backend
 from kvcellar.types import ModelCacheParams
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def bound_model(
     model, chosen, budget = _load(options, limit_bytes, n_sequences)
     cells = _checked(chosen.cells, model, n_sequences)
     config = options.config_for(model.params, cells, budget, n_sequences)
-    with CACHES[options.cache](options.backend, config) as session:
+    with CACHES[options.cache](model.backend, config) as session:
         cache: Cache = session.cache
         with shown_warnings():
             runner = model.bind(session, adapter=adapter)
@@ -72,8 +71,7 @@ def _load(
     options: LoadOptions, limit_bytes: int | None, n_sequences: int
 ) -> tuple[LoadedModel, Capacity, MemoryBudget | None]:
     """Load a model; return it, the capacity of its cache, and the budget of that."""
-    with progress_bar(f"starting {options.backend}") as report:
-        load_backend(options.backend)
+    with progress_bar("starting") as report:
         from kvcellar.hosting.loader import budget_of_one
         from kvcellar.hosting.memory import choose_capacity
         from kvcellar.models import load_model

@@ -250,7 +250,7 @@ def _start_engine(
     """Open the sessions of a model and of whoever guesses for it, and make an engine for them."""
     has_trees = options.cache == "cells" and options.speculate is not None
     make_session = CACHES["tree" if has_trees else options.cache]
-    session = stack.enter_context(make_session(options.backend, cache_config))
+    session = stack.enter_context(make_session(model.backend, cache_config))
     drafter = _make_drafter(options, model, cache_config, draft_budget, stack)
     layers = drafter.feature_layers if isinstance(drafter, FeatureReader) else ()
     return Engine(
@@ -355,5 +355,5 @@ def _make_drafter(
             f"of the same family"
         )
     own = make_config(model.params, config.capacity, budget=budget)
-    session = stack.enter_context(make_tree_session(options.backend, own))
+    session = stack.enter_context(make_tree_session(model.backend, own))
     return DraftModel(model.bind(session), session.cache, target.vocab_size)

@@ -77,7 +77,7 @@ class Hosting:
     def within(
         cls, limit_bytes: int | None, loading: LoadOptions, config: EngineConfig | None = None
     ) -> Hosting:
-        """Divide what the process may hold; its backend is loaded for that, and no model.
+        """Divide what the process may hold; a backend that is named is loaded, and no model.
 
         Raises:
             ConfigError: a card has less.
@@ -85,7 +85,8 @@ class Hosting:
         """
         if limit_bytes is None:
             return cls(loading, config)
-        load_backend(loading.backend)
+        if loading.backend is not None:
+            load_backend(loading.backend)
         card = accelerator_memory(loading)
         if card is None:
             process_bytes = max(PROCESS_BYTES, resident_bytes())  # what loading brings counts, too
@@ -178,7 +179,7 @@ def budget_of_one(
     """Return the capacity and the budget of the cache of one model, alone in a process.
 
     Memory is shared out as among agents, so that a limit that does for one command does for all.
-    The model's backend is loaded for that; both are None where nothing bounds the process.
+    A backend that is named is loaded for that; both are None where nothing bounds the process.
 
     Args:
         options: of the model.

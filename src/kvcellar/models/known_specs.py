@@ -52,7 +52,7 @@ def known_spec(options: LoadOptions, kernel: str) -> ModelCacheSpec:
 
 def _digest(options: LoadOptions, kernel: str) -> str:
     """Return a digest of all that the costs of a model depend on."""
-    asked = [str(options.model), options.backend, *map(str, (options.dtype, options.weights))]
+    asked = [str(one) for one in (options.model, options.backend, options.dtype, options.weights)]
     here = [platform.machine(), kernel, str(options.device)]
     text = json.dumps([asked, here, *_versions(), *stamps_of(find_config(options.model))])
     return xxhash.xxh3_128_hexdigest(text.encode())

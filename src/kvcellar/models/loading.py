@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models import ollama
+from kvcellar.models.backend_choice import chosen
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import LoadOptions, ProgressFn
@@ -112,9 +113,10 @@ def load_model(
         WeightsQualityWarning: the weights' format harms the model, or models of its size.
         ForeignSettingsWarning: Ollama has settings beside the model that are not taken over.
     """
-    options = LoadOptions.of(model, **settings)
-    _check_backend(options)
-    loaded = _as_ollama_says(loader_of(options.backend).load_model(options, _rising(progress)))
+    report = _rising(progress)
+    options, backend = chosen(LoadOptions.of(model, **settings), report)
+    _check_backend(options, backend)
+    loaded = _as_ollama_says(loader_of(backend).load_model(options, report))
     template = options.chat_template
     if template is None or template == loaded.tokenizer.chat_template:
         return loaded
@@ -165,27 +167,28 @@ def check_model(options: LoadOptions) -> None:
     Raises:
         ModelError, BackendError, ConfigError: as ``load_model``.
     """
-    _check_backend(options)
-    loader_of(options.backend).check_model(options)
+    options, backend = chosen(options)
+    _check_backend(options, backend)
+    loader_of(backend).check_model(options)
 
 
-def _check_backend(options: LoadOptions) -> None:
+def _check_backend(options: LoadOptions, backend: str) -> None:
     """Refuse adapters and ranks for a backend that has none.
 
     Raises:
         ConfigError: so it is.
         BackendError: there is no such backend.
     """
-    if options.adapters and not load_backend(options.backend).has_adapters:
+    if options.adapters and not load_backend(backend).has_adapters:
         raise ConfigError(
             f"adapters ({', '.join(options.adapters)}) are loaded beside models of the backend "
-            f"torch, and {options.backend!r} was asked for; choose torch, or merge the adapter "
+            f"torch, and {backend!r} was asked for; choose torch, or merge the adapter "
             f"into the model with PEFT's merge_and_unload and load what that saves"
         )
-    if options.tp > 1 and not load_backend(options.backend).has_ranks:
+    if options.tp > 1 and not load_backend(backend).has_ranks:
         raise ConfigError(
             f"models of the backend torch are divided among ranks, and tp={options.tp} was asked "
-            f"for with {options.backend!r}; choose torch, or leave tp out"
+            f"for with {backend!r}; choose torch, or leave tp out"
         )
 
 
@@ -193,4 +196,4 @@ def accelerator_memory(options: LoadOptions) -> DeviceMemory | None:
     """Return the memory of the device that a model runs on; None: main memory, or not known."""
     if options.device in (None, "cpu"):
         return None
-    return loader_of(options.backend).device_memory(options.device)
+    return loader_of(chosen(options)[1]).device_memory(options.device)

@@ -55,7 +55,8 @@ class LoadOptions:
         model: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in
             safetensors; a name on the Hugging Face hub, which is downloaded once; or what else the
             backend loads, as a .pte file.
-        backend: who runs it; see :func:`kvcellar.registry.backends`.
+        backend: who runs it, one of :func:`kvcellar.registry.backend_names`; None: as
+            :func:`kvcellar.models.backend_choice.choose_backend` says.
         dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
             the checkpoint's own, with three exceptions. float16 becomes bfloat16 on a CPU, where
             arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
@@ -100,7 +101,7 @@ class LoadOptions:
     """
 
     model: str | Path = DEMO
-    backend: str = "torch"
+    backend: str | None = None
     dtype: Any = None
     weights: str | None = None
     device: Any = None

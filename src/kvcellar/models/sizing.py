@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.installed import pip_command
+from kvcellar.models.backend_choice import TORCH, chosen
 from kvcellar.models.checkpoint import (
     check_weights,
     pick_dtype,
@@ -90,11 +91,13 @@ def size_model(model: str | Path | LoadOptions, /, **settings: Any) -> ModelCach
         BackendError: transformers is not installed; or torch, and there are no weights to count.
     """
     options = LoadOptions.of(model, **settings)
+    backend = options.backend or TORCH
     try:
-        loader = loader_of(options.backend)
+        options, backend = chosen(options)
+        loader = loader_of(backend)
     except BackendError:  # not installed here; a checkpoint's files say nearly as much
-        facts_of = _other_loader(options.backend).model_facts
-        return size_checkpoint(options, facts_of, has_kernel=options.backend == "torch")
+        facts_of = _other_loader(backend).model_facts
+        return size_checkpoint(options, facts_of, has_kernel=backend == TORCH)
     return loader.size_model(options)
 
 
@@ -104,7 +107,7 @@ def _other_loader(backend: str) -> ModelLoader:
     Raises:
         BackendError: there is none.
     """
-    first, second = (name for name in ("torch", "executorch", "mlx") if name != backend)
+    first, second = (name for name in (TORCH, "executorch", "mlx") if name != backend)
     try:
         return loader_of(first)
     except BackendError:

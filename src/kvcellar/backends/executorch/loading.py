@@ -168,7 +168,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> ExecutorchModel:
     return ExecutorchModel(
         name=options.name,
         path=path,
-        backend=options.backend,
+        backend=options.backend or "executorch",
         params=params,
         config=config,
         tokenizer=tokenizer,

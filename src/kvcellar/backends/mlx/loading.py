@@ -134,7 +134,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
     return MlxModel(
         name=options.name,
         path=folder,
-        backend=options.backend,
+        backend=options.backend or "mlx",
         params=learnt.params,
         config=config,
         tokenizer=tokenizer,

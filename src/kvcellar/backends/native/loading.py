@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcellar.backends.native.decoder import NativeDecoder
+from kvcellar.backends.native.pools import SideForm
 from kvcellar.backends.native.runner import NativeRunner
-from kvcellar.backends.native.weights import WeightHolder, tensors_of
+from kvcellar.backends.native.weights import Tensors, WeightHolder, tensors_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import blocks, levels
+from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -26,15 +28,25 @@ from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint, is_local
 from kvcellar.models.loading import DeviceMemory
 from kvcellar.models.model import LoadedModel
-from kvcellar.models.options import LoadOptions, ProgressFn, no_progress
+from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.plan import ModelPlan
 from kvcellar.models.plan_rules import known_plan
 from kvcellar.models.runner import Runner
 from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer
-from kvcellar.models.weights import BETWEEN_BLOCKS, FILE, PLAIN, Matrix, parse_weights
+from kvcellar.models.weights import (
+    BETWEEN_BLOCKS,
+    FILE,
+    PLAIN,
+    Matrix,
+    are_blocks,
+    parse_weights,
+)
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
+
+_USUAL_DIM = 128
+"""Numbers of a head's row, of which no storage type is refused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +75,7 @@ class NativeModel(LoadedModel):
 
 def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
     """Load a model and its tokenizer; see :func:`kvcellar.models.load_model`."""
+    _refuse(options)
     folder = find_checkpoint(options.model, lambda part, what: report(0.9 * part, what))
     report(0.9, "reading the config")
     raw, plan = _planned(folder, options)
@@ -76,7 +89,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
     return NativeModel(
         name=options.name,
         path=folder,
-        backend=options.backend,
+        backend=options.backend or "native",
         params=plan.facts.params,
         config=SimpleNamespace(**(raw.get("text_config") or raw)),
         tokenizer=tokenizer,
@@ -95,21 +108,13 @@ def _planned(folder: Path, options: LoadOptions) -> tuple[dict[str, Any], ModelP
     """Return a checkpoint's config and the plan of its model.
 
     Raises:
-        ModelError: there is no plan, or the checkpoint is incomplete.
-        BackendError: the kernel is not built here.
-        ConfigError: another device than the CPU was asked for.
+        BackendError: there is no plan.
+        ModelError: the checkpoint is incomplete.
     """
-    if not levels.is_available():
-        raise BackendError(f"the native backend is the CPU kernel: {levels.why_not()}")
-    if options.device not in (None, "cpu"):
-        raise ConfigError(
-            f"device {options.device!r} was asked for, and the native backend runs on the CPU; "
-            f"choose the backend torch, or leave device out"
-        )
     raw = read_config(folder)
     plan = known_plan(raw)
     if plan is None:
-        raise ModelError(
+        raise BackendError(
             f"{options.name!r} has no plan yet, by which the native backend runs a model; load it "
             f"once with torch on the CPU, as with: kvcellar generate {options.name} --weights "
             f"{'file' if folder.is_file() else 'bf16'} --max-tokens 1"
@@ -142,8 +147,67 @@ def _types(folder: Path, raw: Mapping[str, Any], options: LoadOptions) -> tuple[
     return dtype, asked
 
 
+def lack_of(options: LoadOptions) -> str:
+    """Say what keeps a model from running here as the torch backend would run it; empty: nothing.
+
+    Raises:
+        ModelError, BackendError, ConfigError: as ``check_model``.
+    """
+    check_model(options)
+    if not is_local(options.model):
+        return "it is not here yet, and its tensors are looked at first"
+    folder = find_checkpoint(options.model, no_progress)
+    raw, plan = _planned(folder, options)
+    dtype, weights = _types(folder, raw, options)
+    is_usual = options.dtype in (None, "auto") and options.weights is None
+    if options.model == DEMO and options.dtype in (None, "auto") and options.weights != "bf16":
+        return f"the bundled model computes in float32 by default, and here in {dtype}"
+    tensors = tensors_of(folder, plan)
+    of_each = {name: tensors.shape(name) for name in plan.tensors}
+    plain = {kind for kind, shape in of_each.values() if len(shape) == 2} - blocks.INPUTS.keys()
+    if weights == FILE and plain:
+        return f"its file has matrices in {', '.join(sorted(plain))}, which are not multiplied so"
+    if weights == FILE and is_usual and not are_blocks(*_counted(tensors, plan, is_kept=True)):
+        return "most of its file is no blocks of few bits, and is rather held as bf16"
+    return ""
+
+
+def _refuse(options: LoadOptions) -> None:
+    """Refuse options that no model here can have, whatever its files are.
+
+    Raises:
+        BackendError: the kernel is not built here.
+        ConfigError: so it is, with the way out.
+    """
+    if not levels.is_available():
+        raise BackendError(f"the native backend is the CPU kernel: {levels.why_not()}")
+    speculate = options.speculate or ""
+    refused = {
+        f"device {options.device!r}": options.device not in (None, "cpu"),
+        f"tp {options.tp}": options.tp > 1,
+        f"adapters ({', '.join(options.adapters)})": bool(options.adapters),
+        f"speculate {speculate!r}": speculate.partition(":")[0] == "eagle3",
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"{name} was asked for, which the native backend does not have; choose the backend "
+                f"torch, or leave it out"
+            )
+    if options.kv_dtype is not None:
+        kv = parse_kv_dtype(options.kv_dtype)
+        for side in (kv.k, kv.v):
+            SideForm.of(side, _USUAL_DIM)
+        if kv.k.is_rotated:
+            raise ConfigError(
+                f"kv_dtype {options.kv_dtype} stores K rotated, which models of the native backend "
+                f"do not; leave :rot out, or choose the backend torch"
+            )
+
+
 def check_model(options: LoadOptions) -> None:
     """Find what is wrong with a model; see :func:`kvcellar.models.check_model`."""
+    _refuse(options)
     if is_local(options.model):
         folder = find_checkpoint(options.model, no_progress)
         _types(folder, _planned(folder, options)[0], options)
@@ -166,7 +230,14 @@ def _count(
     """
     folder = find_checkpoint(options.model, no_progress)
     _, plan = _planned(folder, options)
-    tensors, exact = tensors_of(folder, plan), (plan.embedding, *plan.head.weights)
+    return _counted(tensors_of(folder, plan), plan, is_kept=kept is not None)
+
+
+def _counted(
+    tensors: Tensors, plan: ModelPlan, *, is_kept: bool
+) -> tuple[dict[str, int], dict[str, Matrix]]:
+    """Count the numbers of a plan's tensors; ``is_kept`` where blocks stay as they are."""
+    exact = (plan.embedding, *plan.head.weights)
     sizes, matrices = {}, {}
     for name in plan.tensors:
         kind, shape = tensors.shape(name)
@@ -175,7 +246,7 @@ def _count(
             n_out, n_in = shape
             is_rows = name == plan.embedding and name not in plan.head.weights
             n_bytes = 0
-            if kept is not None and kind in blocks.INPUTS:
+            if is_kept and kind in blocks.INPUTS:
                 n_bytes = sum(blocks.block_sizes(blocks.block_type(kind), n_in, n_out)[1:])
             matrices[name] = Matrix(n_out, n_in, name in exact, is_rows, block_bytes=n_bytes)
     return sizes, matrices

@@ -157,7 +157,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
     return TorchModel(
         name=options.name,
         path=folder,
-        backend=options.backend,
+        backend=options.backend or "torch",
         params=found.facts.params,
         config=network.config,
         tokenizer=tokenizer,

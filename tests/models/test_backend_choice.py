@@ -1,0 +1,135 @@
+"""Who runs a model where nobody has named a backend: native where it can, else torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
+from kvcellar.errors import BackendError, ModelError
+from kvcellar.hosting.host import open_host
+from kvcellar.installed import pip_command
+from kvcellar.kernel import levels
+from kvcellar.models import LoadOptions, backend_choice, load_model
+from kvcellar.models.backend_choice import choose_backend
+from kvcellar.models.sizing import size_model
+from tests.models.gguf.families import CASES
+from tests.models.test_native import SHAPE
+
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason="needs the CPU kernel")
+
+
+@pytest.fixture(autouse=True)
+def as_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Prefer native, as outside of tests, and know no plan but by rules."""
+    monkeypatch.setattr(backend_choice, "prefers_native", True)
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = backend_choice.find_spec
+    monkeypatch.setattr(
+        backend_choice, "find_spec", lambda name: None if name == "torch" else found(name)
+    )
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A tiny checkpoint of a family whose plan is known by rules."""
+    return write_tiny("llama", tmp_path / "llama", **SHAPE)
+
+
+def test_native_runs_what_it_has_a_plan_for_and_a_named_backend_wins(llama: Path) -> None:
+    options = LoadOptions(llama, weights="int8")
+    assert choose_backend(options).backend == "native"
+    assert "plan is known" in choose_backend(options).why
+    assert load_model(options).backend == "native"
+    assert load_model(options, backend="torch").backend == "torch"
+    assert size_model(options).weight_bytes == load_model(options).size_bytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"device": "cuda"}, "device 'cuda'"),
+        ({"tp": 2, "weights": None}, "tp 2"),
+        ({"adapters": {"rhymes": "folder"}}, r"adapters \(rhymes\)"),
+        ({"speculate": "eagle3:folder"}, "speculate 'eagle3:folder'"),
+        ({"kv_dtype": "fp8"}, "K and V in fp8"),
+        ({"kv_dtype": "int8:rot"}, "stores K rotated"),
+        ({"weights": "none"}, "plain weights"),
+        ({"weights": None}, "would compute in float32 with plain weights"),
+    ],
+)
+def test_torch_runs_what_native_has_not(llama: Path, asked: Any, why: str) -> None:
+    options = LoadOptions(llama, **{"weights": "int8", **asked})
+    choice = choose_backend(options)
+    assert choice.backend == "torch" and re.search(why, choice.why), choice
+
+
+def test_a_family_without_a_plan_and_the_bundled_model_are_torchs(tmp_path: Path) -> None:
+    gemma = write_tiny("gemma", tmp_path / "gemma", **SHAPE)
+    choice = choose_backend(LoadOptions(gemma, weights="bf16"))
+    assert choice.backend == "torch" and "has no plan yet" in choice.why
+    choice = choose_backend(LoadOptions("demo"))
+    assert choice.backend == "torch" and "float32 by default" in choice.why
+    assert choose_backend(LoadOptions("demo", weights="bf16")).backend == "native"
+
+
+def test_a_file_of_blocks_is_natives_and_one_in_16_bits_is_torchs(tmp_path: Path) -> None:
+    for kind, backend in (("Q8_0", "native"), ("F16", "torch")):
+        path = tmp_path / f"{kind}.gguf"
+        CASES["llama"].write(path, kind=gguf.GGMLQuantizationType[kind])
+        assert choose_backend(LoadOptions(path)).backend == backend, kind
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_without_torch_one_sentence_says_what_needs_it_and_how_it_is_had(llama: Path) -> None:
+    assert choose_backend(LoadOptions("demo")).backend == "native", "in its own bfloat16"
+    with pytest.raises(BackendError) as refused:
+        load_model(LoadOptions(llama, weights="int8", kv_dtype="fp8"))
+    said = str(refused.value)
+    assert "needs torch, which is not installed: K and V in fp8" in said
+    assert said.endswith(f"install it with: {pip_command('torch')}")
+    with pytest.raises(ModelError, match="there is no folder"):  # whoever would run it
+        load_model(llama.parent / "nothing")
+
+
+def test_whoever_guesses_is_chosen_for_itself(llama: Path, tmp_path: Path) -> None:
+    draft = write_tiny("gemma", tmp_path / "gemma", **SHAPE)
+    options = LoadOptions(llama, weights="bf16", capacity=64, speculate=str(draft))
+    host = open_host(options)
+    try:
+        assert host.engine.runner.__class__.__module__.startswith("kvcellar.backends.native")
+    finally:
+        host.close()
+
+
+def test_a_command_says_nothing_of_backends_and_imports_no_torch(llama: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.argv = ['kvcellar', *sys.argv[1:]]\n"
+        "from kvcellar.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    asked = ("generate", str(llama), "--weights", "bf16", "--raw", "-p", "abc", "--max-tokens", "4")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *asked, "--alone", "--json", "--capacity", "64"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) <= 4
