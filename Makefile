@@ -18,7 +18,8 @@ endif
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-# What make demo and make serve run: a real model, fetched once, and the bundled one where that cannot be.
+# What make demo and make serve run: a real model, fetched once, and the bundled one where that cannot be. Both need no
+# torch; where another MODEL= does, it is said in a sentence, with the command that brings it.
 MODEL ?= smollm2
 WITH_MODEL = model='$(MODEL)'; \
 	if [ "$$model" = smollm2 ] && ! $(BIN)/kvcellar models pull smollm2 >/dev/null; then \
@@ -103,10 +104,10 @@ kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux
 	@cmake --build build/kernel-check-arm -j
 	qemu-aarch64 build/kernel-check-arm/check_kernel 200
 
-clients: $(VENV)/.runtime ## Claude Code, Codex, OpenCode, Aider and others, from npm and PyPI: a coding session of each
+clients: $(VENV)/.dev ## Claude Code, Codex, OpenCode, Aider and others, from npm and PyPI: a coding session of each
 	@$(BIN)/python tools/run_clients.py $(ARGS)
 
-lm-eval: $(VENV)/.runtime ## Scores of lm-eval, from PyPI, through the server and by transformers: they have to agree
+lm-eval: $(VENV)/.dev ## Scores of lm-eval, from PyPI, through the server and by transformers: they have to agree
 	@$(BIN)/python tools/run_lm_eval.py $(ARGS)
 
 bench: $(VENV)/.dev ## Every benchmark, the quick way
@@ -141,13 +142,13 @@ clean: ## Remove the virtual environment and caches
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "kvcellar needs Python 3.11 or newer, this is %d.%d; set PYTHON=" % v[:2])'
-	@echo "set-up, 1 of 3: an environment of Python in $(VENV) (seconds)"
+	@echo "set-up: an environment of Python in $(VENV) (seconds)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# torch first and alone: the pinned release, so that no other requirement brings another build.
+# For tests torch comes first and alone: the pinned release, so that no other requirement brings another build.
 $(VENV)/.torch: pyproject.toml | $(BIN)/python
-	@torch="$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"][0])')"; \
-		echo "set-up, 2 of 3: $$torch (200 MB to fetch, on Linux 3 GB where it comes with NVIDIA's libraries; minutes)"; \
+	@torch="$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["torch"][0])')"; \
+		echo "set-up: $$torch (200 MB to fetch, on Linux 3 GB where it comes with NVIDIA's libraries; minutes)"; \
 		$(PIP) "$$torch"
 	@touch $@
 
@@ -155,13 +156,15 @@ $(VENV)/.torch: pyproject.toml | $(BIN)/python
 KERNEL := $(wildcard src/kvcellar/kernel/native/*.* src/kvcellar/kernel/native/*/*)
 
 # One installation each, since each builds the kernel; the larger one is good for both.
-$(VENV)/.runtime: TAKES := 150 MB to fetch
+$(VENV)/.runtime: TAKES := 40 MB to fetch
 $(VENV)/.dev: EXTRAS := [all,dev]
 $(VENV)/.dev: TAKES := with all that tests need, 1 GB to fetch
 $(VENV)/.dev: LESS := $(VENV)/.runtime
 
-$(VENV)/.runtime $(VENV)/.dev: $(VENV)/.torch setup.py $(KERNEL)
-	@echo "set-up, 3 of 3: kvcellar$(EXTRAS) ($(TAKES), and the CPU kernel to compile; minutes)"
+$(VENV)/.dev: $(VENV)/.torch
+
+$(VENV)/.runtime $(VENV)/.dev: pyproject.toml setup.py $(KERNEL) | $(BIN)/python
+	@echo "set-up: kvcellar$(EXTRAS) ($(TAKES), and the CPU kernel to compile; minutes)"
 	@$(PIP) -e '.$(EXTRAS)'
 	@$(BIN)/python -c 'from kvcellar.kernel import levels as k; k.is_available() or print("warning: " + k.why_not())' >&2
 	@touch $(LESS) $@

@@ -1,6 +1,6 @@
 """Ask how long it is from the start of a process to its first token, and what the process holds.
 
-``kvcellar generate`` with the native backend and llama.cpp's own loader (llama-cpp-python where it
+``kvcellar generate``, as it is by default, and llama.cpp's own loader (llama-cpp-python where it
 is installed, else xllamacpp) start as processes of their own on the same GGUF file, in turns, and
 write one token. Medians of seconds until it is read, and of the most memory that a process held,
 beyond the bytes of the file. Besides: seconds of ``kvcellar --help`` and of ``kvcellar agents
@@ -113,7 +113,7 @@ def measure(quick: bool, model: Path | None) -> dict[str, Any]:
     size, rounds = path.stat().st_size, 3 if quick else 11
     ours = [sys.executable, "-m", "kvcellar"]
     generate = ["generate", str(path), "--raw", "-p", PROMPT, "--max-tokens", "1", "--alone"]
-    how = ["--temperature", "0", "--capacity", "256", "--backend", "native"]
+    how = ["--temperature", "0", "--capacity", "256"]
     commands = {"kvcellar": [*ours, *generate, *how]}
     peer = next((name for name in PEERS if find_spec(name) is not None), None)
     if peer is None:

@@ -35,8 +35,9 @@ def test_what_is_run_is_a_command_with_options_that_it_has(command):
     assert made.params["host"] == ("0.0.0.0" if "--host" in command else "127.0.0.1")
 
 
-def test_the_image_has_the_torch_that_the_package_depends_on():
-    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
+def test_the_image_can_have_the_torch_of_the_extra():
+    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = pinned["optional-dependencies"]["torch"][0]
     assert pinned.startswith("torch==")
     assert re.findall(r"torch==[\d.]+", IMAGE) == [pinned]
 

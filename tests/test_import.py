@@ -60,5 +60,6 @@ def test_a_backend_whose_package_is_missing_says_how_to_install_it():
         "kv.make_decode_session('torch', config)"
     )
     assert (
-        f"BackendError: backend 'torch' needs the package 'torch'; install it with: {pip_command()}"
+        f"BackendError: backend 'torch' needs the package 'torch'; install it with: "
+        f"{pip_command('torch')}"
     ) in done.stderr

@@ -2,7 +2,8 @@
 
 In an empty folder that is also the home, with a PATH that has no compiler, so that the wheel stands
 for the checkout's folder: all blocks of commands run in one shell, a command that fails ends it,
-and the seconds stand before each.
+and the seconds stand before each. At the end it is said what the installation takes on disk, and
+torch must not be in it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +44,32 @@ def main() -> None:
         script = folder / "page.sh"
         script.write_text(script_of(PAGE.read_text()).replace(CHECKOUT, str(wheels[0])))
         env = environment(folder)
-        sys.exit(subprocess.call(["bash", script], cwd=folder, env=env, stdin=subprocess.DEVNULL))
+        failed = subprocess.call(["bash", script], cwd=folder, env=env, stdin=subprocess.DEVNULL)
+        if failed:
+            sys.exit(failed)
+        (packages,) = folder.glob("*/lib/python*/site-packages")
+        sizes = sizes_of(packages)
+        print(said_of(sizes))
+        if "torch" in sizes or "transformers" in sizes:
+            sys.exit("the base has torch or transformers, and is to run without them")
+
+
+def sizes_of(packages: Path) -> dict[str, int]:
+    """Return the bytes of each package on disk, by its folder or file; pip's own are left out."""
+    found: dict[str, int] = {}
+    for file in packages.rglob("*"):
+        top = file.relative_to(packages).parts[0]
+        name = re.sub(r"(-[\d.]+.*)?\.(dist-info|libs|data)$", "", top).lower().replace("-", "_")
+        if file.is_file() and name not in ("pip", "setuptools"):
+            found[name] = found.get(name, 0) + file.stat().st_size
+    return found
+
+
+def said_of(sizes: Mapping[str, int]) -> str:
+    """Say what an installation takes, and the largest packages of it."""
+    largest = sorted(sizes.items(), key=lambda one: -one[1])[:8]
+    named = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in largest)
+    return f"installed without extras: {sum(sizes.values()) / 1e6:.1f} MB ({named})"
 
 
 def script_of(page: str) -> str:

