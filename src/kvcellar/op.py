@@ -3,6 +3,12 @@
 Functional to the tracer: no mask, no causal flag and no cache in the graph. Run eagerly, the op
 meets the cache that is active in its thread (``registry.use_cache``).
 
+Torch's modules have no other way to a cache. Two ways of running all layers in one call pass by
+it: small steps of the CPU kernel (``backends/torch/cpu/decoder.py``) attend in C++, and a graph
+that is played on a GPU (``backends/torch/gpu/graphs.py``) has met the op when it was recorded. Both
+ask the bookkeeping for all plans (``Steps.plan_all``) and tell it when all layers have written
+(``Steps.wrote_all``).
+
 ExecuTorch registers an op of this name and schema too. Both packages import in either order:
 the definition is made by whoever comes first, and our kernel, which serves both, is registered in
 any case. Without an active cache of ours it hands over to ExecuTorch's own registry.

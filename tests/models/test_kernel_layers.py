@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvcellar as kv
+from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder
 from kvcellar.backends.torch.cpu.find import finding
 from kvcellar.backends.torch.cpu.layers import KernelLayer
@@ -130,6 +131,25 @@ def test_what_layers_are_given_comes_from_one_call_too(checkpoint, monkeypatch, 
     for one, other in zip(found, play(), strict=True):
         assert np.array_equal(one[0], other[0])
         assert np.array_equal(one[1], other[1])
+
+
+def test_a_step_in_one_call_passes_by_the_op(checkpoint, monkeypatch):
+    model = load_model(checkpoint("llama"), weights="bf16")
+    layers, attend = [], TorchCache.update_and_attend
+
+    def noted(cache, q, k, v, position, layer_id, *rest):
+        layers.append(layer_id)
+        return attend(cache, q, k, v, position, layer_id, *rest)
+
+    monkeypatch.setattr(TorchCache, "update_and_attend", noted)
+    taken = counted(monkeypatch)
+    with Player(model, "seq") as player:
+        n_long = player.runner._decoder.few + 1
+        player.feed([5] * n_long)
+        assert taken == [False] and layers == [*range(model.config.num_hidden_layers)]
+        player.feed([7])
+        assert taken == [False, True] and len(layers) == model.config.num_hidden_layers
+        assert player.cache.seq_len(0) == n_long + 1
 
 
 def test_nothing_is_said_of_no_rows(checkpoint):
