@@ -53,6 +53,9 @@ class Journal:
     """One process's way to the journal. For any thread; several processes may have it open.
 
     There is no file before the first entry.
+
+    Attributes:
+        is_failing: true from an entry that could not be written to the next one that could.
     """
 
     def __init__(self, folder: Folder, events: EventLog) -> None:
@@ -68,6 +71,7 @@ class Journal:
         self._waiting: list[tuple[_Entry, Future[None]]] = []
         self._superseded: dict[str, int] = {}
         self._is_closed = False
+        self.is_failing = False
 
     def close(self) -> None:
         """Close the connection; from then on nothing is taken."""
@@ -95,7 +99,9 @@ class Journal:
             if batch:
                 try:
                     self._write([entry for entry, _ in batch])
+                    self.is_failing = False
                 except Exception as error:
+                    self.is_failing = True
                     for _, future in batch:
                         future.set_exception(error)
                 else:

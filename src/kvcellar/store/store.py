@@ -333,6 +333,11 @@ class Store:
         """
         self._cold.journal.put(checked_name(name), serial, payload)
 
+    @property
+    def is_failing(self) -> bool:
+        """True while what is said now is not made durable: the last ``record`` did not succeed."""
+        return self._cold.journal.is_failing
+
     def recorded(self, name: str, after: int = 0) -> list[tuple[int, bytes]]:
         """Return what was recorded of a history behind a serial number, with the numbers."""
         return self._cold.journal.after(name, after)

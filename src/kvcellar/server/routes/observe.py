@@ -25,7 +25,8 @@ async def health(request: Request) -> JSONResponse:
     """Tell that the server lives, and what becomes of its models: a swap is seen here.
 
     Where the engine of a model has stopped after an error, the status is ``failed`` and 503: the
-    server has to be started again.
+    server has to be started again. ``store`` says ``failing`` while turns are answered and cannot
+    be written to disk.
     """
     service = service_of(request)
     is_failed = any(host.service.failure for host in service.models.hosts())
@@ -36,6 +37,7 @@ async def health(request: Request) -> JSONResponse:
         "uptime_s": round(time.time() - service.started_s, 1),
         "active": service.n_active,
         "swapping": service.models.swapping,
+        "store": "failing" if service.store.is_failing else "ok",
         "models": service.models.as_json(),
     }
     return JSONResponse(said, 503 if status == "failed" else 200)
@@ -65,6 +67,7 @@ async def metrics(request: Request) -> Response:
         ("agents", "Agents that are known.", float(len(await service.agents.directory.listed()))),
         ("pinned_tokens", "Tokens that clients asked to keep.", float(service.pins.n_tokens)),
         ("model_loads", "Models that were loaded.", float(service.models.n_loads)),
+        ("store_is_failing", "1 while turns are not on disk.", float(service.store.is_failing)),
         ("resident_bytes", "Main memory of the process.", float(resident_bytes())),
         *(
             (f"store_{name}", "Of the store.", float(value))
