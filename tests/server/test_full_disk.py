@@ -55,15 +55,19 @@ def test_an_answer_that_is_not_kept_says_so_in_every_protocol(live, agent, path,
         assert NOTICE in answer.headers["x-agent-notice"]
 
 
-def test_health_and_metrics_say_while_turns_are_not_kept(live, agent: str):
-    assert live.get("/health")["store"] == "ok"
-    live.post("/v1/agents/unkept/generate", BODIES["/v1/agents/unkept/generate"])
+def test_health_and_metrics_say_while_turns_are_not_kept(live, agent):
+    def speak() -> None:
+        live.post("/v1/agents/unkept/generate", BODIES["/v1/agents/unkept/generate"])
+
+    speak()
     health = live.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ok"), "answers are given"
     assert health.json()["store"] == "failing"
     assert "kvcellar_store_is_failing 1.0" in live.http.get("/metrics").text
     with pytest.MonkeyPatch.context() as patch:  # there is room again
         patch.setattr(Journal, "_write", WRITE)
-        live.post("/v1/agents/unkept/generate", BODIES["/v1/agents/unkept/generate"])
-        assert live.get("/health")["store"] == "ok"
+        speak()
+    assert live.get("/health")["store"] == "ok"
     assert "kvcellar_store_is_failing 0.0" in live.http.get("/metrics").text
+    speak()
+    assert live.get("/health")["store"] == "failing"
