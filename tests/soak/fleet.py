@@ -1,0 +1,472 @@
+"""Simulated agents, each with a model of what it must see."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.soak.oracle import Message, Oracle, digest
+from tests.soak.served import BrokenError, Served, until
+
+LONGEST = 320
+"""Tokens after which a conversation is begun anew: several fit into the cache, all do not."""
+
+TEXTS = (
+    "Hello.",
+    "And then?",
+    "Write a function that adds two numbers.",
+    "  two  spaces \n",
+    "é🙂漢",
+    "What is a cellar, and who goes there in winter? " * 3,
+    "def fibonacci(n):\n    ",
+)
+
+
+def has_token(event: dict[str, Any]) -> bool:
+    """Return true if an event of a turn brings a token; held-back text comes without one."""
+    return event.get("token_id") is not None
+
+
+@dataclass
+class Known:
+    """A named agent: its history after each of its turns, the first one empty."""
+
+    name: str
+    states: list[tuple[list[Message], list[int]]]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as it is."""
+        return self.states[-1][0]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The history as it is."""
+        return self.states[-1][1]
+
+
+@dataclass
+class Report:
+    """What was done, by all workers together."""
+
+    requests: int = 0
+    turns: int = 0
+    refused: int = 0
+    wrong_tokens: int = 0
+    bytes_lost: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=60))
+
+
+class Worker:
+    """One client with some agents and conversations of its own; one operation after another.
+
+    Args:
+        name: begins the names of its agents.
+        served: the server.
+        oracle: says what follows a prompt.
+        is_exact: if the server must answer as the oracle; else only what it tells is compared with
+            what it keeps.
+        report: where it counts.
+    """
+
+    def __init__(
+        self, name: str, served: Served, oracle: Oracle, is_exact: bool, report: Report
+    ) -> None:
+        self.name = name
+        self.served = served
+        self.oracle = oracle
+        self.is_exact = is_exact
+        self.report = report
+        self.agents: dict[str, Known] = {}
+        self.chats: list[list[Message]] = []
+        self.rng = random.Random(name)
+        self._n = 0
+
+    def broken(self, what: str) -> BrokenError:
+        """Return the error of this worker."""
+        return BrokenError(f"{self.name}: {what}")
+
+    # requests
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        """Send a request until it is taken, and return its answer.
+
+        Raises:
+            BrokenError: it failed otherwise than by asking to come back.
+        """
+        for _ in range(200):
+            self.report.requests += 1
+            answer = self.served.http.request(method, path, json=body, headers=headers)
+            if answer.is_success:
+                return answer.json()
+            if answer.status_code not in (429, 503) or "retry-after" not in answer.headers:
+                break
+            self.report.refused += 1
+            time.sleep(0.2)
+        raise self.broken(f"{method} {path} {body}: {answer.status_code} {answer.text}")
+
+    @contextmanager
+    def streamed(self, name: str, text: str, max_tokens: int) -> Iterator[Iterator[Any]]:
+        """Say something to an agent; gives what its events carry."""
+        body = {"text": text, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        self.report.requests += 1
+        with self.served.http.stream("POST", f"/v1/agents/{name}/generate", json=body) as answer:
+            if not answer.is_success:
+                raise self.broken(f"a turn of {name}: {answer.status_code} {answer.read()!r}")
+            yield (
+                json.loads(line.removeprefix("data: "))
+                for line in answer.iter_lines()
+                if line.startswith("data: ")
+            )
+
+    # what must be
+
+    def expected(self, prompt: list[int], max_tokens: int) -> list[int] | None:
+        """Return the tokens of the answer, where they are known beforehand."""
+        return self.oracle.answer(prompt, max_tokens) if self.is_exact else None
+
+    def check_tokens(self, where: str, said: list[int], wanted: list[int] | None) -> None:
+        """Compare an answer with the oracle's."""
+        if wanted is not None and said != wanted:
+            n_same = next(
+                (i for i, (a, b) in enumerate(zip(said, wanted, strict=False)) if a != b),
+                min(len(said), len(wanted)),
+            )
+            self.report.wrong_tokens += max(len(said), len(wanted)) - n_same
+            raise self.broken(f"{where}: a wrong token: {said}, the oracle says {wanted}")
+
+    def check(self, agent: Known) -> None:
+        """Compare an agent with what the server has of it."""
+        now = self.ask("GET", f"/v1/agents/{agent.name}")
+        if now["history_digest"] != digest(agent.tokens):
+            self.report.bytes_lost += max(0, len(agent.tokens) - now["n_tokens"])
+            raise self.broken(
+                f"{agent.name} has {now['n_tokens']} tokens {now['history_digest']}, not the "
+                f"{len(agent.tokens)} of which it was told; messages {now['messages']}"
+            )
+        if now["messages"] != agent.messages:
+            raise self.broken(f"{agent.name}: {now['messages']} is not {agent.messages}")
+
+    def check_all(self) -> None:
+        """Compare all agents of this worker."""
+        for agent in self.agents.values():
+            self.check(agent)
+
+    # operations
+
+    def operate(self) -> None:
+        """Do one operation, drawn by chance."""
+        kinds: list[tuple[int, Callable[[], None]]] = [
+            (6, self.turn),
+            (5, self.chat),
+            (2, self.named_chat),
+            (2, self.disconnect),
+            (2, self.stop),
+            (2, self.fork),
+            (2, self.rewind_and_undo),
+            (1, self.keep),
+            (2, self.pause),
+            (1, self.delete),
+            (1, self.salted),
+        ]
+        (one,) = self.rng.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
+        self.report.last.append(f"{self.name} {one.__name__}")
+        one()
+        self.report.operations[one.__name__] += 1
+
+    def some(self) -> Known:
+        """Return an agent that has room for a turn; it may be a new one."""
+        fit = [one for one in self.agents.values() if len(one.tokens) < LONGEST]
+        if not fit or (len(self.agents) < 5 and self.rng.random() < 0.3):
+            return self.create()
+        return self.rng.choice(fit)
+
+    def create(self) -> Known:
+        """Make an agent."""
+        name = self.new_name()
+        system = self.rng.choice(("", "Be brief.", "You write Python."))
+        self.ask("POST", "/v1/agents", {"id": name, **({"system": system} if system else {})})
+        messages = [{"role": "system", "content": system}] if system else []
+        made = self.agents[name] = Known(name, [(messages, [])])
+        return made
+
+    def new_name(self) -> str:
+        """Return a name that was never taken."""
+        self._n += 1
+        return f"{self.name}-{self._n}"
+
+    def limit(self) -> int:
+        """Return the length of an answer, at most."""
+        return self.rng.randint(2, 9)
+
+    def take_turn(self, agent: Known) -> None:
+        """Say something to an agent and hear all of the answer."""
+        text, limit = self.rng.choice(TEXTS), self.limit()
+        asked = [*agent.messages, {"role": "user", "content": text}]
+        prompt = self.oracle.prompt(asked)
+        wanted = self.expected(prompt, limit)
+        with self.streamed(agent.name, text, limit) as events:
+            *tokens, end = list(events)
+        if "finish_reason" not in end:
+            raise self.broken(f"a turn of {agent.name} ended with {end}")
+        said = [one["token_id"] for one in tokens if has_token(one)]
+        self.check_tokens(agent.name, said, wanted)
+        if end["usage"]["prompt_tokens"] != len(prompt):
+            raise self.broken(f"{agent.name}: {end['usage']} for {len(prompt)} tokens of prompt")
+        answer = {"role": "assistant", "content": end["text"]}
+        agent.states.append(([*asked, answer], prompt + said))
+        if end["history_digest"] != digest(agent.tokens):
+            raise self.broken(f"{agent.name}: another history than {agent.tokens} after {text!r}")
+        self.report.turns += 1
+
+    def turn(self) -> None:
+        """Take a turn of some agent."""
+        self.take_turn(self.some())
+
+    def chat(self) -> None:
+        """Go on with a conversation that has no name, by its messages."""
+        if not self.chats or (len(self.chats) < 4 and self.rng.random() < 0.3):
+            self.chats.append([])
+        talk = self.rng.choice(self.chats)
+        if talk and self.rng.random() < 0.2:  # the last answer is asked for again
+            del talk[-2:]
+        talk.append({"role": "user", "content": self.rng.choice(TEXTS)})
+        said, _ = self.completed(talk)
+        talk.append({"role": "assistant", "content": said})
+        if len(self.oracle.prompt(talk)) > LONGEST:
+            self.chats.remove(talk)
+
+    def completed(self, talk: list[Message], **headers: str) -> tuple[str, int]:
+        """Have messages answered; the text, and how many tokens were reused."""
+        limit, prompt = self.limit(), self.oracle.prompt(talk)
+        wanted = self.expected(prompt, limit)
+        body = {"model": "demo", "messages": talk, "max_tokens": limit, "temperature": 0}
+        answer = self.ask("POST", "/v1/chat/completions", body, **headers)
+        said = answer["choices"][0]["message"]["content"] or ""
+        usage = answer["usage"]
+        if wanted is not None and said != self.oracle.text(wanted):
+            self.report.wrong_tokens += 1
+            raise self.broken(f"{talk}: {said!r}, the oracle says {self.oracle.text(wanted)!r}")
+        if usage["prompt_tokens"] != len(prompt):
+            raise self.broken(f"{talk}: {usage} for {len(prompt)} tokens of prompt")
+        self.report.turns += 1
+        return said, usage["prompt_tokens_details"]["cached_tokens"]
+
+    def named_chat(self) -> None:
+        """Take a turn of a named agent by the chat route, with all of its messages."""
+        agent = self.some()
+        asked = [*agent.messages, {"role": "user", "content": self.rng.choice(TEXTS)}]
+        said, _ = self.completed(asked, **{"X-Agent-Id": agent.name})
+        now = self.ask("GET", f"/v1/agents/{agent.name}")
+        messages = [*asked, {"role": "assistant", "content": said}]
+        if now["messages"] != messages:
+            raise self.broken(f"{agent.name}: {now['messages']} is not {messages}")
+        prompt = self.oracle.prompt(asked)
+        wanted = self.expected(prompt, now["n_tokens"] - len(prompt))
+        if wanted is None:  # nothing tells the tokens of such an answer
+            self.agents.pop(agent.name)
+            self.ask("DELETE", f"/v1/agents/{agent.name}?forever=true")
+            return
+        agent.states.append((messages, prompt + wanted))
+        self.check(agent)
+
+    def salted(self) -> None:
+        """Ask as a stranger what is in the cache already: nothing of it may be reused."""
+        talk = [{"role": "user", "content": self.rng.choice(TEXTS)}]
+        self.completed(talk)
+        _, n_cached = self.completed(talk, **{"X-Cache-Salt": self.new_name() + "-salt"})
+        if n_cached:
+            raise self.broken(f"a stranger reused {n_cached} tokens of {talk}")
+
+    def disconnect(self) -> None:
+        """Leave in the middle of an answer."""
+        self.report.faults["disconnect"] += 1
+        agent, text, wanted, heard = self.begin()
+        self.settle(agent, text, wanted, heard)
+
+    def begin(self) -> tuple[Known, str, list[int] | None, int]:
+        """Say something, hear a few tokens and leave."""
+        agent, text = self.some(), self.rng.choice(TEXTS)
+        asked = [*agent.messages, {"role": "user", "content": text}]
+        wanted, heard, n = self.expected(self.oracle.prompt(asked), 24), 0, self.rng.randint(0, 3)
+        with self.streamed(agent.name, text, 24) as events:
+            while heard < n and has_token(next(events, {})):
+                heard += 1
+        return agent, text, wanted, heard
+
+    def stop(self) -> None:
+        """Have a turn stopped by somebody else while it is heard."""
+        self.report.faults["stop"] += 1
+        agent, text = self.some(), self.rng.choice(TEXTS)
+        asked = [*agent.messages, {"role": "user", "content": text}]
+        wanted, heard = self.expected(self.oracle.prompt(asked), 24), 0
+        with self.streamed(agent.name, text, 24) as events:
+            for event in events:
+                heard += has_token(event)
+                if heard == 1 and has_token(event):
+                    self.ask("POST", f"/v1/agents/{agent.name}/stop")
+        self.settle(agent, text, wanted, heard)
+
+    def settle(self, agent: Known, text: str, wanted: list[int] | None, heard: int) -> None:
+        """Learn how much of a turn that did not end by itself is in the history.
+
+        It is the history of before, or that with a beginning of the oracle's answer: of a turn that
+        ``heard`` tokens were read of, at least as many.
+        """
+        until(
+            lambda: self.ask("GET", f"/v1/agents/{agent.name}")["under_way"] is None,
+            f"the end of a turn of {agent.name}",
+        )
+        now = self.ask("GET", f"/v1/agents/{agent.name}")
+        asked = [*agent.messages, {"role": "user", "content": text}]
+        prompt = self.oracle.prompt(asked)
+        if now["history_digest"] == digest(agent.tokens):
+            if heard:
+                raise self.broken(f"{agent.name} has nothing of the {heard} tokens that it said")
+            return
+        if wanted is None:
+            self.ask("POST", f"/v1/agents/{agent.name}/rewind")
+            self.check(agent)
+            return
+        n_said = now["n_tokens"] - len(prompt)
+        tokens = prompt + wanted[: max(0, n_said)]
+        if n_said < heard or now["history_digest"] != digest(tokens):
+            raise self.broken(
+                f"{agent.name} has {n_said} tokens of an answer, {heard} were heard, the oracle "
+                f"says {wanted} behind {len(prompt)}: {now['messages']}, {now['turns'][-1:]}"
+            )
+        agent.states.append((now["messages"], tokens))
+        if now["messages"][:-1] != asked or (
+            not self.oracle.text(tokens[len(prompt) :]).startswith(now["messages"][-1]["content"])
+        ):
+            raise self.broken(f"{agent.name}: {now['messages']} is not {asked} and an answer")
+
+    def fork(self) -> None:
+        """Fork an agent at one of its turns, and go on with the fork."""
+        agent = self.some()
+        turn = self.rng.randint(0, len(agent.states) - 1)
+        if turn == 0:
+            return self.take_turn(agent)
+        name = self.new_name()
+        body = {"id": name, **({"turn": turn} if turn < len(agent.states) - 1 else {})}
+        self.ask("POST", f"/v1/agents/{agent.name}/fork", body)
+        made = self.agents[name] = Known(name, agent.states[: turn + 1])
+        self.check(made)
+        self.take_turn(made)
+        self.check(agent)
+
+    def rewind_and_undo(self) -> None:
+        """Go back before the last turn; half of the time, forth again."""
+        agent = self.some()
+        if len(agent.states) < 2:
+            self.take_turn(agent)
+        dropped = agent.states.pop()
+        self.ask("POST", f"/v1/agents/{agent.name}/rewind")
+        self.check(agent)
+        if self.rng.random() < 0.5:
+            self.ask("POST", f"/v1/agents/{agent.name}/undo")
+            agent.states.append(dropped)
+            self.check(agent)
+
+    def keep(self) -> None:
+        """Make a small family, keep one branch, bring the others back, and let them go."""
+        trunk = self.create()
+        self.take_turn(trunk)
+        family = []
+        for parent in (trunk, trunk, None):
+            parent = parent or family[-1]
+            made = Known(self.new_name(), list(parent.states))
+            self.ask("POST", f"/v1/agents/{parent.name}/fork", {"id": made.name})
+            self.take_turn(made)
+            family.append(made)
+        kept, *others = family
+        deleted = self.ask("POST", f"/v1/agents/{kept.name}/keep")["deleted"]
+        if set(deleted) != {one.name for one in others}:
+            raise self.broken(f"keep {kept.name} deleted {deleted}")
+        self.ask("POST", f"/v1/agents/{kept.name}/undo")
+        for one in (kept, *others):
+            self.check(one)
+        self.agents[kept.name] = kept
+        for one in (*others, self.agents.pop(trunk.name)):
+            self.ask("DELETE", f"/v1/agents/{one.name}?forever=true")
+
+    def pause(self) -> None:
+        """Have an agent on disk alone, and back."""
+        agent = self.some()
+        if self.ask("POST", f"/v1/agents/{agent.name}/pause")["state"] != "paused":
+            raise self.broken(f"{agent.name} was not paused")
+        if self.rng.random() < 0.5:
+            self.ask("POST", f"/v1/agents/{agent.name}/resume")
+        self.check(agent)
+
+    def delete(self) -> None:
+        """Delete an agent; half of the time bring it back, else for ever."""
+        if not self.agents:
+            return
+        agent = self.rng.choice(list(self.agents.values()))
+        if self.rng.random() < 0.5:
+            self.ask("DELETE", f"/v1/agents/{agent.name}")
+            self.ask("POST", f"/v1/agents/{agent.name}/undo")
+            self.check(agent)
+        else:
+            self.ask("DELETE", f"/v1/agents/{agent.name}?forever=true")
+            del self.agents[agent.name]
+            if self.served.http.get(f"/v1/agents/{agent.name}").status_code != 404:
+                raise self.broken(f"{agent.name} is there after it was deleted for ever")
+
+    def prune(self) -> None:
+        """Delete all but a few agents, so that what there is does not grow with time."""
+        for name in list(self.agents)[:-4]:
+            self.ask("DELETE", f"/v1/agents/{name}?forever=true")
+            del self.agents[name]
+
+
+class Fleet:
+    """Workers, each in a thread of its own."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.workers = workers
+
+    def run(self, seed: str, until_s: float, meanwhile: Callable[[], None] | None = None) -> None:
+        """Have all workers operate until a time; every one does at least one operation.
+
+        Raises:
+            BrokenError: what the first of them found.
+        """
+        found: list[BaseException] = []
+
+        def work(worker: Worker) -> None:
+            worker.rng = random.Random(f"{seed}/{worker.name}")
+            try:
+                while not found:
+                    worker.operate()
+                    worker.prune()
+                    if time.monotonic() >= until_s:
+                        return
+            except (BrokenError, httpx.HTTPError, KeyError, ValueError) as error:
+                found.append(error)
+
+        threads = [threading.Thread(target=work, args=(one,)) for one in self.workers]
+        for thread in threads:
+            thread.start()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            for thread in threads:
+                thread.join()
+        for error in found:
+            if isinstance(error, BrokenError):
+                raise error
+            raise BrokenError(f"{type(error).__name__}: {error}") from error
