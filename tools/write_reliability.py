@@ -47,6 +47,7 @@ def page(told: dict[str, Any]) -> str:
         ("minutes", f"{told['minutes']:.1f}"),
         ("seed", str(told["seed"])),
         ("rounds", f"{told['rounds']:,}"),
+        ("of them with K and V in int8", f"{told['rounds'] // 4:,}"),
         ("requests", f"{told['requests']:,}"),
         ("turns that were compared whole", f"{told['turns']:,}"),
         ("requests that were told to come back", f"{told['refused']:,}"),

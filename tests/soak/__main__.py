@@ -23,7 +23,7 @@ from tests.soak.fleet import Fleet, Report, Worker
 from tests.soak.oracle import CONTEXT, Oracle
 from tests.soak.served import BrokenError, Served, until
 
-OPTIONS = ("--dtype", "float32", "--capacity", str(CONTEXT))
+OPTIONS = ("--backend", "torch", "--dtype", "float32", "--capacity", str(CONTEXT))
 
 N_WORKERS = 3
 
