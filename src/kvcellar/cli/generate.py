@@ -179,7 +179,7 @@ def followed(
         tell: told its pieces.
     """
     from kvcellar.engine import Generation
-    from kvcellar.server.commands.verbs import generation_object
+    from kvcellar.server.commands.asked import generation_object
 
     result = None
     with closing(events):  # type: ignore[type-var]  # a generator, as all iterators of generate

@@ -113,7 +113,7 @@ class SamplingOptions(_Sampler):
     stop: options.Stop = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the options as :func:`kvcellar.server.commands.verbs.params_of` reads them."""
+        """Return the options as :func:`kvcellar.server.commands.asked.params_of` reads them."""
         named: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
         return {"usual": dict(self.usual), "named": named}
 
@@ -123,7 +123,7 @@ class SamplingOptions(_Sampler):
         Raises:
             ConfigError: a value that cannot work.
         """
-        from kvcellar.server.commands.verbs import params_of
+        from kvcellar.server.commands.asked import params_of
 
         return params_of(self.as_json())
 

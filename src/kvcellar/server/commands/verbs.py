@@ -16,16 +16,14 @@ from typing import Any
 from kvcellar.agents import AgentManager, ModelHost, Turn, TurnEnd
 from kvcellar.agents.text.reading import conversation_apart, reading_of
 from kvcellar.engine import (
-    DEFAULTABLE,
     FinishEvent,
     Generation,
     Request,
-    SamplingParams,
     TokenEvent,
 )
 from kvcellar.errors import EngineClosedError, ModelError, PromptError
 from kvcellar.history import History
-from kvcellar.sampler_settings import SAMPLER_SETTINGS
+from kvcellar.server.commands.asked import generation_object, params_of
 from kvcellar.server.commands.thoughts import ReadAnswer, reading_for, stops_for
 from kvcellar.valid import valid_text
 
@@ -296,45 +294,6 @@ async def complete(
     _tell_all(tell, read.end(finish.text))
     whole = Generation(finish.text, finish.token_ids, finish.finish, finish.usage)
     return generation_object(whole, read, params)
-
-
-def generation_object(
-    result: Generation, read: ReadAnswer, params: SamplingParams
-) -> dict[str, Any]:
-    """Return an answer that is nobody's turn as ``--json`` prints it.
-
-    Args:
-        result: how it ended.
-        read: the answer, thoughts apart.
-        params: how it was sampled.
-    """
-    return {
-        "text": read.text,
-        "reasoning": read.reasoning,
-        "token_ids": list(result.token_ids),
-        "finish_reason": result.finish.reason,
-        "finish_cause": result.finish.cause,
-        "finish_detail": result.finish.detail,
-        "usage": asdict(result.usage),
-        "sampling": {name: getattr(params, name) for name in sorted(DEFAULTABLE)},
-    }
-
-
-def params_of(sampling: Mapping[str, Any]) -> SamplingParams:
-    """Return settings of sampling, of which a model's own take the place where none was named.
-
-    Args:
-        sampling: ``named`` are those that somebody has given, ``usual`` those that hold where
-            neither he nor the model says anything.
-
-    Raises:
-        ConfigError: a value that cannot work.
-    """
-    named = {
-        name: SAMPLER_SETTINGS[name].meant(value) if name in SAMPLER_SETTINGS else value
-        for name, value in sampling["named"].items()
-    }
-    return SamplingParams(**{**sampling["usual"], **named}, unset=DEFAULTABLE - named.keys())
 
 
 def _tell_all(tell: Tell, pieces: Sequence[dict[str, str]]) -> None:
