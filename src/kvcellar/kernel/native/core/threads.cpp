@@ -2,16 +2,20 @@
 // workers and ours are the same ones; a pool given by the caller (ExecuTorch's); else our own.
 //
 // OpenMP joins all workers, also those that found no core and did nothing: where another process
-// holds one, each call waits for its time slice. So after calls that had to wait the caller works
-// alone for a while. Threads of our own beside OpenMP's would not help: they and its workers, which
-// spin after each operation of torch's, would take the core from each other.
+// holds one, each call waits for its time slice. A worker of our own that is woken may take the core
+// of whoever woke it, or lose its own before its work is done. So after calls in which the caller had
+// to wait, or did not run, it works alone for a while. Threads of
+// our own beside OpenMP's would not help: they and its workers, which spin after each operation of
+// torch's, would take the core from each other.
 
 #include "core/threads.h"
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
+#include <ctime>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -84,6 +88,21 @@ OpenMp& openmp() {
   return is_found.load(std::memory_order_acquire) ? found : none;
 }
 
+using Clock = std::chrono::steady_clock;
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+}
+
+// Time that this thread has run; where a system does not say, time as it passes.
+int64_t own_ns() {
+#if defined(CLOCK_THREAD_CPUTIME_ID)
+  timespec ran;
+  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &ran) == 0) return ran.tv_sec * INT64_C(1000000000) + ran.tv_nsec;
+#endif
+  return now_ns();
+}
+
 // Threads of our own, started when first wanted. One caller at a time; others work alone. Only workers
 // that have begun are waited for.
 class OwnPool {
@@ -150,12 +169,6 @@ std::atomic<ParallelFor> given{nullptr};
 thread_local ParallelFor callers = nullptr;
 std::atomic<int> wanted{0};
 
-using Clock = std::chrono::steady_clock;
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-}
-
 struct GompCall {
   void (*work)(void*, int);
   void* data;
@@ -170,7 +183,7 @@ void gomp_entry(void* raw) {
   if (worker == 0) call->done_ns = now_ns();
 }
 
-// Whether OpenMP's workers get the cores. A pause costs up to half its length where they would have
+// Whether workers get the cores. A pause costs up to half its length where they would have
 // got them after all. So a wait by itself is borne, as when another process has just ended its turn;
 // only waits that take a good part of the time begin pauses, and make them longer.
 class Crowd {
@@ -201,27 +214,39 @@ Crowd crowd;
 void run_workers(int n_workers, void (*work)(void*, int), void* data) {
   if (n_workers < 2) return work(data, 0);
   if (ParallelFor run = callers ? callers : given.load()) return run(n_workers, work, data);
+  const int64_t start_ns = now_ns();
+  if (!crowd.is_quiet(start_ns)) return work(data, 0);
   OpenMp& omp = openmp();
+  int64_t worked_ns;
   if (omp.parallel) {
-    const int64_t start_ns = now_ns();
-    if (!crowd.is_quiet(start_ns)) return work(data, 0);
     GompCall call{work, data, omp.thread_num, start_ns};
     // A team smaller than the last one ends the others' threads, and torch would start them again.
     const int team = wanted.load() ? n_workers : std::max(n_workers, omp.max_threads());
     omp.parallel(gomp_entry, &call, static_cast<unsigned>(team), 0);
-    const int64_t end_ns = now_ns();
-    crowd.note(end_ns, call.done_ns - start_ns, end_ns - call.done_ns);
-    return;
+    worked_ns = call.done_ns - start_ns;
+  } else {
+    const int64_t before_ns = own_ns();
+    OwnPool::instance().run(n_workers, work, data);
+    worked_ns = own_ns() - before_ns;
   }
-  OwnPool::instance().run(n_workers, work, data);
+  const int64_t end_ns = now_ns();
+  crowd.note(end_ns, worked_ns, end_ns - start_ns - worked_ns);
+}
+
+// Processors for threads of our own: as many as OpenMP would take, by its variable too.
+int own_threads() {
+  const char* asked = std::getenv("OMP_NUM_THREADS");
+  if (const int n = asked ? std::atoi(asked) : 0; n > 0) return n;
+  const unsigned cores = std::thread::hardware_concurrency();
+  return cores ? static_cast<int>(cores) : 1;
 }
 
 int num_threads() {
   if (const int n = wanted.load()) return n;
   OpenMp& omp = openmp();
   if (omp.max_threads) return omp.max_threads();
-  const unsigned cores = std::thread::hardware_concurrency();
-  return cores ? static_cast<int>(cores) : 1;
+  static const int n_own = own_threads();
+  return n_own;
 }
 
 int workers_for(int n_threads) { return n_threads > 0 ? n_threads : num_threads(); }
