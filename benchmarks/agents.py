@@ -233,7 +233,7 @@ class TimedRunner:
 
 def measure(quick: bool) -> Mapping[str, Any]:
     """Run the trace with the radix index and without any."""
-    model = load_model("demo")
+    model = load_model("demo", backend="torch")
     rounds, max_tokens = (2, 12) if quick else (5, 32)
     radix = Replay(model, "radix", max_tokens).run(rounds)
     naive = Replay(model, "naive", max_tokens).run(rounds)
@@ -266,7 +266,7 @@ def measure_hybrid(rounds: int, max_tokens: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny(HYBRID, Path(folder) / "model", max_position_embeddings=4 * TRUNK)
-        model = load_model(path)
+        model = load_model(path, backend="torch")
     many = Replay(model, "radix", max_tokens).run(rounds)
     few = Replay(model, "radix", max_tokens, FEW_SLOTS).run(rounds)
     tight = Replay(model, "radix", max_tokens, TIGHT_SLOTS, TIGHT_SLOTS - 2).run(rounds)

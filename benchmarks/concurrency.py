@@ -62,7 +62,7 @@ def overhead_ms(model: LoadedModel, prompts: list[tuple[int, ...]], n_steps: int
 
 def measure(quick: bool) -> Mapping[str, Any]:
     """Measure eight prompts of 64 tokens, 48 tokens each; no prefix is shared or reused."""
-    model = load_model("demo")
+    model = load_model("demo", backend="torch")
     params = SamplingParams(max_tokens=24 if quick else 48, ignore_eos=True)
     prompts = [
         tuple((i * 977 + j * 31) % (model.vocab_size - 6) + 6 for j in range(PROMPT))

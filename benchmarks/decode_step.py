@@ -65,7 +65,7 @@ class HandWritten:
 
 def single_stream(quick: bool) -> dict[str, float]:
     """Measure a decode step of the bundled model, ours against hand-written."""
-    loaded = load_model("demo")
+    loaded = load_model("demo", backend="torch")
     config = kv.make_config(loaded.params, 2 * CONTEXT)
     hand = HandWritten(loaded.params, 2 * CONTEXT)
     AttentionInterface.register("handwritten", hand.attention)

@@ -99,7 +99,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
             f"{report.n_delegates} XNNPACK parts, {report.n_op_calls} calls of the op"
         )
         ours = Decoder(load_model(path, backend="executorch"))
-        eager = Decoder(load_model(folder, dtype="bfloat16", weights="none"))
+        eager = Decoder(load_model(folder, backend="torch", dtype="bfloat16", weights="none"))
         both = {"ours": ours, "eager": eager}
         prefill = alternate(
             {name: one.read_prompt for name, one in both.items()},

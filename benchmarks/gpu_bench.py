@@ -108,7 +108,7 @@ class Bench:
     def load(self, path: Path, **settings: Any) -> Any:
         """Load a model on the card, in bfloat16 where nothing else is said."""
         given = {"device": self.device, "dtype": self.dtype, "is_unchecked": True} | settings
-        return load_model(str(path), **given)
+        return load_model(str(path), backend="torch", **given)
 
     def load_prepared(self, path: Path, **settings: Any) -> Any:
         """Load a model, and have its steps without an engine go the ways that one would choose."""

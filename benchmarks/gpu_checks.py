@@ -150,7 +150,9 @@ def _apart(family: str, kind: str, device: str) -> tuple[float, int]:
     make = kv.make_tree_session if kind == "tree" else kv.make_seq_session
     with tempfile.TemporaryDirectory() as name:
         folder = write_tiny(family, Path(name))
-        model = load_model(str(folder), device=device, dtype="float32", weights="none")
+        model = load_model(
+            str(folder), backend="torch", device=device, dtype="float32", weights="none"
+        )
         eager = Eager(folder, device, torch.float32)
         with make("torch", kv.make_config(model.params, 4 * PROMPT)) as session:
             runner: Any = model.bind(session)

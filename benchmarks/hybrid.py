@@ -128,7 +128,9 @@ def snapshot_overhead(model: Any, quick: bool) -> float:
 @contextmanager
 def agents_of(folder: Path, model: Path) -> Iterator[tuple[AgentManager, Engine]]:
     """Open a manager over the folder, and a new engine; nothing is kept in memory."""
-    host = open_host(str(model), capacity=HISTORY + 512, dtype="bfloat16", is_unchecked=True)
+    host = open_host(
+        str(model), backend="torch", capacity=HISTORY + 512, dtype="bfloat16", is_unchecked=True
+    )
     host.costs = Always()
     try:
         with Store(folder, StoreConfig(warm_bytes=0, queue_bytes=1 << 30)) as store:
@@ -216,7 +218,9 @@ def measure(quick: bool) -> Mapping[str, Any]:
         root = Path(name)
         os.environ["KVCELLAR_HOME"] = str(root / "home")
         make_model(root / "model")
-        model = load_model(str(root / "model"), dtype="bfloat16", is_unchecked=True)
+        model = load_model(
+            str(root / "model"), backend="torch", dtype="bfloat16", is_unchecked=True
+        )
         result = decode_ratio(model, root / "model", quick)
         result |= turn_ratio(model)
         result["snapshot_overhead"] = round(snapshot_overhead(model, quick), 3)

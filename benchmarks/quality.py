@@ -69,9 +69,9 @@ def _of_model(
         dtype = "bfloat16" if weights == "none" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return load_model(LoadOptions(file, weights=weights, dtype=dtype))
+            return load_model(LoadOptions(file, backend="torch", weights=weights, dtype=dtype))
 
-    base = load_model(LoadOptions(file, weights="none", dtype="float32"))
+    base = load_model(LoadOptions(file, backend="torch", weights="none", dtype="float32"))
     token_ids, source = read_text(base, None, n_tokens, CONTEXT)
     print(f"\n{file.name}: {len(token_ids)} tokens of {source}", flush=True)
     found: dict[str, Any] = {"n_tokens": len(token_ids)}

@@ -145,7 +145,7 @@ def eagle3(quick: bool) -> dict[str, Any]:
     likeliest token after another. What pays on this machine is the adaptive engine's to find out;
     the speed is its.
     """
-    model = load_model("demo")
+    model = load_model("demo", backend="torch")
     head = load_eagle3(None, model)
     prompts = held_out(model, 12 if quick else 24, 128)
     params = SamplingParams(max_tokens=50 if quick else 200, ignore_eos=True)
@@ -203,7 +203,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvcellar-speculation-") as name:
         os.environ["KVCELLAR_HOME"] = name
         make_model(Path(name) / "model")
-        model = load_model(str(Path(name) / "model"))
+        model = load_model(str(Path(name) / "model"), backend="torch")
         text = Path(textwrap.__file__).read_text()
         file = model.tokenizer(text)["input_ids"][:n_file]
         half = n_file // 2

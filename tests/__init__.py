@@ -1,0 +1,9 @@
+"""Tests, and programs that they start: ``python -m tests....``.
+
+Such a program has torch run what both torch and native could, as ``conftest.py`` has it for tests
+of which torch is the oracle.
+"""
+
+from kvcellar.models import backend_choice
+
+backend_choice.prefers_native = False

@@ -503,7 +503,7 @@ def main() -> None:
     reporter = Reporter()
     probe = json.loads((args.model / "config.json").read_text())
     target = Target(args.model, default_feature_layers(probe["num_hidden_layers"]))
-    model = load_model(args.model, dtype="float32")
+    model = load_model(args.model, backend="torch", dtype="float32")
 
     with reporter:
         if args.texts and args.texts.exists():

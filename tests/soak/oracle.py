@@ -27,7 +27,7 @@ class Oracle:
     """Reads prompts and answers them greedily; nothing that it computed is used twice."""
 
     def __init__(self) -> None:
-        self._model = load_model("demo", dtype="float32")
+        self._model = load_model("demo", backend="torch", dtype="float32")
         self._lock = threading.Lock()
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
