@@ -69,7 +69,7 @@ def page(told: dict[str, Any]) -> str:
             INTRODUCTION,
             "## The last run that was published",
             "",
-            f"kvcellar {told['version']}, Python {told['python']}, {told['machine']}.",
+            f"Version {told['version']}, Python {told['python']}, {told['machine']}.",
             "",
             "| what | how many |",
             "| --- | --- |",
