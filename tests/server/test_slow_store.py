@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from kvcellar.agents import publishing
+from kvcellar.agents.kv import residence
 from kvcellar.server.routes import observe, viewer
 from kvcellar.store import Store, blocks, reference_files
 from kvcellar.store.catalogue import Catalogue
@@ -386,7 +386,7 @@ def test_the_loop_does_not_wait_for_the_engines_thread_which_copies_rows_under_i
     live: tuple[Live, dict[str, Any]], watched: Watched
 ) -> None:
     server, what = live
-    watched.watch(publishing, "save_history")
+    watched.watch(residence, "save_history")
     with watched.slow(loop_of(server)):
         use_everything(server, watched, what)
     assert any("engine" in name for name in watched.callers), watched.callers

@@ -82,7 +82,7 @@ def test_what_a_model_on_a_cpu_loads_of_a_tier_is_its_entrances():
 def repository(tmp_path: Path) -> Path:
     """A repository with our settings and two files of tests: one, of a tier, has changed."""
     for name in (
-        "pyproject.toml",
+        *(".gitignore", "pyproject.toml"),
         *(f"tests/{n}.py" for n in ("__init__", "conftest", "proved", "tiers")),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
