@@ -56,7 +56,7 @@ class Known:
 
 @dataclass
 class Report:
-    """What was done, by all workers together."""
+    """Counts of what all workers did together, and their last operations."""
 
     requests: int = 0
     turns: int = 0

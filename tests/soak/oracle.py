@@ -1,4 +1,4 @@
-"""What each answer must be: the bundled model, one request at a time, from an empty cache."""
+"""Oracle of a soak: computes each answer alone, from an empty cache, with the bundled model."""
 
 from __future__ import annotations
 
