@@ -65,7 +65,6 @@ def test_native_runs_what_it_has_a_plan_for_and_a_named_backend_wins(llama: Path
         ({"speculate": "eagle3:folder"}, "speculate 'eagle3:folder'"),
         ({"kv_dtype": "fp8"}, "K and V in fp8"),
         ({"kv_dtype": "int8:rot"}, "stores K rotated"),
-        ({"kv_dtype": "int4:first4:last64"}, "has exact tokens"),
         ({"weights": "none"}, "plain weights"),
         ({"weights": None}, "would compute in float32 with plain weights"),
     ],

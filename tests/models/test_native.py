@@ -118,6 +118,26 @@ def test_any_cache_stands_behind_it(pair, make):
     assert np.abs(quantised - want).max() <= 0.2 * np.abs(want).max()
 
 
+@pytest.mark.parametrize(("family", "weights"), [("llama", "bf16"), ("biases", "int8")])
+def test_hidden_states_are_those_of_torchs_path(pair, family, weights):
+    _, by_torch, ours = pair(family, weights)
+
+    def states(model: LoadedModel) -> np.ndarray:
+        config = kv.make_config(model.params, 64, "float32")
+        with kv.make_seq_session(model.backend, config) as session:
+            runner: Any = model.bind(session)
+            at = session.cache.begin_step([0] * len(IDS))
+            found = runner.forward_hidden(IDS, at)
+            assert not session.cache.is_step_open, "the step is complete"
+            return found
+
+    want, got = states(by_torch), states(ours)
+    assert got.shape == want.shape == (len(IDS), SHAPE["hidden_size"])
+    assert got.dtype == np.float32 and np.abs(want).max() > 0.5
+    assert np.abs(got - want).max() <= 0.03 * np.abs(want).max()
+    assert (got[0] == want[0]).all(), "one token attends itself alone: nothing differs"
+
+
 def test_forks_and_wanted_rows(pair):
     _, _, ours = pair("llama", "int8")
     with kv.make_seq_session("native", kv.make_config(ours.params, 256)) as session:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.native.caches import NativeCache
 from kvcellar.backends.native.weights import WeightHolder
-from kvcellar.backends.reference.pools import to_bfloat16_bits
+from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
 from kvcellar.kernel import attend, layers
 from kvcellar.models.plan import ModelPlan, RopePlan
 from kvcellar.types import IntArray
@@ -85,7 +86,9 @@ class NativeDecoder:
         self._embedding = holder.embedding(plan.embedding)
         is_tied = plan.head.weights == (plan.embedding,) and not any(plan.head.biases)
         head = self._embedding.layer() if is_tied else holder.linear(plan.head, is_most_exact=True)
-        self._parts = made, holder.norm(plan.norm), head
+        self._last_norm = holder.vector(plan.norm.weight), plan.norm.eps
+        weight, eps = self._last_norm
+        self._parts = made, layers.Norm(weight.ctypes.data, eps), head
         self._local = threading.local()
 
     def _embedded(self, ids: IntArray) -> layers.Decoder:
@@ -145,3 +148,30 @@ class NativeDecoder:
         )
         cache.steps.wrote_all()
         return logits, features
+
+    def hidden(self, cache: NativeCache, ids: IntArray, positions: IntArray) -> FloatArray:
+        """Run the tokens without logits; the step is complete afterwards.
+
+        Arguments and errors as of ``forward``.
+
+        Returns:
+            The states ``[T, hidden_size]`` that logits are made of, behind the last norm.
+        """
+        made, _, _ = self._parts
+        _, states = self.forward(cache, ids, positions, np.empty(0, np.int64), (len(made),))
+        weight, eps = self._last_norm
+        is_bf16 = self.holder.dtype == attend.Dtype.bfloat16
+        x: Any = to_bfloat16_bits(states) if is_bf16 else states
+        out, n = np.empty_like(x), self.hidden_size
+        layers.norm(
+            x.ctypes.data,
+            len(ids),
+            1,
+            n,
+            n,
+            self.holder.dtype,
+            weight.ctypes.data,
+            eps,
+            out.ctypes.data,
+        )
+        return from_bfloat16_bits(out) if is_bf16 else out

@@ -156,9 +156,6 @@ def lack_of(options: LoadOptions) -> str:
     check_model(options)
     if not is_local(options.model):
         return "it is not here yet, and its tensors are looked at first"
-    kv = parse_kv_dtype(options.kv_dtype or "float32")
-    if kv.exact_first or kv.exact_last:  # here a restored agent has gone on with other tokens
-        return f"kv_dtype {options.kv_dtype} has exact tokens, of which torch's restores are proved"
     folder = find_checkpoint(options.model, no_progress)
     raw, plan = _planned(folder, options)
     dtype, weights = _types(folder, raw, options)

@@ -44,6 +44,18 @@ class NativeRunner(BoundRunner):
             )
         self._decoder, self._feature_layers = decoder, tuple(feature_layers)
 
+    def forward_hidden(
+        self, token_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray
+    ) -> FloatArray:
+        """See :meth:`kvcellar.models.runner.HiddenRunner.forward_hidden`."""
+        return self._forward(self._hidden, token_ids, positions, None, has_features=False)[0]
+
+    def _hidden(
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        """Run the model below its head; there are neither rows nor features."""
+        return self._decoder.hidden(cache, ids, at), np.empty((len(ids), 0), np.float32)
+
     def _run(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[FloatArray, FloatArray]:

@@ -280,7 +280,11 @@ class WeightHolder:
         """Describe a norm to the kernel, or none."""
         if plan is None:
             return layers.Norm(0, 0.0)
-        return layers.Norm(self.numbers(self._tensors.vector(plan.weight)).ctypes.data, plan.eps)
+        return layers.Norm(self.vector(plan.weight).ctypes.data, plan.eps)
+
+    def vector(self, name: str) -> Array:
+        """Hold a vector of the checkpoint in the type that is computed in."""
+        return self.numbers(self._tensors.vector(name))
 
     def matrices(
         self, names: Sequence[str], *, is_most_exact: bool
