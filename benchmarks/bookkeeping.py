@@ -60,7 +60,7 @@ def full_cache(size: int) -> Sequences:
 
 def written(cache: Sequences, seq_id: int, n: int) -> None:
     """Let a forward bring ``n`` tokens of a sequence."""
-    positions = cache.begin_step(np.full(n, seq_id))
+    positions = cache.begin_step([(seq_id, n)])
     cache.steps.plan(0, n, positions)
     cache.steps.wrote(0)
     cache.end_step()
@@ -69,7 +69,7 @@ def written(cache: Sequences, seq_id: int, n: int) -> None:
 def allocation(size: int) -> Case:
     """Measure a new prompt that takes blocks beside those of others."""
     cache = full_cache(size)
-    prompt = np.zeros(N_BLOCKS * BLOCK, np.int64)
+    prompt = [(0, N_BLOCKS * BLOCK)]
     return Case(lambda i: cache.begin_step(prompt), lambda i: cache.cancel_step(), N_BLOCKS)
 
 

@@ -9,6 +9,7 @@ what a step of 8 sequences costs in bookkeeping when 32k cells are taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def bookkeeping(quick: bool) -> dict[str, float]:
         cache = Sequences(kv.make_config(params, N_CELLS + N_SEQS * (rounds + 100)))
 
         def step(cache: Sequences, seq_ids: list[int]) -> None:
-            positions = cache.begin_step(seq_ids)
+            positions = cache.begin_step([(one, len([*same])) for one, same in groupby(seq_ids)])
             for layer in range(cache.steps.n_layers):
                 cache.steps.plan(layer, len(positions), positions if layer == 0 else None)
                 cache.steps.wrote(layer)

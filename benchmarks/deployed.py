@@ -23,8 +23,8 @@ from simulated import Costs
 from traces import AgentTrace, Turn
 
 import kvcellar
-from kvcellar.models.hub import DEMO_FOLDER
-from kvcellar.models.tokenizer import load_tokenizer
+from kvcellar.models.files.hub import DEMO_FOLDER
+from kvcellar.models.text.tokenizer import load_tokenizer
 
 SOURCE = Path(kvcellar.__file__).parents[1]
 READY_S = 240.0

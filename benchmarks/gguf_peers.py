@@ -19,7 +19,7 @@ from harness import median_ms
 from peer_engines import Remote
 
 import kvcellar as kv
-from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, TokenEvent
+from kvcellar.engine import Engine, FinishEvent, GeneratedToken, Request, SamplingParams
 from kvcellar.models import load_model
 from kvcellar.models.gguf.reader import read_gguf
 
@@ -59,7 +59,7 @@ class OurFile:
         times = [
             time.perf_counter()
             for event in self._engine.run()
-            if isinstance(event, (TokenEvent, FinishEvent))
+            if isinstance(event, (GeneratedToken, FinishEvent))
         ]
         return times[0] - started, times[n - 1] - times[0]
 

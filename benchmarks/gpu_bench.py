@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,17 @@ from random_models import LLAMA_1B, random_llama
 from serving import KVCELLAR, RequestFailedError
 
 import kvcellar as kv
-from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams, TokenEvent
+from kvcellar.engine import (
+    Engine,
+    EngineConfig,
+    FinishEvent,
+    GeneratedToken,
+    Request,
+    SamplingParams,
+)
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.kept_logits import RowSampling, SamplingRunner
-from kvcellar.models.snapshots import slots_bytes
+from kvcellar.models.sizes.snapshots import slots_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -239,8 +247,9 @@ class Sequences:
 
     def step(self, seq_ids: Sequence[int]) -> None:
         """Run one forward; each id is a token of its sequence; sample behind each one's last."""
-        positions = self.cache.begin_step(list(seq_ids))
-        ends = [i for i, s in enumerate(seq_ids) if i + 1 == len(seq_ids) or seq_ids[i + 1] != s]
+        stretches = [(seq_id, len([*same])) for seq_id, same in groupby(seq_ids)]
+        positions = self.cache.begin_step(stretches)
+        ends = [end - 1 for end in accumulate(n for _, n in stretches)]
         kept, _ = self.runner.forward_kept([7] * len(seq_ids), positions, ends)
         kept.sample([RowSampling(row) for row in range(len(ends))])
 
@@ -300,7 +309,7 @@ def answered(engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) ->
         start = time.perf_counter()
         events = engine.step()
         end = time.perf_counter()
-        told = {event.request_id for event in events if isinstance(event, TokenEvent)}
+        told = {event.request_id for event in events if isinstance(event, GeneratedToken)}
         if first_s is not None and len(told) == len(prompts):
             steps_s.append(end - start)
         begun |= told

@@ -78,7 +78,7 @@ class Played:
 
     def bring(self, tokens: Sequence[int], seq: int = 0) -> None:
         """Bring tokens of a sequence in one forward, and compare the logits of all of them."""
-        positions = self._cache.begin_step([seq] * len(tokens))
+        positions = self._cache.begin_step([(seq, len(tokens))])
         found = self._runner.forward(list(tokens), positions, range(len(tokens)))
         text = self.texts.setdefault(seq, [])
         text += tokens
@@ -92,7 +92,7 @@ class Played:
     def guess(self, tokens: Sequence[int]) -> None:
         """Verify a tree of guesses behind the first sequence, and take it back."""
         self._cache.propose(list(TREE), 0)
-        positions = self._cache.begin_step([0] * len(tokens))
+        positions = self._cache.begin_step([(0, len(tokens))])
         found = self._runner.forward(list(tokens), positions, range(len(tokens)))
         paths = []
         for parent, token in zip(TREE, tokens, strict=True):
@@ -187,7 +187,7 @@ def _rounding(folder: Path, model: LoadedModel, device: str, n: int) -> float:
         parts = [tokens[:half], tokens[half:]]
         ours = np.concatenate(
             [
-                runner.forward(part, session.cache.begin_step([0] * len(part)), range(len(part)))
+                runner.forward(part, session.cache.begin_step([(0, len(part))]), range(len(part)))
                 for part in parts
             ]
         )

@@ -30,7 +30,7 @@ import kvcellar as kv
 from kvcellar.agents import AgentManager, ModelRegistry, open_host
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.models import load_model
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.store import Store, StoreConfig
 
 HISTORY, CONTEXT, VOCABULARY = 4096, 128, 8192

@@ -32,7 +32,7 @@ with kv.make_seq_session("torch", kv.make_config(params, n_tokens, name)) as ses
     cache, k = session.cache, torch.randn(1, 8, 256, 64, dtype=torch.bfloat16)
     def fill(n):
         for _ in range(0, n, 256):
-            cache.begin_step([0] * 256)
+            cache.begin_step([(0, 256)])
             for layer in range(16):
                 cache.update_and_fetch(layer, None, k, k)
     fill(256)

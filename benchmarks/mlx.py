@@ -66,7 +66,7 @@ def fill_ours(cache: Any, given: list[tuple[Any, Any]], seq_id: int | None = Non
     """Fill one of our caches with a history."""
     n = given[0][0].shape[2]
     if seq_id is not None:
-        cache.begin_step([seq_id] * n)
+        cache.begin_step([(seq_id, n)])
     for layer, (k, v) in enumerate(given):
         cache.update_and_fetch(layer, range(n), k, v)
     cache.settle()
@@ -123,7 +123,7 @@ def ragged(model: Any, learnt: Learnt, rounds: int) -> tuple[float, float]:
         ids = mx.array(tokens)[:, None]
 
         def ours() -> None:
-            at = cache.begin_step(range(len(tokens)))
+            at = cache.begin_step([(seq_id, 1) for seq_id in range(len(tokens))])
             said["ours"] = runner.forward(tokens, at, range(len(tokens)))
             for seq_id, length in enumerate(LENGTHS):
                 cache.seq_rm(seq_id, length)
@@ -159,7 +159,11 @@ def fork(model: Any, learnt: Learnt, rounds: int) -> tuple[float, float]:
         def ours() -> None:
             for branch in range(1, BRANCHES):
                 cache.seq_cp(0, branch)
-            runner.forward(tokens, cache.begin_step(range(BRANCHES)), range(BRANCHES))
+            runner.forward(
+                tokens,
+                cache.begin_step([(seq_id, 1) for seq_id in range(BRANCHES)]),
+                range(BRANCHES),
+            )
             held["ours"] = cache.usage().size_bytes
             for branch in range(1, BRANCHES):
                 cache.seq_rm(branch)

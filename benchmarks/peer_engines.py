@@ -14,6 +14,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +96,11 @@ class Ours:
             self.cache.write_rows(tables, self._rows(n))
 
     def _forward(self, seq_ids: Sequence[int], tokens: Sequence[int], rows: Sequence[int]) -> Any:
-        return self.runner.forward(tokens, self.cache.begin_step(seq_ids), rows=rows)
+        return self.runner.forward(
+            tokens,
+            self.cache.begin_step([(one, len([*same])) for one, same in groupby(seq_ids)]),
+            rows=rows,
+        )
 
     def prefill(self, tokens: Sequence[int]) -> Any:
         """See :class:`Engine`."""

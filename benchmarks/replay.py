@@ -93,7 +93,7 @@ def replay(post: Post, *, n_shared: int, seed: int = 1) -> Reuse:
 def shared_tokens(tokenizer: Any) -> int:
     """Return the tokens that every conversation of the session begins with."""
     from kvcellar.dialects.messages import say_tools
-    from kvcellar.models.prompts import encode, render
+    from kvcellar.models.text.prompts import encode, render
 
     session = json.loads(SESSION.read_text(encoding="utf-8"))
     system = [{"role": "system", "content": session["system"]}]

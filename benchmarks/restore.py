@@ -24,7 +24,7 @@ from harness import run
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, open_host
 from kvcellar.engine import SamplingParams
 from kvcellar.hosting.costs import Costs, Estimate
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.store import Store, StoreConfig
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)

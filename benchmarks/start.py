@@ -26,7 +26,7 @@ from harness import run
 from packaging.requirements import Requirement
 
 import kvcellar
-from kvcellar.models.packaged import fetch_packaged
+from kvcellar.models.files.packaged import fetch_packaged
 
 PROMPT = "The capital of France is"
 

@@ -46,7 +46,7 @@ def _on_card_by_default() -> None:
 
 
 def _with_short_demo() -> None:
-    from kvcellar.models import hub
+    from kvcellar.models.files import hub
 
     hub.DEMO_FOLDER = _short_demo(hub.DEMO_FOLDER)  # before anybody takes its name from there
 

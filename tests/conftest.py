@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from kvcellar.home import default_home
 from kvcellar.models import backend_choice
-from tests.proved import note_passed, skip_if_proved
+from tests.proved import proving
 from tests.tiers import changed_files, needed, tiers_of_test
 
 settings.register_profile(
@@ -73,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
         state = os.statvfs(MEMORY)
         if state.f_bavail * state.f_frsize > ROOM_BYTES and not state.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    if "KVCELLAR_PROVE" in os.environ and "KVCELLAR_ALL_CASES" not in os.environ:
+        config.pluginmanager.register(proving(config))
     if config.getoption("card"):
         from tests.card import use_card
 
@@ -121,26 +123,6 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what has passed with the very sources that decide it; see ``tests/proved.py``.
-
-    Choose, before fixtures load one, who runs a model that both torch and native could.
-    """
+    """Choose, before fixtures load one, who runs a model that both torch and native could."""
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     backend_choice.prefers_native = folder not in OF_TORCH
-    skip_if_proved(item)
-
-
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Note what has passed with these sources."""
-    if call.when == "call" and call.excinfo is None:
-        note_passed(item)
-
-
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every model loads whatever is stored: whether that is faster depends on the machine."""
-    from kvcellar.hosting.costs import Costs
-    from tests.agents.fakes import Eager
-
-    for name in ("estimate", "patience_s"):
-        monkeypatch.setattr(Costs, name, getattr(Eager, name))

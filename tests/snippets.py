@@ -23,7 +23,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar.cli import app
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.server import run as server_run
 from tests.models.gguf.families import CASES
 from tests.server.live import serving

@@ -65,7 +65,7 @@ def filled(kind: str) -> Any:
     if kind == "contiguous":
         runner.forward(range(5), range(5))
     else:
-        runner.forward(range(6), cache.begin_step([0, 0, 0, 0, 1, 1]))
+        runner.forward(range(6), cache.begin_step([(0, 4), (1, 2)]))
     cache.end_step()
     return cache
 
@@ -84,14 +84,14 @@ def refuses(cache: Any, call: Callable[[], Any]) -> None:
     assert str(caught.value) and len(str(caught.value)) < 400
     assert state_of(cache) == before
     if isinstance(cache, kv.SeqCache):
-        assert cache.begin_step([5]) == [0]  # and it goes on as if nothing had been asked
+        assert cache.begin_step([(5, 1)]) == [0]  # and it goes on as if nothing had been asked
     cache.cancel_step()
 
 
 SEQ_VERBS: dict[str, Callable[[Any, Any], Any]] = {
-    "begin_step id": lambda cache, bad: cache.begin_step([0, bad]),
-    "begin_step position": lambda cache, bad: cache.begin_step([0], [bad]),
-    "can_begin_step": lambda cache, bad: cache.can_begin_step([bad]),
+    "begin_step id": lambda cache, bad: cache.begin_step([(0, 1), (bad, 1)]),
+    "begin_step n": lambda cache, bad: cache.begin_step([(0, bad)]),
+    "can_begin_step": lambda cache, bad: cache.can_begin_step([(bad, 1)]),
     "seq_len": lambda cache, bad: cache.seq_len(bad),
     "has_seq": lambda cache, bad: cache.has_seq(bad),
     "seq_cp src": lambda cache, bad: cache.seq_cp(bad, 7),
@@ -131,11 +131,24 @@ def test_a_table_is_not_made_longer_than_cells_can_be_counted(kind):
 
 @pytest.mark.parametrize("bad", NO_WHOLES, ids=name_of)
 @pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
-def test_a_step_refuses_what_are_no_ids_or_positions(kind, bad):
+def test_a_step_refuses_what_are_no_stretches(kind, bad):
     cache = filled(kind)
-    refuses(cache, lambda: cache.begin_step(bad))
-    if bad is not None:  # None: each sequence goes on at its end
-        refuses(cache, lambda: cache.begin_step([0], bad))
+    for verb in (cache.begin_step, cache.can_begin_step):
+        refuses(cache, lambda verb=verb: verb(bad))
+        refuses(cache, lambda verb=verb: verb([(0, 1), bad]))
+
+
+@pytest.mark.parametrize("bad", [(0,), (0, 1, 2), (0, 0), (0, -1), 0])
+@pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
+def test_a_stretch_is_a_sequence_and_at_least_one_token(kind, bad):
+    cache = filled(kind)
+    refuses(cache, lambda: cache.begin_step([(0, 1), bad]))
+
+
+@pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
+def test_a_stretch_longer_than_cells_can_be_counted_is_refused(kind):
+    cache = filled(kind)
+    refuses(cache, lambda: cache.begin_step([(0, 2**70)]))
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -143,7 +156,7 @@ def test_a_step_refuses_what_are_no_ids_or_positions(kind, bad):
 def test_a_step_that_is_refused_leaves_the_step_before_it_as_it_was(kind, is_finished):
     cache = filled(kind)
     runner = HashRunner(cache, 260)
-    positions = cache.begin_step([0, 0])
+    positions = cache.begin_step([(0, 2)])
     if is_finished:
         runner.forward(range(2), positions)
     before = state_of(cache)
@@ -153,7 +166,7 @@ def test_a_step_that_is_refused_leaves_the_step_before_it_as_it_was(kind, is_fin
         assert state_of(cache) == before
     if not is_finished:
         runner.forward(range(2), positions)
-    assert cache.begin_step([0]) == [6]
+    assert cache.begin_step([(0, 1)]) == [6]
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**70)])
@@ -202,9 +215,9 @@ def test_a_tree_refuses_what_are_no_nodes(bad):
 def test_whole_numbers_of_numpy_and_torch_are_taken():
     torch = pytest.importorskip("torch")
     cache = make_cache("tree", 64, FULL_PARAMS)
-    for ids in (np.array([0, 0]), (np.int32(0), 0), range(0, 1), torch.tensor([0, 0])):
-        positions = cache.begin_step(ids)
-        assert positions == list(range(len(ids))) and all(type(p) is int for p in positions)
+    for pair in (np.array([0, 2]), (np.int32(0), 2), range(0, 3, 2), torch.tensor([0, 2])):
+        positions = cache.begin_step([pair])
+        assert positions == [0, 1] and all(type(p) is int for p in positions)
         cache.cancel_step()
     assert cache.propose(np.array([-1, 0]), np.int64(3)) == [0, 1]
     config = kv.make_config(MODEL, np.int64(64))

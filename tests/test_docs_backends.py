@@ -44,7 +44,7 @@ def test_its_sessions_are_made_by_its_name(toy):
     config = kv.make_config(kv.ModelCacheParams(1, 1, 8), 16)
     with kv.make_seq_session("toy", config) as session:
         assert type(session.cache) is toy.ToySeqCache
-        assert session.cache.begin_step([3, 3]) == [0, 1]
+        assert session.cache.begin_step([(3, 2)]) == [0, 1]
     assert "toy" in kv.backend_names()
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("kvcellar", "kvcellar.agents", "kvcellar.cli", "kvcellar.models", "kvcellar.store")
+PACKAGES = tuple(
+    f"kvcellar{one}" for one in ("", ".agents", ".cli", ".engine", ".models", ".store")
+)
 
 
 def told(tree: ast.Module) -> set[tuple[str, str]]:

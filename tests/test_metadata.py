@@ -148,6 +148,7 @@ def test_a_missing_fact_is_named(key):
         ("n_layers", 2.5, "n_layers is 2.5, not a whole number; export again"),
         ("n_layers", None, "n_layers is None, not a whole number"),
         ("n_layers", 0, "metadata cannot be right: a model has at least one layer"),
+        ("n_layers", (1 << 31) - 1, "n_layers of a model must be at most 65536"),
         ("n_layers", 5, r"cannot be right: layer groups must name each of the 5 layers once"),
         ("layer_groups", 3, "layer_groups is 3, not a list of whole numbers"),
         ("layer_groups", [0, 1, 0, 2], r"each of the 4 layers once, got \[0, 1, 2\]"),
@@ -165,3 +166,41 @@ def test_a_missing_fact_is_named(key):
 def test_an_impossible_fact_is_named(key, value, message):
     with pytest.raises(MetadataError, match=message):
         read_kv_cache_metadata(written() | {f"kv_cache.{key}": value})
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 40)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.just(1 << 62),
+    lambda one: st.lists(one, max_size=5),
+    max_leaves=6,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from([*written(), "kv_cache.what", "get_vocab_size"]), ANYTHING),
+    st.sets(st.sampled_from([*written()]), max_size=2),
+    st.booleans(),
+)
+def test_whatever_a_program_says_of_its_cache_is_read_or_refused(changes, missing, is_plain):
+    """Facts are of somebody else's file: no other error, and no work as large as they say."""
+    whole = write_kv_cache_metadata({}, n_layers=4, n_kv_heads=2, head_dim=8)
+    whole = (whole if is_plain else written()) | changes
+    told = {key: value for key, value in whole.items() if key not in missing}
+    try:
+        found = read_kv_cache_metadata(told)
+    except MetadataError as error:
+        assert str(error)
+    else:
+        assert (
+            read_kv_cache_metadata(
+                write_kv_cache_metadata(
+                    {}, n_layers=found.n_layers, groups=found.groups, shared=found.shared
+                )
+            )
+            == found
+        )

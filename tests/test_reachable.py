@@ -25,7 +25,7 @@ from kvcellar.cli.groups import CacheOptions, SamplingOptions
 from kvcellar.cli.serving import EngineOptions
 from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.models import LoadOptions
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.server import run as server_run
 from kvcellar.server.app import create_api
 from kvcellar.server.schemas.agents import GenerateRequest
@@ -47,11 +47,8 @@ class Seen:
 
     def saw(self, made: Any) -> None:
         for one in fields(made):
-            if one.init:
-                self.note(type(made), one.name, getattr(made, one.name))
-
-    def note(self, kind: type, name: str, value: Any) -> None:
-        self.values.setdefault((kind, name), []).append(value)
+            value = getattr(made, one.name)
+            self.values.setdefault((type(made), one.name), []).append(value)
 
     def is_set(self, kind: type, one: Any) -> bool:
         values = self.values.get((kind, one.name), [])
@@ -65,7 +62,7 @@ class Seen:
             f"{kind.__name__}.{one.name}"
             for kind in SETTINGS
             for one in fields(kind)
-            if one.init and not self.is_set(kind, one)
+            if not self.is_set(kind, one)
         ]
 
 
@@ -81,13 +78,7 @@ def watched():
                 made(self, *args, **given)
                 seen.saw(self)
 
-            def assign(self: Any, name: str, value: Any, kind: type = kind) -> None:
-                object.__setattr__(self, name, value)
-                seen.note(kind, name, value)
-
             patch.setattr(kind, "__init__", init)
-            if not kind.__dataclass_params__.frozen:  # what is filled in after it was made
-                patch.setattr(kind, "__setattr__", assign)
         yield seen
 
 

@@ -101,7 +101,7 @@ def test_who_looked_a_cache_up_keeps_it_when_the_entry_is_erased_in_mid_use():
     caches = CacheRegistry()
     caches.install("a", make_cache())
     cache = caches.get("a")
-    cache.begin_step([0, 0])
+    cache.begin_step([(0, 2)])
     caches.erase("a")
     cache.steps.plan(0, 2, None)
     cache.steps.wrote(0)
@@ -211,7 +211,7 @@ def test_a_session_used_outside_of_its_with_says_what_to_do():
 def test_a_session_whose_entry_was_erased_in_mid_use_goes_on():
     with CacheSession(make_cache(), backend="fake") as session:
         CacheRegistry.instance().erase(session.cache_key)
-        assert session.cache.begin_step([0]) == [0]
+        assert session.cache.begin_step([(0, 1)]) == [0]
 
 
 def test_a_with_inside_of_a_with_does_not_end_the_session():
@@ -372,7 +372,7 @@ def test_a_model_with_states_is_refused_where_a_cache_keeps_none(fake_backend):
 def test_a_frozen_prefix_is_refused_where_a_cache_cannot_read_it(fake_backend):
     with make_seq_session("reference", CONFIG) as session:
         cache = session.cache
-        cache.begin_step([0, 0])
+        cache.begin_step([(0, 2)])
         x = np.ones((1, 1, 2, 1), np.float32)
         cache.update_and_attend(x, x, x, np.arange(2), 0, 1.0, "float32")
         frozen = freeze_prefix(cache)

@@ -60,9 +60,9 @@ def load_by_transformers() -> None:
 
 
 def worker() -> None:
-    """Render chat templates, as ``kvcellar/models/render_worker.py`` does, without Unix."""
+    """Render chat templates, as ``kvcellar/models/text/render_worker.py`` does, without Unix."""
     importlib.import_module("transformers.utils.chat_template_utils")
-    script = Path(__file__).parents[1] / "src" / "kvcellar" / "models" / "render_worker.py"
+    script = Path(__file__).parents[1] / "src" / "kvcellar" / "models" / "text" / "render_worker.py"
     hide()
     runpy.run_path(str(script), run_name="__main__")
 
@@ -74,7 +74,7 @@ def main(store: str) -> None:
     load_by_transformers()
     hide()
     from kvcellar.cli import app
-    from kvcellar.models import rendering
+    from kvcellar.models.text import rendering
 
     rendering._SCRIPT = Path(__file__)
 

@@ -73,7 +73,7 @@ class Compared:
     def forward(self, *batch: tuple[int, int]) -> float:
         """Run a forward of ``(seq_id, n_tok)`` stretches."""
         ids = [seq for seq, n in batch for _ in range(n)]
-        at = self.cache.begin_step(ids)
+        at = self.cache.begin_step(batch)
         shapes = [(n, len(ids), DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
         args = [mx.array(self.rng.standard_normal(s))[None].astype(self.dtype) for s in shapes]
         got = self.cache.update_and_attend(*args, at, 0, DIM**-0.5, mx.float32)
@@ -121,7 +121,7 @@ def a_token_does_not_copy_its_pool(options: argparse.Namespace) -> str:
         cache = session.cache
 
         def step(n_tok: int) -> None:
-            at = cache.begin_step([0] * n_tok)
+            at = cache.begin_step([(0, n_tok)])
             q = mx.ones((1, HEADS, n_tok, DIM), dtype=mx.float16)
             k = mx.ones((1, KV_HEADS, n_tok, DIM), dtype=mx.float16)
             cache.settle(cache.update_and_attend(q, k, k, at, 0, 1.0, mx.float16))
@@ -147,13 +147,13 @@ def prefill_holds_no_matrix_of_logits(options: argparse.Namespace) -> str:
     with kv.make_seq_session("mlx", kv.make_config(params(), length, "float16", length)) as session:
         cache = session.cache
         k = mx.ones((1, KV_HEADS, length - n, DIM), dtype=mx.float16)
-        cache.begin_step([0] * (length - n))
+        cache.begin_step([(0, length - n)])
         cache.update_and_fetch(0, None, k, k)
         cache.settle()
         q = mx.ones((1, HEADS, n, DIM), dtype=mx.float16)
         held = mx.get_active_memory()
         mx.reset_peak_memory()
-        at = cache.begin_step([0] * n)
+        at = cache.begin_step([(0, n)])
         out = cache.update_and_attend(q, k[:, :, :n], k[:, :, :n], at, 0, 1.0, mx.float16)
         cache.settle(out)
         grown, logits = mx.get_peak_memory() - held, HEADS * n * length * 2
@@ -172,7 +172,7 @@ def threads_take_turns(options: argparse.Namespace) -> str:
 
         def forward() -> None:
             try:
-                found.append(runner.forward([7, 8], cache.begin_step([0, 0])).argmax())
+                found.append(runner.forward([7, 8], cache.begin_step([(0, 2)])).argmax())
             except Exception as error:
                 found.append(error)
 
@@ -196,7 +196,7 @@ def half_precision_says_nearly_the_same(options: argparse.Namespace) -> str:
         prompt = model.tokenizer("import os\nimport sys\n\n\ndef main(")["input_ids"]
         with kv.make_seq_session("mlx", kv.make_config(model.params, 512, dtype)) as session:
             runner, cache = model.bind(session), session.cache
-            logits[dtype] = runner.forward(prompt, cache.begin_step([0] * len(prompt)))[0]
+            logits[dtype] = runner.forward(prompt, cache.begin_step([(0, len(prompt))]))[0]
             events = generate(
                 runner, cache, model.tokenizer, prompt, SamplingParams(max_tokens=16), seq_id=1
             )
@@ -221,7 +221,7 @@ def rows_come_back_bit_for_bit(options: argparse.Namespace) -> str:
     for stored in types:
         with kv.make_seq_session("mlx", kv.make_config(params(2), 128, stored)) as session:
             cache = session.cache
-            cache.begin_step([0] * 50)
+            cache.begin_step([(0, 50)])
             for layer in range(2):
                 k = mx.random.normal((1, KV_HEADS, 50, DIM))
                 cache.update_and_fetch(layer, None, k, k)
@@ -245,7 +245,7 @@ def the_wired_limit_is_left_alone(options: argparse.Namespace) -> str:
     budget = MemoryBudget(4_000_000_000)
     with kv.make_seq_session("mlx", kv.make_config(model.params, 64, budget=budget)) as session:
         runner = model.bind(session)
-        runner.forward([7], session.cache.begin_step([0]))
+        runner.forward([7], session.cache.begin_step([(0, 1)]))
     wired, limit = mx.set_wired_limit(before), mx.set_memory_limit(4_000_000_000)
     if wired != 0 or limit != 4_000_000_000:
         raise CheckError(f"the wired limit became {wired:,}, the memory limit {limit:,}")

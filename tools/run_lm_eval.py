@@ -95,7 +95,7 @@ def main() -> int:
 
 def demo() -> Path:
     """Return the folder of the bundled model."""
-    from kvcellar.models.hub import DEMO_FOLDER
+    from kvcellar.models.files.hub import DEMO_FOLDER
 
     return DEMO_FOLDER
 

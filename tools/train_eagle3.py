@@ -25,6 +25,7 @@ import platform
 import sys
 import time
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,9 @@ def continue_texts(model: LoadedModel, prompts: np.ndarray, count: int, seed: in
         runner = model.bind(session)
 
         def forward(seq_ids: list[int], tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-            positions = session.cache.begin_step(seq_ids)
+            positions = session.cache.begin_step(
+                [(one, len([*same])) for one, same in groupby(seq_ids)]
+            )
             logits = runner.forward(tokens, positions, rows)
             session.cache.end_step()
             return logits

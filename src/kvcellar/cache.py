@@ -102,10 +102,11 @@ class DecodeCache(Cache, Protocol):
 class SeqCache(Cache, Protocol):
     """Many sequences over shared cells; ranges of positions are half-open."""
 
-    def begin_step(
-        self, seq_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray | None = None
-    ) -> list[int]:
-        """Say whose tokens the next forward brings, claim their cells, return their positions."""
+    def begin_step(self, stretches: Sequence[tuple[int, int]]) -> list[int]:
+        """Say whose tokens the next forward brings, claim their cells, return their positions.
+
+        A stretch is (seq_id, n_tokens): consecutive tokens of one sequence in the flat batch.
+        """
         ...
 
     @property
@@ -117,8 +118,8 @@ class SeqCache(Cache, Protocol):
         """Say how long a sequence will be: its cells then lie in fewer runs. A hint."""
         ...
 
-    def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
-        """Return true if ``begin_step`` with these tokens would find its cells."""
+    def can_begin_step(self, stretches: Sequence[tuple[int, int]]) -> bool:
+        """Return true if ``begin_step`` with these stretches would find its cells."""
         ...
 
     def has_seq(self, seq_id: int) -> bool:

@@ -15,7 +15,8 @@ The error of a number is at most half a scale and what float16 cannot say of ver
 fp8 is a float type of 8 bits without scales, E4M3 of the Open Compute Project's specification:
 rounded to nearest, ties to even; what is larger than the largest number becomes that, NaN stays so.
 
-``STORED_TYPES`` describes each type once; backends, stores and options follow from it.
+``STORED_TYPES`` describes each type once; stores and options follow from it, and of backends what
+floats of a byte need. docs/add-a-kv-dtype.md says what does not.
 
 A rotated K is multiplied by a Hadamard matrix first, in blocks of the largest power of two that
 divides the row: pairs of numbers ``(a, b)`` at distance 1, 2, 4, ... become ``(a + b, a - b)``, and

@@ -260,7 +260,7 @@ class CacheSession(Generic[Face]):
     ::
 
         with make_seq_session("torch", config) as session:
-            session.cache.begin_step([0, 0, 0])
+            session.cache.begin_step([(0, 3)])
     """
 
     def __init__(self, cache: Face, *, backend: str, cache_key: str | None = None) -> None:

@@ -2,8 +2,8 @@
 
 Everything else follows from ``SamplerSettings``: checks of values, defaults that files of models
 name, fields of requests, options of commands, the page's form and their help. How a setting changes
-a row of logits is in ``kvcellar.engine.sampling``, and for devices in
-``kvcellar.backends.torch.gpu.draws``.
+a row of logits is in ``kvcellar.engine.sampling``, and for devices in ``draws.py`` and
+``settings.py`` of ``kvcellar.backends.torch.gpu``.
 """
 
 from __future__ import annotations

@@ -23,6 +23,9 @@ IntArray = NDArray[np.int64]
 MOST_CELLS = 2**31 - 1
 """Of one layer group; kernels count in 32 bits."""
 
+MOST_LAYERS = 1 << 16
+"""Most layers of a model, of which a list is made: a file from elsewhere may state any number."""
+
 
 class Run(NamedTuple):
     """Consecutive cells ``[start, start + length)``."""
@@ -278,7 +281,7 @@ class ModelCacheParams:
     kv_dtype: str = field(default="float32", compare=False)
 
     def __post_init__(self) -> None:
-        n_layers = whole(self.n_layers, "n_layers of a model", most=MOST_CELLS)
+        n_layers = whole(self.n_layers, "n_layers of a model", most=MOST_LAYERS)
         object.__setattr__(self, "n_layers", n_layers)
         if n_layers < 1:
             raise ConfigError(f"a model has at least one layer, got n_layers={n_layers}")

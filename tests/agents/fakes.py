@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, check_template
 from kvcellar.backends.host_memory import Landing
 from kvcellar.backends.host_rows import LeavingRows
 from kvcellar.cache_config import make_config
-from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
+from kvcellar.engine import Engine, EngineConfig, EngineService, GeneratedToken, SamplingParams
 from kvcellar.hosting.costs import Costs, Estimate
 from kvcellar.store import ModelKey, RowLayout, Store, StoreConfig
 from tests.engine.fakes import (
@@ -47,6 +48,13 @@ class Eager(Costs):
 
     def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
         return None
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model loads whatever is stored: whether that is faster depends on the machine."""
+    for name in ("estimate", "patience_s"):
+        monkeypatch.setattr(Costs, name, getattr(Eager, name))
 
 
 class RowCells(SeqCells):
@@ -139,8 +147,8 @@ async def turn(agents: AgentManager, agent_id: str, text: Any = None, **more: An
     more.setdefault("params", GREEDY)
     sampled = []
     async for event in agents.turns.generate(Turn(agent_id, text, **more)):
-        if isinstance(event, TokenEvent):
-            sampled.append(event.token.token_id)
+        if isinstance(event, GeneratedToken):
+            sampled.append(event.token_id)
         else:
             assert tuple(sampled) == event.finish.token_ids, event.finish
             return event

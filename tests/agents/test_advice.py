@@ -20,7 +20,7 @@ from kvcellar.errors import ConfigError
 from kvcellar.hosting import loader
 from kvcellar.hosting.memory import MemoryPlan, choose_capacity, least_cells
 from kvcellar.models import LoadOptions
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from kvcellar.spec import PROCESS_BYTES
 
 KINDS = ("demo", "lfm2", "qwen3_moe", "gemma3_text")

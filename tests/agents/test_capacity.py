@@ -14,7 +14,7 @@ from kvcellar.cli.session import bound_model
 from kvcellar.errors import ConfigError
 from kvcellar.hosting import memory as agent_memory
 from kvcellar.models import LoadOptions
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 
 MB = 1_000_000
 LONG = 32_768

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents import RULES, check_template
+from kvcellar.agents import RULES, PlannedTurn, Turn, check_template
+from kvcellar.agents.planning import plan_turn
+from kvcellar.agents.records.agent import Agent
 from kvcellar.engine import SamplingParams
 from kvcellar.history import History
-from kvcellar.hosting.conversation import plan_messages
-from kvcellar.hosting.volatile import match_key
-from kvcellar.models.hub import DEMO_FOLDER
-from kvcellar.models.prompts import encode, render
-from kvcellar.models.tokenizer import load_tokenizer
+from kvcellar.hosting.messages import Messages, match_key
+from kvcellar.models.files.hub import DEMO_FOLDER
+from kvcellar.models.text.prompts import encode, render
+from kvcellar.models.text.tokenizer import load_tokenizer
 from tests.agents.fakes import (
     FULL_PARAMS,
     ByteTokenizer,
@@ -376,11 +377,18 @@ class Thinking(ByteTokenizer):
         return text + (self.OPENING if more["add_generation_prompt"] else "")
 
 
-def divergences(messages: Any, history: Any = (), **more: Any) -> tuple[int, ...]:
-    said = plan_messages(
-        Thinking(), History(history), (), None, messages, None, (), control_tokens_in_text=True
-    )
-    return said.prefixes.divergences()
+def planned(
+    messages: Any, *, known: Any = (), tokens: Any = (), tokenizer: Any = None, **more: Any
+) -> PlannedTurn:
+    """Plan a turn of messages for an agent that has a history."""
+    host = make_host(tokenizer=tokenizer or Thinking())
+    host.service.close()
+    agent = Agent("a", host.name, host.key, History(tokens), Messages(known))
+    return plan_turn(Turn("a", messages=messages), agent, host, (), **more)
+
+
+def divergences(messages: Any, tokens: Any = ()) -> tuple[int, ...]:
+    return planned(messages, tokens=tokens, control_tokens_in_text=True).snapshots_at
 
 
 def n_tokens(messages: Any, *, is_asking: bool = False) -> int:
@@ -419,11 +427,11 @@ def test_places_are_exact_where_messages_spell_control_tokens(text):
     words = [*tokenizer.added_tokens_decoder.values()]
     text = text.replace("<end>", words[-1].content)
     messages = [user(text), {"role": "assistant", "content": text}, user(f"{text}?")]
-    prefixes = plan_messages(tokenizer, History(), (), None, messages, None, ()).prefixes
-    at = prefixes.divergences()[-1]
+    found = planned(messages, tokenizer=tokenizer)
+    at = found.snapshots_at[-1]
     part = encode(tokenizer, render(tokenizer, messages, is_asking=False))
-    assert prefixes.tokens[:at].tolist() == part
-    assert at < len(prefixes.tokens)
+    assert found.prompt[:at].tolist() == part
+    assert at < len(found.prompt)
 
 
 def test_an_answer_is_found_where_the_ids_of_its_calls_were_not_kept():
@@ -438,11 +446,8 @@ def test_an_answer_is_found_where_the_ids_of_its_calls_were_not_kept():
 def test_an_answer_that_is_gone_on_with_is_not_said_to_have_lost_messages():
     known = [SYSTEM, user("one"), {"role": "assistant", "content": "yes, and"}]
 
-    def changed(messages: Any) -> str | None:
-        return plan_messages(Thinking(), History(), known, None, messages, None, ()).changed
-
-    assert changed(known) is None
-    assert changed(known[:-1]) == "truncated"
+    assert planned(known, known=known).changed is None
+    assert planned(known[:-1], known=known).changed == "truncated"
     longer = [*known, user("two"), {"role": "assistant", "content": "no"}]
-    told = plan_messages(Thinking(), History(), longer, None, known, None, ()).changed
+    told = planned(known, known=longer).changed
     assert told == "truncated"  # also where an answer before the last is gone on with

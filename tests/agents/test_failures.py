@@ -51,7 +51,7 @@ def test_an_engine_that_stops_in_a_turn_keeps_every_agents_history(tmp_path, mon
         with pytest.raises(EngineFailedError, match="a book is torn"):
             await turn(agents, "b", tokens=[3])
         said = {name: tokens_of(agents, name) for name in ("a", "b")}
-        assert said["a"][-len(end.finish.token_ids) - 2 :][:3] == (7, 8, first.token.token_id)
+        assert said["a"][-len(end.finish.token_ids) - 2 :][:3] == (7, 8, first.token_id)
         return said
 
     with manager(tmp_path) as agents:

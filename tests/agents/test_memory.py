@@ -23,7 +23,7 @@ from kvcellar.errors import ConfigError
 from kvcellar.hosting.host import check_host
 from kvcellar.hosting.memory import budgets_of_host, choose_capacity
 from kvcellar.models import LoadOptions
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 
 ROOT = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import Turn, publishing
+from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.checking import key_of
 from kvcellar.engine import SamplingParams
 from kvcellar.engine import service as service_module
@@ -19,6 +21,7 @@ from tests.agents.fakes import BLOCK_TOKENS, PARAMS, make_host, manager, run, to
 
 SHORT = [1, 2, 3]
 LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
+WRITER = "kvcellar-store"
 
 
 @pytest.fixture
@@ -160,3 +163,30 @@ def test_a_stored_agent_of_a_model_with_soft_capping_is_still_the_models(tmp_pat
         assert key_of(agents.store.get(agents.directory.agent("a").name)) == key
         assert key != ModelKey("another", key.layout)
         assert run(agents.directory.describe("a")).n_cached  # it is looked for in the model's cache
+
+
+def test_what_is_written_of_a_turn_is_put_together_by_the_writer_as_it_was_then(
+    tmp_path, monkeypatch, never_rests
+):
+    """However long the conversation, the engine's next step does not wait for its JSON."""
+    made: list[tuple[str, int]] = []
+    has_gone_on = threading.Event()
+    metadata = Agent.metadata
+
+    def watched(agent: Agent) -> dict[str, Any]:
+        thread = threading.current_thread().name
+        if thread == WRITER:
+            assert has_gone_on.wait(60)
+        made.append((thread, len(agent.turns)))
+        return metadata(agent)
+
+    with manager(tmp_path) as agents:
+        run(agents.lifecycle.create("a"))
+        agents.store.flush()
+        monkeypatch.setattr(Agent, "metadata", watched)
+        for _ in range(2):
+            run(turn(agents, "a", tokens=list(range(BLOCK_TOKENS))))
+        has_gone_on.set()
+        agents.store.flush()
+        assert [n for thread, n in made if thread == WRITER] == [1, 2]
+        assert "kvcellar-engine" not in {thread for thread, _ in made}

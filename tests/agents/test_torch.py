@@ -138,7 +138,7 @@ def test_host_rows_say_what_the_pools_hold_wherever_they_lie(kv_dtype, make, lay
     with make("torch", config) as session:
         cache: Any = session.cache
         assert isinstance(cache, caches.TorchCache)
-        cache.begin_step([0] * 40)
+        cache.begin_step([(0, 40)])
         for layer in range(3):
             k, v = (torch.randn(1, 2, 40, 64, generator=rng) for _ in "kv")
             cache.update_and_attend(k, k, v, None, layer, 1.0, torch.float32)

@@ -125,12 +125,12 @@ def test_forks_share_cells_and_differ_afterwards(tmp_path):
 def test_a_fork_while_the_parent_generates_shares_what_there_is_by_now(tmp_path):
     async def main(agents: Any) -> None:
         await agents.lifecycle.create("p")
-        from kvcellar.engine import SamplingParams, TokenEvent
+        from kvcellar.engine import GeneratedToken, SamplingParams
 
         long = SamplingParams(max_tokens=40, ignore_eos=True)
         n = 0
         async for event in agents.turns.generate(Turn("p", "z" * 60, params=long)):
-            if isinstance(event, TokenEvent):
+            if isinstance(event, GeneratedToken):
                 n += 1
                 if n == 10:
                     info = await agents.lifecycle.fork("p", "c")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.agents import AgentManager, Turn, leasing
-from kvcellar.engine import TokenEvent
+from kvcellar.engine import GeneratedToken
 from kvcellar.errors import AgentHeldError, LeaseLostError, PromptError
 from kvcellar.store import Lease
 from tests.agents.fakes import GREEDY, manager, run, turn
@@ -33,10 +33,10 @@ def said_to(agents: AgentManager, agent_id: str) -> list[str]:
 @contextlib.asynccontextmanager
 async def talking(agents: AgentManager, one: Turn) -> Any:
     """A turn that has been answered, and has not ended yet."""
-    async with agents.turns.running(one) as running:
+    async with agents.models.use("hash") as host, agents.turns.running(one, host) as running:
         async for event in running.events:
             running.take(event)
-            if isinstance(event, TokenEvent):
+            if isinstance(event, GeneratedToken):
                 break
         yield running
         async for event in running.events:
@@ -83,10 +83,10 @@ def test_who_does_not_wait_as_long_answers_in_a_branch_and_says_so(
             asked = Turn("poet", "other", params=GREEDY, progress=lambda _, what: told.append(what))
             async with talking(theirs, asked) as running:
                 pass
-            assert running.end.agent_id == asked.agent_id == "poet.2"
-            assert running.end.usage.notes[0] == asked.notice
-            assert "is in use by process" in str(asked.notice)
-            assert str(asked.notice).endswith("so the answer is in its branch poet.2")
+            assert running.end.agent_id == running.planned.turn.agent_id == "poet.2"
+            assert running.end.usage.notes[0] == running.end.notice
+            assert "is in use by process" in str(running.end.notice)
+            assert str(running.end.notice).endswith("so the answer is in its branch poet.2")
             for verb in (
                 theirs.lifecycle.rewind("poet", turn=-1),
                 theirs.lifecycle.delete("poet"),
@@ -139,8 +139,12 @@ def test_messages_that_continue_what_has_gone_on_meanwhile_are_answered_in_a_bra
         await turn(ours, "poet", "one")
         known = list(ours.directory.conversation("poet"))
         await turn(theirs, "poet", "two")
-        asked = Turn("poet", messages=[*known, {"role": "user", "content": "other"}], params=GREEDY)
-        asked.is_continuing = is_named  # else they may replace a history, but not an unseen one
+        asked = Turn(
+            "poet",
+            messages=[*known, {"role": "user", "content": "other"}],
+            params=GREEDY,
+            is_continuing=is_named,  # else they may replace a history, but not an unseen one
+        )
         async with talking(ours, asked) as running:
             pass
         assert running.end.agent_id == "poet.2"
@@ -197,7 +201,7 @@ def test_a_turn_that_outlives_its_lease_is_in_a_branch(
         host = ours.models.host("hash")
         assert host is not None
         host.service.run(lambda _: outlives(leases) if is_kept else time.sleep(0.3))
-        async with ours.turns.running(Turn("poet", "two", params=GREEDY)) as running:
+        async with ours.turns.running(Turn("poet", "two", params=GREEDY), host) as running:
             async for event in running.events:
                 running.take(event)
         if is_kept:
@@ -253,9 +257,8 @@ def test_every_turn_is_in_exactly_the_history_that_it_was_said_to(
         await pair["ours"].lifecycle.create(name)
 
         async def begin(who: str, text: str) -> None:
-            one = Turn(name, text, params=GREEDY)
-            block = talking(pair[who], one)
-            await block.__aenter__()
+            block = talking(pair[who], Turn(name, text, params=GREEDY))
+            one = (await block.__aenter__()).planned.turn
             held = [other for _, other, _ in running.values() if other.agent_id == name]
             assert (one.agent_id == name) is not bool(held)
             # A turn whose answer is whole may be published before whoever reads it has read it.

@@ -194,6 +194,26 @@ def test_an_agent_without_a_word_is_not_kept(poet):
     assert poet.dropped.listed() == []
 
 
+def test_an_agent_that_went_back_to_nothing_and_was_deleted_comes_back_step_by_step(poet):
+    run(poet.lifecycle.create("short"))
+    talk(poet, "short", "One. " * 9)
+    before = state_of(poet, "short")
+    run(poet.lifecycle.rewind("short", turn=0))
+    run(poet.lifecycle.delete("short"))
+    (back,) = run(poet.dropped.undo("short"))
+    assert (back.agent_id, back.n_tokens, back.n_turns) == ("short", 0, 0)
+    (back,) = run(poet.dropped.undo("short"))
+    assert (back.agent_id, back.n_turns) == ("short", 1) and state_of(poet, "short") == before
+
+
+def test_an_older_agent_of_the_name_comes_back_first_where_a_new_one_said_nothing(poet):
+    run(poet.lifecycle.delete("poet"))
+    run(poet.lifecycle.create("poet"))
+    run(poet.lifecycle.delete("poet"))
+    (back,) = run(poet.dropped.undo("poet"))
+    assert (back.agent_id, back.n_turns) == ("poet", 2)
+
+
 def test_their_number_and_age_are_bounded(poet, monkeypatch):
     monkeypatch.setattr(dropped_module, "MOST", 3)
     for i in range(5):

@@ -19,6 +19,7 @@ from kvcellar import (
 from kvcellar.budget import MemoryBudget
 from kvcellar.errors import CacheFullError
 from tests.backends.adapters import needs_mlx
+from tests.stretches import stretches
 
 torch = pytest.importorskip("torch")
 
@@ -50,7 +51,7 @@ def forward(backend: str, cache: Any, seq_ids: list[int], kind: str) -> None:
     if kind == "decode":
         positions = list(range(cache.length, cache.length + n))
     else:
-        positions = cache.begin_step(seq_ids)
+        positions = cache.begin_step(stretches(seq_ids))
     for layer in range(PARAMS.n_layers):
         if backend == "torch":
             k = torch.full((1, HEADS, n, DIM), float(layer))
@@ -83,7 +84,7 @@ def test_pools_allocate_what_was_granted_and_stop_where_the_budget_ends(backend,
         cache = session.cache
         n_tokens = 0
         sizes = []
-        while cache.can_extend(n) if kind == "decode" else cache.can_begin_step([0] * n):
+        while cache.can_extend(n) if kind == "decode" else cache.can_begin_step([(0, n)]):
             forward(backend, cache, [0] * n, kind)
             n_tokens += n
             granted = [
@@ -111,7 +112,7 @@ def test_a_fork_and_what_follows_stay_inside(kind):
         for seq_id in range(1, 6):
             cache.seq_cp(0, seq_id)
         for _ in range(30):
-            if cache.can_begin_step(list(range(6))):
+            if cache.can_begin_step([(seq_id, 1) for seq_id in range(6)]):
                 forward("torch", cache, list(range(6)), kind)
                 granted = [
                     group.cell_bytes(cache.config.kv) * n

@@ -85,18 +85,18 @@ def play(head: Eagle3Head, kv_dtype: str) -> list[Any]:
     with kv.make_tree_session("torch", config) as session:
         runner, cache = head.bind(session), session.cache
         joined = {s: runner.join([rows.numpy()]) for s, rows in features.items()}
-        at = cache.begin_step([0] * 6 + [3])
+        at = cache.begin_step([(0, 6), (3, 1)])
         none = runner.read(known[0][:6] + known[3][:1], [joined[0][:6], joined[3][:1]], at, [], 1)
         assert none.tokens.shape == (0, 1)
-        at = cache.begin_step([3] * 4 + [0] * 3)
+        at = cache.begin_step([(3, 4), (0, 3)])
         fresh = [joined[3][1:], joined[0][6:]]
         first = runner.read(known[3][1:] + known[0][6:], fresh, at, [3, 6], 3)
         cache.propose([-1, -1], 3)
         cache.propose([-1], 0)
-        at = cache.begin_step([3, 3, 0])
+        at = cache.begin_step([(3, 2), (0, 1)])
         second = runner.go_on([11, 200, 42], first, [0, 0, 1], at, 4)
         cache.propose([1, 0], 3)
-        third = runner.go_on([7, 7], second, [1, 0], cache.begin_step([3, 3]), 100)
+        third = runner.go_on([7, 7], second, [1, 0], cache.begin_step([(3, 2)]), 100)
         return [*joined.values(), first, second, third]
 
 
@@ -148,7 +148,7 @@ def test_many_tokens_are_torchs_and_fit_what_the_kernel_says_of_few(tmp_path):
         with kv.make_tree_session("torch", kv.make_config(head.params, 64)) as session:
             runner, cache = head.bind(session), session.cache
             for start, stop in ((0, n), (n, len(tokens))):
-                at = cache.begin_step([0] * (stop - start))
+                at = cache.begin_step([(0, stop - start)])
                 joined = [runner.join([features[start:stop]])]
                 rows = [stop - start - 1]
                 last = runner.read(tokens[start:stop], joined, at, rows, 3)
@@ -168,12 +168,12 @@ def test_a_level_that_fails_leaves_no_cell_claimed(tmp_path):
             ([1], [1], 1, ValueError),
             ([1], [0], 101, ValueError),
         ):
-            cache.begin_step([0])
+            cache.begin_step([(0, 1)])
             with pytest.raises(error):
                 runner.read(tokens, [joined[: len(tokens)]], list(range(len(tokens))), rows, k)
             assert not cache.has_seq(0)
             assert cache.usage().groups[0].live == 0
-        at = cache.begin_step([0])
+        at = cache.begin_step([(0, 1)])
         assert runner.read([1], [joined[:1]], at, [0], 100).tokens.shape == (1, 100)
 
 

@@ -88,7 +88,7 @@ class Model:
         if self.kind == "decode":
             positions = list(range(self.cache.length, self.cache.length + len(tokens)))
         else:
-            positions = self.cache.begin_step([seq for seq, stretch in batch for _ in stretch])
+            positions = self.cache.begin_step([(seq, len(stretch)) for seq, stretch in batch])
         return self.forward(tokens, positions)
 
     def forward(self, tokens: list[int], positions: list[int]) -> list[np.ndarray]:

@@ -72,7 +72,7 @@ def attended(q: Any) -> Any:
     """Attend queries on another device than K and V."""
     params = kv.ModelCacheParams(1, groups=(kv.LayerGroup((0,), 2, 16, 16),))
     with kv.make_seq_session("torch", kv.make_config(params, 32)) as session:
-        positions = session.cache.begin_step([0])
+        positions = session.cache.begin_step([(0, 1)])
         rows = torch.ones(1, 2, 1, 16)
         at = torch.as_tensor(positions)
         return session.cache.update_and_attend(q, rows, rows, at, 0, 0.2, torch.float32)

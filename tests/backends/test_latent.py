@@ -146,7 +146,7 @@ def test_rows_of_latents_leave_a_cache_and_return() -> None:
         cache: Any = session.cache
 
         def feed_tokens(seq_id: int, start: int, stop: int) -> Any:
-            positions = torch.tensor(cache.begin_step([seq_id] * (stop - start)))
+            positions = torch.tensor(cache.begin_step([(seq_id, stop - start)]))
             part = [x[:, :, start:stop] for x in rows]
             return cache.update_and_attend(*part, positions, 0, 0.3, torch.float32)
 

@@ -22,6 +22,7 @@ from kvcellar import (
     make_seq_session,
     make_tree_session,
 )
+from tests.stretches import stretches
 
 torch = pytest.importorskip("torch")
 
@@ -48,7 +49,7 @@ def forward(cache: Any, kv_dtype: str, seq_ids: list[int], kind: str = "seq") ->
     if kind == "decode":
         positions = list(range(cache.length, cache.length + n_tok))
     else:
-        positions = cache.begin_step(seq_ids)
+        positions = cache.begin_step(stretches(seq_ids))
     dtype = getattr(torch, kv_dtype)
     q = torch.ones(1, N_HEADS, n_tok, DIM, dtype=dtype)
     k = torch.ones(1, N_KV_HEADS, n_tok, DIM, dtype=dtype)
@@ -64,7 +65,7 @@ def fill(cache: Any, kv_dtype: str, n_tok: int, kind: str, seq_id: int = 0) -> N
     for start in range(0, n_tok, 4096):
         n = min(4096, n_tok - start)
         if kind != "decode":
-            cache.begin_step([seq_id] * n)
+            cache.begin_step([(seq_id, n)])
         k = torch.ones(1, N_KV_HEADS, n, DIM, dtype=dtype)
         for layer in range(N_LAYERS):
             cache.update_and_fetch(layer, torch.arange(start, start + n), k, k)
@@ -118,7 +119,7 @@ def test_writing_one_token_allocates_nothing_of_the_pools_size(
         k = torch.ones(1, N_KV_HEADS, 1, DIM, dtype=dtype)
 
         def write() -> None:
-            position = cache.length if kind == "decode" else cache.begin_step([0])[0]
+            position = cache.length if kind == "decode" else cache.begin_step([(0, 1)])[0]
             for layer in range(N_LAYERS):
                 cache.update_and_fetch(layer, torch.tensor([position]), k, k)
 
@@ -168,7 +169,7 @@ def test_a_batch_of_many_sequences_writes_in_place(kv_dtype: str, tmp_path: Path
         k = torch.ones(1, N_KV_HEADS, 40, DIM, dtype=getattr(torch, kv_dtype))
 
         def write() -> None:
-            positions = torch.tensor(cache.begin_step(list(range(40))))
+            positions = torch.tensor(cache.begin_step([(seq_id, 1) for seq_id in range(40)]))
             for layer in range(N_LAYERS):
                 cache.update_and_fetch(layer, positions, k, k)
 

@@ -17,6 +17,7 @@ from kvcellar import (
     make_tree_session,
 )
 from kvcellar.errors import ConfigError
+from tests.stretches import stretches
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'kvcellar[mlx]'")
 
@@ -42,7 +43,7 @@ def forward(cache: Any, seq_ids: list[int], *, is_attended: bool = True) -> None
     n_tok = len(seq_ids)
     positions = None
     if hasattr(cache, "begin_step"):
-        cache.begin_step(seq_ids)
+        cache.begin_step(stretches(seq_ids))
     else:
         positions = range(cache.length, cache.length + n_tok)
     q, k = mx.ones((1, N_HEADS, n_tok, DIM)), mx.ones((1, N_KV_HEADS, n_tok, DIM))
@@ -132,7 +133,7 @@ def test_a_commit_moves_the_accepted_rows_alone() -> None:
 
 def forward_tree(cache: Any, n: int) -> None:
     q, k = mx.ones((1, N_HEADS, n, DIM)), mx.ones((1, N_KV_HEADS, n, DIM))
-    cache.begin_step([0] * n)
+    cache.begin_step([(0, n)])
     outs = [cache.update_and_attend(q, k, k, None, i, 0.25, mx.float32) for i in range(N_LAYERS)]
     cache.settle(*outs)
 
@@ -152,7 +153,7 @@ def test_rows_out_and_in_are_the_bytes_of_the_torch_backend() -> None:
             make_seq_session("mlx", config) as third,
         ):
             for session, wrap in ((ours, mx.array), (theirs, torch.from_numpy)):
-                session.cache.begin_step([0] * 40)
+                session.cache.begin_step([(0, 40)])
                 for layer in range(2):
                     k, v = (wrap(r) for r in rows[2 * layer : 2 * layer + 2])
                     session.cache.update_and_fetch(layer, None, k, v)

@@ -69,7 +69,7 @@ class PagedWalk(SequenceWalk):
         if not batch:
             return
         d.cache.end_step()
-        if d.cache.can_begin_step([seq for seq, n in batch for _ in range(n)]):
+        if d.cache.can_begin_step(batch):
             self.step(batch, fate, n_layers)
         else:
             assert isinstance(self.refused(d.begin, *batch), CacheFullError)
@@ -290,11 +290,10 @@ def tensors(n_tok: int, layer: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 def run(cache: Any, *batch: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
-    ids = [seq for seq, n in batch for _ in range(n)]
-    positions = cache.begin_step(ids)
+    positions = cache.begin_step(batch)
     outputs = []
     for layer in range(3):
-        q, k, v = tensors(len(ids), layer, seed)
+        q, k, v = tensors(len(positions), layer, seed)
         outputs.append(cache.update_and_attend(q, k, v, positions, layer, 0.3, torch.float32))
     return outputs
 
@@ -353,7 +352,7 @@ def test_the_reference_keeps_what_a_block_holds_together_too() -> None:
     with make_paged_session("reference", config) as session:
         for pool, index in zip(session.cache.pools.of_layer, (0, 0, 1), strict=True):
             assert pool.index == index
-        session.cache.begin_step([0] * 6)
+        session.cache.begin_step([(0, 6)])
         for layer in range(3):
             rows = [t.numpy() for t in tensors(6, layer)]
             session.cache.update_and_attend(*rows, range(6), layer, 0.3, "float32")

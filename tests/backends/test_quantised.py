@@ -128,11 +128,11 @@ with kv.make_seq_session(
         "torch", kv.make_config(kv.ModelCacheParams(1, 8, 64), 4096, sys.argv[1])
     ) as small:
         for _ in range(16):
-            small.cache.begin_step([0] * 256)
+            small.cache.begin_step([(0, 256)])
             small.cache.update_and_fetch(0, None, k, k)
     def fill(n):
         for _ in range(0, n, 256):
-            cache.begin_step([0] * 256)
+            cache.begin_step([(0, 256)])
             for layer in range(8):
                 cache.update_and_fetch(layer, None, k, k)
     before = resident()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -129,17 +130,17 @@ def test_rows_and_states_that_leave_are_whole_and_return_to_any_number_of_ranks(
     for make, make_other in pairs:
         with engine_of(make(folders(family))) as one, engine_of(make_other(folders(family))) as two:
             for engine in (one, two):
-                engine.runner.forward(tokens, engine.cache.begin_step([0] * len(tokens)))
+                engine.runner.forward(tokens, engine.cache.begin_step([(0, len(tokens))]))
             rows, slots = copies(one.cache, 0)
             others, other_slots = copies(two.cache, 0)
             for got, want in zip(leaves(rows), leaves(others), strict=True):
                 assert got.shape == want.shape and np.allclose(got, want, atol=1e-4)
             for got, want in zip(leaves(slots), leaves(other_slots), strict=True):
                 assert np.allclose(got, want, atol=1e-4)
-            two.runner.forward(tokens[::-1], two.cache.begin_step([1] * len(tokens)))
+            two.runner.forward(tokens[::-1], two.cache.begin_step([(1, len(tokens))]))
             put(two.cache, 1, rows, slots)  # in place of those of other tokens
-            want = one.runner.forward([7], one.cache.begin_step([0]))
-            got = two.runner.forward([7], two.cache.begin_step([1]))
+            want = one.runner.forward([7], one.cache.begin_step([(0, 1)]))
+            got = two.runner.forward([7], two.cache.begin_step([(1, 1)]))
             assert np.allclose(got, want, atol=1e-4)
 
 
@@ -166,10 +167,10 @@ def test_blocks_that_are_copied_are_copied_on_all_ranks(folders):
     for make in (whole, divided):
         with engine_of(make(folders("llama")), "paged", block_size=8) as engine:
             run_of, cache = engine.runner.forward, engine.cache
-            run_of([1, 2, 3, 4, 5], cache.begin_step([0] * 5))
+            run_of([1, 2, 3, 4, 5], cache.begin_step([(0, 5)]))
             cache.end_step()
             cache.seq_cp(0, 1)
-            found.append([run_of([6 + seq], cache.begin_step([seq])) for seq in (1, 0, 1)])
+            found.append([run_of([6 + seq], cache.begin_step([(seq, 1)])) for seq in (1, 0, 1)])
     assert np.allclose(*found, atol=1e-4)
 
 
@@ -206,9 +207,9 @@ def test_hidden_states_and_features_are_those_of_one_rank(folders):
     for make in (whole, divided):
         with CACHES["cells"]("torch", make_config(make(folders("llama")).params, 64)) as session:
             runner = make(folders("llama")).bind(session, feature_layers=(1, 2))
-            at = session.cache.begin_step([0, 0, 0])
+            at = session.cache.begin_step([(0, 3)])
             features = runner.forward_with_features([1, 2, 3], at)[1]
-            at = session.cache.begin_step([1, 1])
+            at = session.cache.begin_step([(1, 2)])
             found.append((features, runner.forward_hidden([4, 5], at)))
     for got, want in zip(*found, strict=True):
         assert np.allclose(got, want, atol=1e-4)
@@ -216,7 +217,7 @@ def test_hidden_states_and_features_are_those_of_one_rank(folders):
 
 def test_a_step_that_is_refused_leaves_the_ranks_as_they_were(folders):
     with engine_of(divided(folders("llama"))) as engine:
-        engine.cache.begin_step([0, 0])
+        engine.cache.begin_step([(0, 2)])
         with pytest.raises(Exception, match="brings 1 tokens"):
             engine.runner.forward([1], [0])
         assert engine.generate(Request([1, 2], params=GREEDY)).error is None
@@ -245,6 +246,20 @@ def test_a_rank_that_dies_while_nothing_is_asked_is_known_before_the_next_reques
             with pytest.raises(EngineFailedError, match=r"rank 1 \(exit code -9\)"):
                 engine.submit(Request([1, 2], params=GREEDY))
         assert engine.generate(Request([1, 2], params=GREEDY)).error is None
+
+
+def test_ranks_of_a_cpu_listen_on_the_loopback_device_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is as it was afterwards
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(processes.torch, "set_num_threads", lambda n: None)
+    met = []
+    monkeypatch.setattr(
+        processes.dist, "init_process_group", lambda kind, **how: met.append((kind, how))
+    )
+    processes.join_group(processes.Join(tmp_path / "meet", 2, 1), 0, "cpu")
+    ((kind, how),) = met
+    assert kind == "gloo" and how["init_method"] == (tmp_path / "meet").as_uri()
+    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
 
 
 def test_what_cannot_be_divided_is_refused_by_name(folders, monkeypatch):
@@ -328,7 +343,7 @@ def test_a_rank_that_is_killed_while_weights_are_read_is_no_fault_of_the_model(
 
 def test_a_prefix_is_not_frozen_of_some_heads(folders):
     with engine_of(divided(folders("llama"))) as engine:
-        engine.runner.forward([1, 2], engine.cache.begin_step([0, 0]))
+        engine.runner.forward([1, 2], engine.cache.begin_step([(0, 2)]))
         with pytest.raises(ConfigError, match="cannot be frozen"):
             freeze_prefix(engine.cache)
 

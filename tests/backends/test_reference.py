@@ -82,7 +82,7 @@ def test_segments_carry_the_stored_values_and_no_more() -> None:
     with make_seq_session("reference", config) as session:
         cache = session.cache
         k = np.full((1, 1, 3, 2), 1.0 + 2.0**-9, dtype=np.float32)  # no bfloat16: rounds to 1
-        cache.begin_step([0, 0, 7])
+        cache.begin_step([(0, 2), (7, 1)])
         first, second = cache.update_and_fetch(0, [0, 1, 0], k, k)
         assert (first.q_start, first.q_len, first.kind) == (0, 2, AttendKind.CAUSAL)
         assert (second.q_start, second.q_len, second.kind) == (2, 1, AttendKind.NONE)

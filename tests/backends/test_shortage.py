@@ -78,7 +78,7 @@ def test_nothing_refers_to_what_a_forward_held_when_its_memory_is_given_back() -
 def test_a_pool_that_finds_no_memory_for_its_v_is_as_it_was(demo, monkeypatch) -> None:
     with kv.make_seq_session("torch", kv.make_config(demo.params, 256, min_chunk=8)) as session:
         runner, cache, made = demo.bind(session), session.cache, memory.empty
-        before = runner.forward([1, 2, 3], cache.begin_step([0] * 3))
+        before = runner.forward([1, 2, 3], cache.begin_step([(0, 3)]))
         calls = iter([True, False])
 
         def empty(*given: Any) -> Any:
@@ -92,5 +92,5 @@ def test_a_pool_that_finds_no_memory_for_its_v_is_as_it_was(demo, monkeypatch) -
         assert pool.k.n_cells == pool.v.n_cells == 8
         pool.ensure(100, torch.device("cpu"))
         assert pool.k.n_cells == pool.v.n_cells >= 100
-        again = runner.forward([1, 2, 3], cache.begin_step([1] * 3))
+        again = runner.forward([1, 2, 3], cache.begin_step([(1, 3)]))
     assert (before == again).all()

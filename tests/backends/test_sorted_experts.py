@@ -27,7 +27,7 @@ from kvcellar.backends.torch.cpu.sorted_experts import (  # noqa: E402
 )
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402
-from kvcellar.models.sizing import size_model  # noqa: E402
+from kvcellar.models.sizes.sizing import size_model  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

@@ -49,6 +49,7 @@ from tests.bookkeeping.test_sequences import (
     SeqCacheAgainstHistories,
 )
 from tests.bookkeeping.test_tree import TreeCacheAgainstHistories
+from tests.stretches import stretches as stretches_of
 
 POS = st.integers(0, 30)
 STOP = st.none() | st.integers(0, 30)
@@ -497,9 +498,9 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
 
     def fits(self, before, stretches, ids):
         batch = [(seq, len(positions)) for seq, positions, _ in stretches]
-        said_to_fit = self.cache.can_begin_step(ids)
+        said_to_fit = self.cache.can_begin_step(stretches_of(ids))
         fits = self.has_blocks(before, batch)
-        assert before.can_begin_step(ids) == fits
+        assert before.can_begin_step(stretches_of(ids)) == fits
         assert fits or not said_to_fit
         assert self.can_extend(before, len(ids)) == before.can_extend(len(ids))
         self.windows_let_go = not self.has_blocks(before, batch, let_go=False)
@@ -551,7 +552,7 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
         twin = copy.deepcopy(self.cache)
         twin.ids.fails_after = which
         try:
-            twin.begin_step([seq for seq, n in draws for _ in range(n)])
+            twin.begin_step(draws)
         except MemoryError:
             self.windows_let_go = False
             assert self.unwritten(twin) == self.unwritten(self.cache)
@@ -737,9 +738,8 @@ def cache_of(capacity, size, windows=(None,), slack=0):
 
 
 def run(cache, *batch):
-    ids = [seq for seq, n in batch for _ in range(n)]
-    cache.begin_step(ids)
-    cache.forward(list(range(len(ids))))
+    cache.begin_step(batch)
+    cache.forward(list(range(sum(n for _, n in batch))))
 
 
 def test_a_cache_says_what_its_cells_come_by():
@@ -764,9 +764,9 @@ def test_what_cannot_fit_is_refused_in_blocks():
     cache = cache_of(16, 4)
     run(cache, (0, 5), (1, 5))
     with pytest.raises(CacheFullError, match="step needs 1 block of 4 cells, 0 free of 4"):
-        cache.begin_step([2])
+        cache.begin_step([(2, 1)])
     with pytest.raises(CacheFullError, match="step needs 2 blocks of 4 cells, 0 free of 4"):
-        cache.begin_step([0] * 4 + [1] * 4)
+        cache.begin_step([(0, 4), (1, 4)])
     run(cache, (0, 3), (1, 3))
     assert not cache.can_extend(1)
 
@@ -774,16 +774,18 @@ def test_what_cannot_fit_is_refused_in_blocks():
 def test_a_batch_of_many_needs_more_than_one_sequence_of_as_many_tokens():
     cache = cache_of(16, 4)
     assert cache.n_free == 16 and cache.can_extend(16)
-    assert cache.can_begin_step([0] * 16)
-    assert cache.can_begin_step([0, 1, 2, 3]) and not cache.can_begin_step([0, 1, 2, 3, 4])
+    assert cache.can_begin_step([(0, 16)])
+    assert cache.can_begin_step([(0, 1), (1, 1), (2, 1), (3, 1)]) and not cache.can_begin_step(
+        [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]
+    )
 
 
 def test_the_rest_of_a_partial_block_is_counted_for_its_own_sequence_alone():
     cache = cache_of(8, 4)
     run(cache, (0, 5))
     assert cache.n_free == 0 and not cache.can_extend(1)
-    assert cache.can_begin_step([0, 0, 0]) and not cache.can_begin_step([0] * 4)
-    assert not cache.can_begin_step([1])
+    assert cache.can_begin_step([(0, 3)]) and not cache.can_begin_step([(0, 4)])
+    assert not cache.can_begin_step([(1, 1)])
 
 
 def test_the_copy_of_a_shared_partial_block_is_counted():
@@ -791,7 +793,7 @@ def test_the_copy_of_a_shared_partial_block_is_counted():
     run(cache, (0, 6))
     cache.seq_cp(0, 1)
     assert cache.n_free == 2, "one block is left: two tokens of it go with the copy"
-    assert cache.can_begin_step([0, 1, 1, 0])
+    assert cache.can_begin_step([(0, 1), (1, 2), (0, 1)])
     run(cache, (0, 1), (1, 1))
     assert not cache.can_extend(1)
 
@@ -854,7 +856,7 @@ def test_a_step_whose_copy_failed_has_claimed_nothing():
     before = cache.usage(), block_table(cache.cells[0], 1)
     cache.ids.fails_after = 0
     with pytest.raises(MemoryError):
-        cache.begin_step([2, 2, 1, 0])
+        cache.begin_step([(2, 2), (1, 1), (0, 1)])
     assert (cache.usage(), block_table(cache.cells[0], 1)) == before
     assert cache.seq_ids() == [0, 1] and not cache.is_step_open
     cache.check()
@@ -871,7 +873,7 @@ def test_a_copy_that_only_a_passed_window_asks_for_is_not_counted():
     cache.retain_cells(cache.seq_table(7))
     pool = cache.cells[0]
     assert pool.n_free_blocks == 0 and block_table(pool, 0)[:2] == block_table(pool, 1)
-    assert cache.can_begin_step([1]) and not cache.can_begin_step([1] * 3)
+    assert cache.can_begin_step([(1, 1)]) and not cache.can_begin_step([(1, 3)])
     run(cache, (1, 1))
     assert block_table(pool, 0)[:2] == [-1, -1]
 
@@ -893,7 +895,7 @@ def test_a_history_that_comes_back_takes_all_that_a_proposed_tree_was_not_promis
     with pytest.raises(CacheFullError, match="needs 2 blocks of 2 cells, 1 free of 2"):
         cache.seq_claim(1, [np.arange(3)])
     (table,) = cache.seq_claim(1, [np.arange(2)])
-    assert cache.begin_step([0]) and table.size == 2
+    assert cache.begin_step([(0, 1)]) and table.size == 2
 
 
 def test_a_window_keeps_the_block_that_it_begins_in():
@@ -937,7 +939,7 @@ def test_a_history_out_of_two_copies_of_one_block_is_joined_in_a_third():
     cache.seq_cp(1, 2)
     assert block_table(cache.cells[0], 2) == blocks, "it has these tokens, if in copies"
     cache.seq_rm(2)
-    while cache.can_begin_step([7] * 4):
+    while cache.can_begin_step([(7, 4)]):
         run(cache, (7, 4))
     with pytest.raises(CacheFullError, match="takes 1 blocks to join, 0 free of 16"):
         cache.seq_map(2, [np.asarray(table)])

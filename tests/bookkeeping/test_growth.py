@@ -46,7 +46,7 @@ def write(cache: Any) -> None:
 
 def feed(cache: Any, seq_id: int, n: int) -> None:
     for start in range(0, n, 32):
-        cache.begin_step([seq_id] * min(32, n - start))
+        cache.begin_step([(seq_id, min(32, n - start))])
         write(cache)
 
 
@@ -85,7 +85,7 @@ def test_near_its_end_a_pool_grows_by_less_than_double_and_uses_nearly_all_there
     assert cache.seq_len(0) >= cache.capacity
     assert budget.available_bytes < steps[-1][0] * CELL // 4 + CELL + INDEX_BYTES
     with pytest.raises(CacheFullError, match=r"step needs 1 cells, 0 free .* give more memory"):
-        cache.begin_step([0])
+        cache.begin_step([(0, 1)])
 
 
 def test_a_growing_layers_old_copy_is_asked_for_until_all_layers_have_written():
@@ -94,7 +94,7 @@ def test_a_growing_layers_old_copy_is_asked_for_until_all_layers_have_written():
     feed(cache, 0, 16)
     settled = budget.held_bytes
     assert settled == granted_bytes(cache)
-    cache.begin_step([0])
+    cache.begin_step([(0, 1)])
     assert sizes(cache) == [32]
     assert budget.held_bytes == granted_bytes(cache) + 16 * CELL // 4  # one layer of four
     write(cache)
@@ -120,7 +120,7 @@ def test_a_cancelled_step_keeps_the_grant_and_its_copy_until_the_pools_have_grow
     budget = MemoryBudget(10**7)
     cache = KINDS["seq"](config(budget))
     feed(cache, 0, 16)
-    cache.begin_step([0])
+    cache.begin_step([(0, 1)])
     held = budget.held_bytes
     cache.cancel_step()
     assert budget.held_bytes == held
@@ -150,8 +150,8 @@ def test_a_refused_growth_leaves_cache_and_budget_as_they_were(kind):
         if kind == "contiguous":
             cache.steps.plan(0, n, None)
         else:
-            assert not cache.can_begin_step([3] * n)
-            cache.begin_step([3] * n)
+            assert not cache.can_begin_step([(3, n)])
+            cache.begin_step([(3, n)])
     assert (sizes(cache), budget.held_bytes, cache.usage()) == before
     budget.give_back(rest)
     assert cache.can_extend(n)
@@ -167,9 +167,9 @@ def test_both_groups_are_granted_or_none():
     # room for the new cells of the full group alone: not for the window group's beside them
     left = n * (full + INDEX_BYTES) + before[0] * full
     assert budget.ask(budget.available_bytes - left)
-    assert not cache.can_begin_step([1] * (before[1] - cache.layouts[1].pool.n_taken + n))
+    assert not cache.can_begin_step([(1, before[1] - cache.layouts[1].pool.n_taken + n)])
     with pytest.raises(CacheFullError):
-        cache.begin_step([1] * (before[1] - cache.layouts[1].pool.n_taken + n))
+        cache.begin_step([(1, before[1] - cache.layouts[1].pool.n_taken + n)])
     assert sizes(cache) == before
     assert window > full
 
@@ -180,12 +180,12 @@ def test_full_groups_leave_the_windows_of_one_sequence_their_room(seen):
     mixed = ModelCacheParams(6, groups=(LayerGroup((0, 1), 2, 8, 8), narrow))
     cache = KINDS["seq"](config(MemoryBudget(700_000), mixed))
     tokens = 0
-    while cache.can_begin_step([0]) and tokens < 10_000:
+    while cache.can_begin_step([(0, 1)]) and tokens < 10_000:
         feed(cache, 0, 1)
         tokens += 1
     assert tokens >= cache.capacity
     cache.seq_rm(0)
-    assert cache.can_begin_step([1] * 400)
+    assert cache.can_begin_step([(1, 400)])
 
 
 def test_a_short_request_after_a_long_one_finds_its_cells_again():
@@ -226,7 +226,7 @@ def test_two_caches_share_one_budget_and_a_dead_one_gives_its_bytes_back():
     feed(first, 0, 400)
     assert second.capacity == 512 and not second.can_extend(400)
     with pytest.raises(CacheFullError, match="are left"):
-        second.begin_step([0] * 800)
+        second.begin_step([(0, 800)])
     assert first.usage().groups[0].live == 400
     del first
     gc.collect()
@@ -257,7 +257,7 @@ def test_what_can_be_added_can_come_in_one_step_of_an_empty_cache(kind):
             budget = MemoryBudget(n_bytes)
             cache, _other = (KINDS[kind](config(budget, MIXED, capacity=200)) for _ in range(2))
             if cache.can_extend(n):
-                cache.begin_step([0] * n)
+                cache.begin_step([(0, n)])
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20), st.booleans())
@@ -307,12 +307,11 @@ class BudgetedCaches(RuleBasedStateMachine):
     )
     def step(self, data, which, counts, ends):
         cache = self.caches[which % len(self.caches)]
-        seq_ids = [seq_id for seq_id, n in counts for _ in range(n)]
         before = (sizes(cache), self.budget.held_bytes)
-        could = cache.can_begin_step(seq_ids)
+        could = cache.can_begin_step(counts)
         assert (sizes(cache), self.budget.held_bytes) == before, "can_ never changes state"
         try:
-            cache.begin_step(seq_ids)
+            cache.begin_step(counts)
         except CacheFullError:
             assert not could
             assert (sizes(cache), self.budget.held_bytes) == before
@@ -340,7 +339,7 @@ class BudgetedCaches(RuleBasedStateMachine):
         cache = self.caches[which % len(self.caches)]
         if cache.can_extend(n):
             seq_id = next(i for i in range(10) if not cache.has_seq(i))
-            cache.begin_step([seq_id] * n)
+            cache.begin_step([(seq_id, n)])
             write(cache)
             cache.seq_rm(seq_id)
 

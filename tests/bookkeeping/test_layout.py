@@ -7,11 +7,12 @@ import pytest
 from kvcellar.bookkeeping import Sequences, TreeSequences
 from kvcellar.bookkeeping.pool import MIN_RUN
 from tests.bookkeeping.byte_simulator import config_of
+from tests.stretches import stretches
 
 
 def forward(cache, seq_ids):
     """A whole forward without bytes; the plan of the first layer."""
-    cache.begin_step(seq_ids)
+    cache.begin_step(stretches(seq_ids))
     plans = []
     for layer in range(cache.steps.n_layers):
         plans.append(cache.steps.plan(layer, len(seq_ids), None))

@@ -36,6 +36,7 @@ from tests.bookkeeping.byte_simulator import (
     visible,
 )
 from tests.bookkeeping.held import seq_cells, seq_positions
+from tests.stretches import stretches as stretches_of
 
 SEQ = st.integers(0, 5)
 PICK = st.integers(0, 11)
@@ -206,17 +207,17 @@ class SeqCacheAgainstHistories(ActionMachine):
         stretches = self.batch_of(draws)
         if stretches is None:
             ids = [seq for seq, n in draws for _ in range(n)]
-            self.refused(StepError, self.cache.begin_step, ids)
+            self.refused(StepError, self.cache.begin_step, stretches_of(ids))
             return
         ids = [seq for seq, positions, _ in stretches for _ in positions]
         positions = [p for _, positions, _ in stretches for p in positions]
         tokens = [t for _, _, tokens in stretches for t in tokens]
         before = settled(self.cache)
         if not self.fits(before, stretches, ids):
-            self.refused(CacheFullError, self.cache.begin_step, ids)
+            self.refused(CacheFullError, self.cache.begin_step, stretches_of(ids))
             return
         self.undo = None
-        got = self.cache.begin_step(ids, positions if say_positions else None)
+        got = self.cache.begin_step(stretches_of(ids))
         assert got == positions
         self.check_masks(stretches)
         n_layers = self.cache.n_layers if end == "finish" else min(n_layers, self.cache.n_layers)
@@ -237,10 +238,12 @@ class SeqCacheAgainstHistories(ActionMachine):
 
     def fits(self, before, stretches, ids):
         """True if the step has its cells: all that the cache says beforehand, shown to be true."""
-        said_to_fit = self.cache.can_extend(len(ids)) or self.cache.can_begin_step(ids)
+        said_to_fit = self.cache.can_extend(len(ids)) or self.cache.can_begin_step(
+            stretches_of(ids)
+        )
         n_new = len(ids) - self.n_proposed(stretches)
         fits = before.can_extend(n_new)
-        assert fits == before.can_begin_step(ids) == (n_new <= before.n_free)
+        assert fits == before.can_begin_step(stretches_of(ids)) == (n_new <= before.n_free)
         if fits:
             assert not self.must_be_full(n_new)
         else:
@@ -584,25 +587,27 @@ class SeqCacheAgainstHistories(ActionMachine):
         if twin.can_extend(1):
             length = self.want[seq].length if seq in self.want else 0
             stretches = [(seq, [length], [-2])]
-            assert twin.begin_step([seq]) == [length]
+            assert twin.begin_step([(seq, 1)]) == [length]
             for layer, window in enumerate(twin.layer_windows()):
                 assert twin.run_layer(layer, [-2]) == self.expected(stretches, window)
 
     # What is refused, what is asked ---------------------------------------------------------------
 
     @action(seq=SEQ, off=st.sampled_from([-1, 1, 5]), n=st.integers(1, 3))
-    def begin_at_other_positions(self, seq, off, n):
-        length = self.want[seq].length if seq in self.want else 0
-        positions = [length + off + i for i in range(n)]
-        error = (PositionError, StepError)
-        self.refused(error, self.cache.begin_step, [seq] * n, positions)
-        self.refused(error, self.cache.begin_step, [seq] * n, list(range(length, length + n + 1)))
-        self.refused(error, self.cache.begin_step, [seq] * n, [])
+    def forward_at_other_positions(self, seq, off, n):
+        self.undo = None
+        try:
+            positions = self.cache.begin_step([(seq, n)])
+        except (CacheFullError, StepError):  # of a tree that awaits its commit
+            return
+        for wrong in ([p + off for p in positions], [*positions, positions[-1] + 1], []):
+            self.refused(PositionError, self.cache.plan, 0, n, wrong)
+        self.cache.cancel_step()
 
     @action()
     def begin_with_nothing(self):
         self.refused(StepError, self.cache.begin_step, [])
-        self.refused(UnknownSequenceError, self.cache.begin_step, [0, -1])
+        self.refused(UnknownSequenceError, self.cache.begin_step, [(0, 1), (-1, 1)])
 
     @action(weight=2, n=st.integers(0, 100), seq=SEQ, length=st.integers(-1, 100))
     def questions_change_nothing(self, n, seq, length):
@@ -618,7 +623,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         assert cache.can_extend(max(0, cache.n_free)) or cache.n_free < 0
         assert not cache.can_extend(cache.n_free + 1)
         with contextlib.suppress(StepError):  # of a tree that awaits its commit
-            cache.can_begin_step([seq] * max(1, n))
+            cache.can_begin_step([(seq, max(1, n))])
         if cache.has_seq(seq):
             cache.can_resume(seq, length), cache.resumable_from(seq), cache.seq_usage(seq)
             cache.seq_len(seq), cache.seq_table(seq), cache.seq_table(seq, length + 1)

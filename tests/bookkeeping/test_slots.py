@@ -12,6 +12,7 @@ from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, ConfigError, RewindError, StepError
 from kvcellar.states import NO_SLOT, StateGroup, StateShape
 from kvcellar.types import ModelCacheParams
+from tests.stretches import stretches
 
 STATE = StateGroup(((StateShape("recurrent", (4,)),), (StateShape("convolution", (2, 3)),)))
 
@@ -22,7 +23,7 @@ def config(n_slots=8, capacity=64, **more):
 
 def run(cache, seq_ids, *, layers=(0, 1)):
     """One forward; return the plan of its states."""
-    cache.begin_step(seq_ids)
+    cache.begin_step(stretches(seq_ids))
     cache.steps.plan(0, len(seq_ids), None)
     cache.steps.wrote(0)
     for layer in layers:
@@ -165,10 +166,10 @@ def test_without_a_free_slot_no_sequence_grows_though_there_are_cells():
     assert cache.n_free == 62
     cache.end_step()
     with pytest.raises(CacheFullError, match=r"2 slots of .*, 1 free of 2; .*raise n_slots \(2\)"):
-        cache.begin_step([0, 1])
+        cache.begin_step([(0, 1), (1, 1)])
     run(cache, [1])
     assert not cache.can_extend(1)
-    assert not cache.can_begin_step([0])
+    assert not cache.can_begin_step([(0, 1)])
     assert cache.n_free == 0
     cache.end_step()
     cache.check()
@@ -254,7 +255,7 @@ def test_where_a_budget_has_no_slot_left_nothing_grows_and_the_message_says_byte
     budget = MemoryBudget(16 * 70 + 1000 + 6 * slot)
     cache = Sequences(config(n_slots=40, capacity=16, budget=budget))
     seq = 0
-    while cache.can_begin_step([seq]):
+    while cache.can_begin_step([(seq, 1)]):
         assert cache.can_extend(1)
         run(cache, [seq])
         seq += 1
@@ -262,7 +263,7 @@ def test_where_a_budget_has_no_slot_left_nothing_grows_and_the_message_says_byte
     assert not cache.can_extend(1)
     assert cache.n_free == 0
     with pytest.raises(CacheFullError, match=r"1 slots of 40 B, 0 free of .*give more memory"):
-        cache.begin_step([seq])
+        cache.begin_step([(seq, 1)])
     cache.seq_rm(0)
     run(cache, [1])
     cache.end_step()

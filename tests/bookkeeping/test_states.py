@@ -19,6 +19,7 @@ from kvcellar.errors import CacheFullError, RewindError
 from kvcellar.states import NO_SLOT, StateGroup, StateShape
 from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.bookkeeping.actions import ActionMachine, action
+from tests.stretches import stretches
 
 STATE = StateGroup(((StateShape("recurrent", (30,)),), (StateShape("convolution", (2, 3)),)))
 PICK = st.integers(0, 99)
@@ -89,8 +90,8 @@ class StatesAgainstHistories(ActionMachine):
         ids = [seq for seq, n in batch if seq not in self.nodes for _ in range(n)]
         if not ids:
             return
-        if not self.cache.can_begin_step(ids):
-            self.refused(CacheFullError, self.cache.begin_step, ids)
+        if not self.cache.can_begin_step(stretches(ids)):
+            self.refused(CacheFullError, self.cache.begin_step, stretches(ids))
             return
         self.forward(ids, fate, n_turns)
 
@@ -98,7 +99,7 @@ class StatesAgainstHistories(ActionMachine):
     def ask(self, pick, n):
         """What can_extend says holds for each sequence, those that are not there yet included."""
         seqs = [seq for seq in range(6) if seq not in self.nodes]
-        fits = [self.cache.can_begin_step([seq] * n) for seq in seqs]
+        fits = [self.cache.can_begin_step([(seq, n)]) for seq in seqs]
         if self.cache.can_extend(n):
             assert all(fits)
         elif self.windows == (None,) and self.cache.block_size == 1:
@@ -110,7 +111,7 @@ class StatesAgainstHistories(ActionMachine):
         """Tokens one by one, each of them a point."""
         seq = self.picked(pick)
         for _ in range(n):
-            if seq is None or seq in self.nodes or not self.cache.can_begin_step([seq]):
+            if seq is None or seq in self.nodes or not self.cache.can_begin_step([(seq, 1)]):
                 return
             self.forward([seq], "done", 0)
             self.cache.keep_point(seq, len(self.want[seq]))
@@ -120,7 +121,7 @@ class StatesAgainstHistories(ActionMachine):
         """Run tokens of sequences, or the pending nodes of those that have a tree."""
         cache = self.cache
         held = self.held_slots()
-        cache.begin_step(ids)
+        cache.begin_step(stretches(ids))
         after = self.expected(ids)
         layers = [("rows", i) for i in range(len(self.windows))]
         turns = [("states", 0), *layers, ("states", 1)]

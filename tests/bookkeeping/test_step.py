@@ -34,7 +34,7 @@ ALL_CACHES = pytest.mark.parametrize("make", [SimulatedContiguous, SimulatedSeq,
 def begin(cache, n):
     """Begin a step of ``n`` tokens of sequence 0, where the cache wants that."""
     if not isinstance(cache, SimulatedContiguous):
-        cache.begin_step([0] * n)
+        cache.begin_step([(0, n)])
 
 
 def length(cache):
@@ -198,22 +198,22 @@ def test_a_forward_that_is_run_again_without_cancel_starts_over():
 @SEQ_CACHES
 def test_a_step_under_way_is_no_sequence_yet_and_none_when_it_is_taken_back(make):
     cache = make(config_of(MIXED))
-    cache.begin_step([4, 5])
+    cache.begin_step([(4, 1), (5, 1)])
     assert cache.seq_ids() == []
     cache.cancel_step()
     assert cache.seq_ids() == [] and cache.cells[0].seq_ids() == []
-    assert cache.begin_step([4]) == [0]
+    assert cache.begin_step([(4, 1)]) == [0]
 
 
 @SEQ_CACHES
 def test_a_window_lets_go_only_once_the_step_is_accepted(make):
     cache = make(config_of((4,), capacity=200))
-    cache.begin_step([0] * 80)
+    cache.begin_step([(0, 80)])
     cache.forward(list(range(80)))
     assert cache.usage().groups[0].live == 80
     cache.cancel_step()
     assert cache.usage().groups[0].live == 0
-    cache.begin_step([0] * 80)
+    cache.begin_step([(0, 80)])
     cache.forward(list(range(80)))
     cache.end_step()
     assert cache.usage().groups[0].live == 3
@@ -250,37 +250,45 @@ def test_a_tree_that_was_forwarded_brings_nothing_until_it_is_committed_or_grows
     cache.end_step()
     before = snapshot(cache)
     for n in (1, 2, 3):
-        assert message(StepError, cache.begin_step, [0] * n) == (
+        assert message(StepError, cache.begin_step, [(0, n)]) == (
             "the tree of sequence 0 awaits its commit; commit a chain, commit([]) to drop it, or "
             "propose the next frontier"
         )
         assert snapshot(cache) == before
     cache.propose([1])
-    assert message(StepError, cache.begin_step, [0] * 2) == (
-        "sequence 0 proposed 1 nodes; the step brings 2 tokens for it"
+    assert message(StepError, cache.begin_step, [(0, 2)]) == (
+        "sequence 0 proposed 1 nodes, which come in one stretch; the step brings 2 tokens for it"
     )
     assert cache.forward([12])[0] == [[10, 11, 12]]
 
 
+def test_the_nodes_of_a_frontier_come_in_one_stretch():
+    cache = SimulatedTree(config_of(MIXED))
+    cache.propose([-1, -1])
+    said = message(StepError, cache.begin_step, [(0, 1), (0, 1)])
+    assert said.endswith("the step brings 1 + 1 tokens for it")
+    assert cache.begin_step([(0, 2)]) == [0, 0]
+
+
 def test_a_chain_in_scattered_cells_is_brought_into_order():
     cache = SimulatedTree(config_of((None,), capacity=12))
-    cache.begin_step([1] * 10)
+    cache.begin_step([(1, 10)])
     cache.forward(list(range(100, 110)))
     for hole in (1, 3, 5):
         cache.seq_rm(1, hole, hole + 1)
     cache.propose([-1, -1, 1, 2, 3])
-    cache.begin_step([0] * 5)
+    cache.begin_step([(0, 5)])
     cache.forward([0, 1, 2, 3, 4])
     assert len(cache.plans[0].writes) >= 3
     cache.commit([1, 2, 3, 4])
-    cache.begin_step([0])
+    cache.begin_step([(0, 1)])
     assert cache.forward([5])[0] == [[1, 2, 3, 4, 5]]
     assert cache.stored[0][seq_cells(cache.cells[0], 0)].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_several_sequences_need_begin_step_in_a_tree_cache_too():
     cache = SimulatedTree(config_of(MIXED))
-    cache.begin_step([0, 1])
+    cache.begin_step([(0, 1), (1, 1)])
     cache.forward([10, 11])
     cache.end_step()
     before = snapshot(cache)
@@ -310,13 +318,13 @@ def filled(make=SimulatedSeq, n=3, **settings):
 def test_a_forward_without_begin_step_says_what_to_call():
     assert message(StepError, SimulatedSeq(config_of()).plan, 0, 7, None) == (
         "layer 0 brings 7 tokens and no step is open for them; "
-        "call begin_step(seq_ids) before each forward"
+        "call begin_step(stretches) before each forward"
     )
 
 
 def test_a_layer_that_comes_twice_in_one_step_says_what_to_call():
     cache = filled()
-    cache.begin_step([0])
+    cache.begin_step([(0, 1)])
     cache.run_layer(0, [9])
     before = snapshot(cache)
     assert message(StepError, cache.plan, 0, 1, None) == (
@@ -328,7 +336,7 @@ def test_a_layer_that_comes_twice_in_one_step_says_what_to_call():
 
 def test_a_forward_with_another_number_of_tokens_says_both_numbers():
     cache = filled()
-    cache.begin_step([0, 0])
+    cache.begin_step([(0, 2)])
     before = snapshot(cache)
     assert message(StepError, cache.plan, 1, 3, None) == (
         "the forward brings 3 tokens to layer 1; the step was begun for 2; "
@@ -339,7 +347,7 @@ def test_a_forward_with_another_number_of_tokens_says_both_numbers():
 
 def test_a_forward_at_other_positions_says_both():
     cache = filled()
-    cache.begin_step([0, 0])
+    cache.begin_step([(0, 2)])
     before = snapshot(cache)
     assert message(PositionError, cache.plan, 0, 2, [0, 1]) == (
         "the forward brings positions [0, 1]; the step claimed [3, 4]; "
@@ -347,7 +355,7 @@ def test_a_forward_at_other_positions_says_both():
     )
     assert snapshot(cache) == before
     cache.forward([7, 8], [3, 4])
-    cache.begin_step([0] * 20)
+    cache.begin_step([(0, 20)])
     assert "[5, 6, ... 24] (20 of them)" in message(PositionError, cache.plan, 0, 20, range(20))
 
 
@@ -359,7 +367,7 @@ def test_an_unknown_layer_says_how_many_there_are():
 
 def test_a_full_cache_says_what_was_needed_and_what_was_free():
     cache = filled(capacity=8, n=6)
-    assert message(CacheFullError, cache.begin_step, [0] * 4) == (
+    assert message(CacheFullError, cache.begin_step, [(0, 4)]) == (
         "step needs 4 cells, 2 free of 8; release a sequence or raise capacity"
     )
     cache = filled(SimulatedContiguous, capacity=8, n=6)
@@ -369,11 +377,13 @@ def test_a_full_cache_says_what_was_needed_and_what_was_free():
 
 
 def test_tokens_that_do_not_follow_say_what_would():
-    cache = filled()
-    assert message(PositionError, cache.begin_step, [0, 0], [5, 6]) == (
-        "begin_step got 2 positions for 2 tokens; they differ from what continues each sequence "
-        "at token 0: given [5, 6], expected [3, 4]"
+    cache = filled(SimulatedTree)
+    before = snapshot(cache)
+    assert message(PositionError, cache.plan, 0, 2, [5, 6]) == (
+        "the forward brings positions [5, 6]; the step claimed [3, 4]; "
+        "begin_step returns the positions that its tokens get"
     )
+    assert snapshot(cache) == before
     cache = filled(SimulatedContiguous)
     assert message(PositionError, cache.plan, 0, 1, [5]) == (
         "this cache holds positions 0 to 2 of one sequence, so the next tokens are 3, 4, ...; "
@@ -393,6 +403,9 @@ def test_a_forward_without_tokens_says_so():
     assert "at least one token" in message(StepError, filled().begin_step, [])
     for cache in (filled(SimulatedContiguous), SimulatedContiguous(config_of())):
         assert "at least one token" in message(StepError, cache.plan, 0, 0, [])
+    cache = SimulatedTree(config_of())
+    assert "at least 1" in message(StepError, cache.plan, 0, 0, None)
+    assert not cache.is_step_open
 
 
 def test_an_unknown_sequence_says_which_there_are():
@@ -412,7 +425,7 @@ def test_a_negative_sequence_is_refused_wherever_it_could_start_one():
     cache = filled(SimulatedTree)
     before = snapshot(cache)
     for verb, args in (
-        (cache.begin_step, ([-1],)),
+        (cache.begin_step, ([(-1, 1)],)),
         (cache.seq_cp, (0, -1)),
         (cache.propose, ([-1], -1)),
     ):
@@ -507,7 +520,7 @@ def test_a_history_under_a_tree_cannot_change_and_says_so():
             "sequence 0 has 2 proposed nodes; commit them, or commit([]) to drop them, before a "
             "part of its history is dropped"
         )
-    cache.begin_step([5])
+    cache.begin_step([(5, 1)])
     cache.cancel_step()
     assert "before it gets other tokens" in message(StepError, cache.seq_cp, 5, 0)
     assert snapshot(cache) == before
@@ -519,8 +532,8 @@ def test_promised_cells_are_left_to_the_nodes_that_they_were_promised_to():
     cache = filled(SimulatedTree, capacity=8)
     cache.propose([-1] * 3)
     assert cache.can_extend(2) and not cache.can_extend(3)
-    assert message(CacheFullError, cache.begin_step, [1] * 3).startswith(
+    assert message(CacheFullError, cache.begin_step, [(1, 3)]).startswith(
         "step needs 3 cells, 2 free of 8;"
     )
-    cache.begin_step([1, 1, 0, 0, 0])
+    cache.begin_step([(1, 2), (0, 3)])
     assert cache.n_free == 0

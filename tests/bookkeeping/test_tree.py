@@ -228,14 +228,16 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
         for seq, tree in self.trees.items():
             size = len(tree.frontier())
             if not size:
-                self.refused(StepError, self.cache.begin_step, [seq] * min(n, len(tree.tokens)))
+                self.refused(StepError, self.cache.begin_step, [(seq, min(n, len(tree.tokens)))])
             other = next(s for s in range(9) if s != seq and s not in self.trees)
             if size and n != size:
-                self.refused(StepError, self.cache.begin_step, [seq] * n)
+                self.refused(StepError, self.cache.begin_step, [(seq, n)])
             if size > 1 and twice:
-                self.refused(StepError, self.cache.begin_step, [seq, other] + [seq] * (size - 1))
+                parts = [(seq, 1), (other, 1), (seq, size - 1)]
+                self.refused(StepError, self.cache.begin_step, parts)
+                self.refused(StepError, self.cache.begin_step, [(seq, 1), (seq, size - 1)])
             if size and twice:
-                self.refused(StepError, self.cache.begin_step, [seq] * size + [other, seq])
+                self.refused(StepError, self.cache.begin_step, [(seq, size), (other, 1), (seq, 1)])
 
     # Sequences ------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ def cache_of(windows=MIXED, slack=0, make=SimulatedSeq, capacity=2000):
 
 def bring(cache, seq, tokens):
     """One forward of one sequence; what each of its queries sees, per layer."""
-    cache.begin_step([seq] * len(tokens))
+    cache.begin_step([(seq, len(tokens))])
     seen = cache.forward(tokens)
     cache.end_step()
     return seen
@@ -34,7 +34,7 @@ def bring(cache, seq, tokens):
 
 def sees(cache, seq, history):
     """Assert that the next token of a sequence sees what it should of ``history``; take it back."""
-    (position,) = cache.begin_step([seq])
+    (position,) = cache.begin_step([(seq, 1)])
     for layer, window in enumerate(cache.layer_windows()):
         want = visible({**history, position: -2}, position, window)
         assert cache.run_layer(layer, [-2]) == [want]
@@ -96,7 +96,7 @@ def test_a_history_that_is_removed_piece_by_piece_is_gone():
     assert cache.has_seq(0)
     cache.seq_rm(0, 199)
     assert not cache.has_seq(0)
-    assert cache.begin_step([0]) == [0]
+    assert cache.begin_step([(0, 1)]) == [0]
 
 
 def test_a_window_can_always_be_cut_back_to_nothing():
@@ -194,7 +194,7 @@ def test_letting_go_of_what_a_copy_gave_back_does_not_forget_what_came_after_it(
 
 def test_a_copy_that_gives_back_all_that_a_window_let_go_of_makes_rewinds_possible_again():
     cache = cache_of()
-    cache.begin_step([0] * 67)
+    cache.begin_step([(0, 67)])
     cache.forward(list(range(67)))
     tables = cache.seq_table(0)
     cache.retain_cells(tables)  # before the step is accepted and the window moves on
@@ -356,7 +356,7 @@ def test_a_tree_deeper_than_its_window_sees_the_window_alone():
     bring(cache, 0, list(range(100)))
     chain = list(range(-1, 9))
     cache.propose(chain)
-    cache.begin_step([0] * 10)
+    cache.begin_step([(0, 10)])
     seen = cache.forward(list(range(100, 110)))
     history = numbered(*range(110))
     assert seen[0] == [visible(history, p, None) for p in range(100, 110)]
@@ -386,7 +386,7 @@ def test_a_point_that_was_kept_is_resumed_at_when_the_window_has_moved_on(make):
     cache.seq_rm(0, 18)
     for seq in (0, 1):
         assert cache.seq_len(seq) == 18 and cache.can_resume(seq, 18)
-        cache.begin_step([seq])
+        cache.begin_step([(seq, 1)])
         seen = cache.forward([999])
         assert seen[1] == [[15, 16, 17, 999]]
     cache.check()

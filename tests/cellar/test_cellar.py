@@ -28,7 +28,7 @@ from kvcellar.errors import (
 )
 from kvcellar.hosting.loader import Hosting
 from kvcellar.models import LoadOptions
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from tests.cellar import program
 from tests.models.adapters import write_adapter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcellar.cli import terminal
+from tests.agents.fakes import eager as eager
 
 
 @pytest.fixture(autouse=True)

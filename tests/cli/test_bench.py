@@ -160,7 +160,7 @@ def test_a_model_in_bfloat16_is_measured_with_its_own_type_too() -> None:
 def test_a_text_begins_as_the_tokenizer_itself_begins_it(tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    from kvcellar.models.tokenizer import opening_tokens
+    from kvcellar.models.text.tokenizer import opening_tokens
     from tests.models.tiny_checkpoints import make_tokenizer
 
     text = tmp_path / "a.txt"

@@ -415,6 +415,13 @@ def test_who_only_looks_imports_no_runtime_and_no_server(typed: tuple[str], tmp_
     assert not (RUNTIMES | SERVERS) & modules_of(*typed, home=tmp_path)
 
 
+def test_a_first_word_imports_no_runtime_and_no_pydantic(tmp_path: Path) -> None:
+    typed = ("generate", "--prompt", "def", "--max-tokens", "1", "--backend", "native")
+    found = modules_of(*typed, "--weights", "int8", home=tmp_path)
+    unwanted = {"pydantic", "gguf", "sentencepiece", "yaml", "filelock"}
+    assert not (RUNTIMES | SERVERS | unwanted) & found, found
+
+
 def test_models_of_which_no_file_has_changed_are_listed_without_a_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvcellar.agents import Hosting
 from kvcellar.cache_config import make_config
 from kvcellar.cli import app
+from kvcellar.hosting import loader
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models.sizing import size_model
-from kvcellar.models.spec_file import spec_from_file
+from kvcellar.models import LoadOptions
+from kvcellar.models.sizes.sizing import size_model
+from kvcellar.models.sizes.spec_file import spec_from_file
 from kvcellar.registry import make_seq_session
-from kvcellar.spec import PROCESS_BYTES
+from kvcellar.spec import NATIVE_PROCESS_BYTES, PROCESS_BYTES
+from tests.real_models import SMOLLM2
 
 CONFIGS = Path(__file__).parent.parent / "models" / "configs"
 GEMMA = str(CONFIGS / "gemma-3-12b-it.json")
@@ -115,6 +120,27 @@ def test_chunks_and_layers_that_share_rows_are_said_and_sized(tmp_path):
     text = re.sub(r"\s+", " ", run("inspect", "--spec", str(path), "--context", "1000").stdout)
     assert "2 layers 2 KV heads of 16 (V 8), chunk 64: at most 128 tokens an agent" in text
     assert "2 layers share the rows of others" in text
+
+
+def test_a_model_that_runs_without_torch_has_less_set_aside_for_the_process(monkeypatch):
+    monkeypatch.setattr(loader, "resident_bytes", lambda: 100_000_000)
+    model = str(SMOLLM2.found())
+    asked = ("--memory", "700MB", "--context", "512")
+    value = inspected(model, *asked)
+    assert value["backend"]["backend"] == "native"
+    assert value["process_bytes"] == NATIVE_PROCESS_BYTES and value["fits"]
+    text = re.sub(r"\s+", " ", run("inspect", model, *asked).stdout)
+    assert "- process 150.0 MB Python and the kernel: an estimate" in text
+    options = LoadOptions(model)
+    for models, set_aside in (
+        ([options], NATIVE_PROCESS_BYTES),
+        ([options, replace(options, backend="torch")], PROCESS_BYTES),
+        ([LoadOptions("nowhere/at-all")], PROCESS_BYTES),
+        ([], PROCESS_BYTES),
+    ):
+        plan = Hosting.within(700_000_000, options, models=models).plan
+        assert plan is not None and plan.process_bytes == set_aside and not plan.is_measured
+    Hosting.within(700_000_000, options, models=[options]).check(model)
 
 
 def test_latents_are_said_and_sized(tmp_path):
@@ -219,7 +245,7 @@ def test_without_a_budget_an_agent_takes_what_pools_allocate(tmp_path, seen, con
             for at in range(0, context, 512):
                 n = min(512, context - at)
                 positions, rows = torch.arange(at, at + n), torch.zeros(1, 2, n, 16)
-                cache.begin_step([agent] * n)
+                cache.begin_step([(agent, n)])
                 for layer in range(5):
                     cache.update_and_fetch(layer, positions, rows.bfloat16(), rows.bfloat16())
                 cache.end_step()

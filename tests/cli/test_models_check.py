@@ -12,7 +12,7 @@ from kvcellar.backends.torch.learn import checking
 from kvcellar.backends.torch.learn.shrink import checkpoints
 from kvcellar.cli import app
 from kvcellar.models.check import CACHES, PARTS, CheckVerdict, torch_versions, verdict_path
-from kvcellar.models.checkpoint import read_config
+from kvcellar.models.files.checkpoint import read_config
 
 
 @pytest.fixture(autouse=True)

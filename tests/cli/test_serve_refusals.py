@@ -14,7 +14,7 @@ from kvcellar.cli.options import read_adapters
 from kvcellar.errors import ConfigError
 from kvcellar.hosting import loader
 from kvcellar.models import LoadOptions
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.server import run
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -138,8 +138,13 @@ def test_a_file_without_a_key_is_no_key(tmp_path, text, said):
 
 def test_a_key_is_read_from_where_nobody_else_looks(tmp_path, monkeypatch):
     """And whoever types it into the command line is told that others can read it there."""
-    kept = []
-    monkeypatch.setattr(run, "serve", lambda config, *_, **__: kept.append(config.api_key))
+    kept, hosts = [], set()
+
+    def keep(config, *_, **__):
+        kept.append(config.api_key)
+        hosts.add(config.host)
+
+    monkeypatch.setattr(run, "serve", keep)
     monkeypatch.setattr(run, "log_to_stderr", lambda: None)
     (tmp_path / "key").write_text("from-a-file\nnot this\n")
     store = ("--store", str(tmp_path / "s"))
@@ -156,6 +161,7 @@ def test_a_key_is_read_from_where_nobody_else_looks(tmp_path, monkeypatch):
         warned.append("can read the command line" in result.stderr)
     assert kept == ["from-a-file", "from-the-environment", "typed", None]
     assert warned == [False, False, True, False]
+    assert hosts == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,28 @@ from pathlib import Path
 import httpx
 
 PATIENCE_S = 240.0
+
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, 30)
+    print("let in")
+except AuthenticationError:
+    print("refused")
+"""
+"""A program that asks a Ray cluster for its keys, without its token or with a wrong one."""
+
 TITLE = "ray::ServeReplica:kvcellar:replicas"
 
 
 class Deployed:
     """A deployment that answers, for tests."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str, sessions: Path) -> None:
         self.process = process
+        self._sessions = sessions
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
 
     def turn(self, agent: str, text: str) -> tuple[str, str]:
@@ -38,6 +52,21 @@ class Deployed:
         assert got.status_code == 200, got.text
         assert got.headers["x-agent-id"] == agent
         return got.headers["x-replica"], got.json()["choices"][0]["message"]["content"]
+
+    def met_by_stranger(self, **token: str) -> str:
+        """Return if Ray's own port lets a process in that has another token, or none."""
+        (port,) = (self._sessions / "session_latest").glob("gcs_server_port_*")
+        command = [sys.executable, "-W", "ignore", "-c", STRANGER, f"127.0.0.1:{port.read_text()}"]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        done = subprocess.run(
+            command,
+            env=env | token,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        return done.stdout.strip()
 
     def pids(self) -> list[int]:
         """Return the processes of its replicas."""
@@ -60,7 +89,7 @@ def deployed(folder: Path, *options: str) -> Iterator[Deployed]:
         assert process.stdout is not None
         said = next((line for line in process.stdout if " at http" in line), None)
         assert said is not None, "it ended before it answered"
-        server = Deployed(process, said.split(" at ")[1].split(",")[0])
+        server = Deployed(process, said.split(" at ")[1].split(",")[0], Path(short) / "ray")
         with server.http:
             yield server
         process.send_signal(signal.SIGINT)

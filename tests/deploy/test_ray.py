@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,13 @@ TEXTS = ("Tell me of the sea.", "And of the wind?", "Go on.", "And then?")
 
 
 @pytest.mark.slow
-def test_agents_stay_with_their_replica_and_outlive_it(tmp_path):
+def test_agents_stay_with_their_replica_and_outlive_it(tmp_path, monkeypatch):
+    # Proxies take longer than Ray waits for them, as on a busy machine.
+    (tmp_path / "sitecustomize.py").write_text(
+        "from ray.serve._private import api, client\n\n"
+        "api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = 0.01\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     shared = tmp_path / "shared"
     shared.mkdir()
     with deployed(tmp_path, "--shared", f"file://{shared}", "--dtype", "float32") as server:
@@ -40,6 +47,8 @@ def test_agents_stay_with_their_replica_and_outlive_it(tmp_path):
         agents = list(where)
         assert say(TEXTS[1], agents) == len(agents)
         before = dict(where)
+        for token in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "x" * 64}):
+            assert server.met_by_stranger(**{"RAY_AUTH_MODE": "token"} | token) == "refused"
         assert len(server.pids()) == 2
         os.kill(server.pids()[0], signal.SIGKILL)
         say(TEXTS[2], agents)
@@ -50,3 +59,21 @@ def test_agents_stay_with_their_replica_and_outlive_it(tmp_path):
             assert said[agent] == said[agents[0]]
             turns = server.http.get(f"/v1/agents/{agent}").json()["n_turns"]
             assert turns == len(TEXTS)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_proxies_that_never_answer_are_an_error(monkeypatch):
+    from ray import serve
+
+    from kvcellar.deploy import application
+
+    monkeypatch.setattr(application, "_PROXIES_S", 0.0)
+    for starting in ({"node": "STARTING"}, {"node": "HEALTHY", "new": "STARTING"}):
+        status = SimpleNamespace(proxies=starting)
+        monkeypatch.setattr(serve, "status", lambda status=status: status)
+        with pytest.raises(TimeoutError, match="do not answer within 0 s"):
+            application._wait_for_proxies()
+    for fine in ({}, {"node": "HEALTHY"}, {"node": "HEALTHY", "other": "DRAINING"}):
+        status = SimpleNamespace(proxies=fine)
+        monkeypatch.setattr(serve, "status", lambda status=status: status)
+        application._wait_for_proxies()

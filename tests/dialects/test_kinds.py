@@ -15,7 +15,7 @@ from kvcellar.dialects import DIALECTS, AnswerParser, Dialect, choose_dialect
 from kvcellar.dialects.dialect import TaggedArguments
 from kvcellar.dialects.kinds import ALL_KINDS, SchemaKinds, kind_of
 from kvcellar.dialects.messages import as_message, write_calls
-from kvcellar.models.prompts import render
+from kvcellar.models.text.prompts import render
 from tests.dialects.corpus import FORMATS
 from tests.dialects.templates import SAID_AS_TEXT, template_of
 from tests.dialects.test_lark import matcher, takes, tokens_of

@@ -9,7 +9,7 @@ import pytest
 from kvcellar.dialects import DIALECTS, AnswerParser, choose_dialect
 from kvcellar.dialects.messages import as_message, say_calls
 from kvcellar.engine import TextStream
-from kvcellar.models.prompts import encode, render
+from kvcellar.models.text.prompts import encode, render
 from tests.dialects.corpus import BLANK, CODE, FORMATS, MANY, NESTED, PATH, QUOTES, TOOLS
 from tests.dialects.templates import NO_REASONING, SAID_AS_TEXT, template_of
 from tests.dialects.test_lark import tokens_of

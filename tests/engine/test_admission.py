@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcellar.engine.engine import Engine, EngineConfig
+from kvcellar.engine.config import EngineConfig
+from kvcellar.engine.engine import Engine
 from kvcellar.engine.request import FinishEvent, Request
 from kvcellar.engine.sampling import SamplingParams
 from tests.engine.fakes import STATE_PARAMS, ByteTokenizer, HashRunner, make_cache

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import scheduler
-from kvcellar.engine.engine import Engine, EngineConfig
-from kvcellar.engine.generate import Generation, generate, last
-from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
+from kvcellar.engine.config import EngineConfig
+from kvcellar.engine.engine import Engine
+from kvcellar.engine.generating import Generation, generate, last
+from kvcellar.engine.request import Event, FinishEvent, GeneratedToken, PromptEvent, Request
 from kvcellar.engine.sampling import Choice, SamplingParams, score
 from kvcellar.engine.speculate import Draft
 from kvcellar.errors import DeadlineError, PromptError
@@ -109,9 +110,9 @@ class Heard:
                 assert event.request_id not in self.scores, "it is told once"
                 assert event.request_id not in self.tokens, "it comes before the first token"
                 self.scores[event.request_id] = list(event.scores)
-            elif isinstance(event, TokenEvent):
-                self.tokens.setdefault(event.request_id, []).append(event.token.token_id)
-                text = self.texts.get(event.request_id, "") + event.token.text
+            elif isinstance(event, GeneratedToken):
+                self.tokens.setdefault(event.request_id, []).append(event.token_id)
+                text = self.texts.get(event.request_id, "") + event.text
                 self.texts[event.request_id] = text
             else:
                 self.ends[event.request_id] = event
@@ -420,7 +421,8 @@ def test_a_window_resumes_where_an_earlier_branch_left_the_trunk():
 
 def tokens_by_step(engine: Engine, n_steps: int) -> list[set[int]]:
     return [
-        {e.request_id for e in engine.step() if isinstance(e, TokenEvent)} for _ in range(n_steps)
+        {e.request_id for e in engine.step() if isinstance(e, GeneratedToken)}
+        for _ in range(n_steps)
     ]
 
 

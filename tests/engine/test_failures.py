@@ -17,9 +17,9 @@ from kvcellar.engine import (
     Engine,
     EngineService,
     FinishEvent,
+    GeneratedToken,
     Request,
     SamplingParams,
-    TokenEvent,
 )
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Mixed
@@ -233,7 +233,7 @@ def test_a_callback_that_raises_keeps_nobody_elses_events_back():
         for stream, prompt in ((first, (1, 2)), (second, (3, 4))):
             *tokens, end = [event async for event in stream]
             want = list(plain_loop(prompt, GREEDY).token_ids)
-            assert [event.token.token_id for event in tokens] == want
+            assert [event.token_id for event in tokens] == want
             assert end.error is None
         assert service.failure is None
 
@@ -403,7 +403,7 @@ def test_an_event_loop_that_is_closed_costs_only_its_own_request():
 
         async def main() -> list[int]:
             stream = await service.submit(Request((3, 4), GREEDY))
-            return [e.token.token_id async for e in stream if isinstance(e, TokenEvent)]
+            return [e.token_id async for e in stream if isinstance(e, GeneratedToken)]
 
         tokens = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
         assert tokens == list(plain_loop((3, 4), GREEDY).token_ids)
@@ -416,7 +416,7 @@ def test_every_thread_of_ours_is_known_to_a_test_of_its_failure():
         "kvcellar-store": "store/writer.py",  # tests/store/test_faults.py
         "kvcellar-restore": "agents/kv/overlap_restore.py",  # tests/agents/test_failures.py
         "kvcellar-release": "agents/leasing.py",  # ends with what it gives back
-        "kvcellar-render": "models/rendering.py",  # tests/server/test_templates.py
+        "kvcellar-render": "models/text/rendering.py",  # tests/server/test_templates.py
         "kvcellar-shared-push": "store/shared/pusher.py",  # tests/store/shared/test_tier.py
         "kvcellar-models": "hosting/models.py",  # tests/agents/test_failures.py
         "kvcellar-cellar": "cellar/waiting.py",  # tests/cellar/test_cellar.py

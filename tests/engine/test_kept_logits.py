@@ -18,7 +18,7 @@ import kvcellar as kv
 from kvcellar.backends.torch.gpu import logits as device
 from kvcellar.backends.torch.gpu import sampling
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
-from kvcellar.engine import Engine, FinishEvent, PromptEvent, Request, TokenEvent
+from kvcellar.engine import Engine, FinishEvent, GeneratedToken, PromptEvent, Request
 from kvcellar.engine.sample_on_device import choice_of
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample, score
 from kvcellar.engine.speculate import Draft, NgramDrafter, verify
@@ -352,8 +352,8 @@ def outputs(model: Any, drafter: Any = None) -> tuple[dict[int, list[Any]], type
         order = {engine.submit(request): i for i, request in enumerate(requests(model))}
         told: dict[int, list[Any]] = {i: [] for i in order.values()}
         for event in engine.run():
-            if isinstance(event, TokenEvent):
-                told[order[event.request_id]].append(event.token)
+            if isinstance(event, GeneratedToken):
+                told[order[event.request_id]].append(event)
             elif isinstance(event, PromptEvent):
                 told[order[event.request_id]] += event.scores
             elif isinstance(event, FinishEvent):

@@ -81,11 +81,11 @@ def test_rows_that_were_taken_out_come_back_bit_for_bit(demo: Any, kv_dtype: str
     config = kv.make_config(demo.params, 64, kv_dtype)
     with kv.make_seq_session("mlx", config) as session:
         cache, runner = session.cache, demo.bind(session)
-        runner.forward(range(5, 45), cache.begin_step([0] * 40))
+        runner.forward(range(5, 45), cache.begin_step([(0, 40)]))
         tables = cache.seq_table(0)
         rows = cache.read_rows(tables)
         cache.seq_rm(0)
-        runner.forward(range(90, 100), cache.begin_step([1] * 10))
+        runner.forward(range(90, 100), cache.begin_step([(1, 10)]))
         new = cache.seq_claim(2, tables)
         cache.write_rows(new, rows)
         for group, other in zip(rows, cache.read_rows(new), strict=True):
@@ -153,7 +153,7 @@ def test_a_forward_that_raised_leaves_the_cache_as_it_was(demo: Any, monkeypatch
 
     with MAKERS["cells"](demo.params, CAPACITY) as session:
         cache, runner = session.cache, demo.bind(session)
-        first = runner.forward(range(5, 25), cache.begin_step([0] * 20))
+        first = runner.forward(range(5, 25), cache.begin_step([(0, 20)]))
         before = cache.usage().groups
         real, calls = MlxSeqCache.update_and_attend, []
 
@@ -165,10 +165,10 @@ def test_a_forward_that_raised_leaves_the_cache_as_it_was(demo: Any, monkeypatch
 
         monkeypatch.setattr(MlxSeqCache, "update_and_attend", failing)
         with pytest.raises(RuntimeError, match="a layer fails"):
-            runner.forward([7, 8], cache.begin_step([0, 1]))
+            runner.forward([7, 8], cache.begin_step([(0, 1), (1, 1)]))
         monkeypatch.undo()
         assert not cache.is_step_open
         assert cache.usage().groups == before and not cache.has_seq(1)
         cache.seq_rm(0, 19)
-        again = runner.forward([24], cache.begin_step([0]))
+        again = runner.forward([24], cache.begin_step([(0, 1)]))
         np.testing.assert_allclose(again, first, atol=1e-4)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.engine import EngineService, FinishEvent, Request, SamplingParams, TokenEvent
+from kvcellar.engine import EngineService, FinishEvent, GeneratedToken, Request, SamplingParams
 from kvcellar.errors import EngineClosedError, PromptError
 from tests.engine.test_engine import make_engine, nothing_is_left, plain_loop
 
@@ -38,8 +38,8 @@ def hold_after_one_step(service: EngineService) -> None:
 async def listen(service: EngineService, request: Request) -> tuple[list[int], FinishEvent]:
     tokens: list[int] = []
     async for event in await service.submit(request):
-        if isinstance(event, TokenEvent):
-            tokens.append(event.token.token_id)
+        if isinstance(event, GeneratedToken):
+            tokens.append(event.token_id)
         else:
             return tokens, event
     raise AssertionError("a stream ends with a FinishEvent")
@@ -83,7 +83,7 @@ def test_leaving_a_stream_early_cancels_the_request():
         endless = SamplingParams(max_tokens=250, ignore_eos=True)
         async with await service.submit(Request((1, 2), endless)) as stream:
             async for event in stream:
-                assert isinstance(event, TokenEvent)
+                assert isinstance(event, GeneratedToken)
                 break
         stats = await service.stats()
         assert (stats.running, stats.finished) == (0, 1)

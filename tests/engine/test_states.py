@@ -347,9 +347,9 @@ def test_slots_that_cannot_be_had_cost_no_snapshot():
     before = engine.stats().snapshots
     assert before == 3
     residency = engine.scheduler.residency
-    assert not residency.make_room_for([0], 7)
+    assert not residency.make_room_for([(0, 1)], 7)
     assert engine.stats().snapshots == before
-    assert residency.make_room_for([0], 6)
+    assert residency.make_room_for([(0, 1)], 6)
     assert engine.stats().snapshots == 0
 
 

@@ -30,8 +30,8 @@ WINDOWED = ["gemma3", "gpt_oss"]
 def model_of(checkpoint: Any) -> Any:
     """Family -> a model of mlx-lm, as its own loader makes it; nothing of ours is in it."""
     from kvcellar.backends.mlx.loading import load_weights
-    from kvcellar.models.checkpoint import read_config
-    from kvcellar.models.configs import config_from_dict
+    from kvcellar.models.files.checkpoint import read_config
+    from kvcellar.models.files.configs import config_from_dict
 
     @functools.cache
     def load(family: str) -> Any:

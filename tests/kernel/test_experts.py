@@ -186,6 +186,24 @@ def test_each_expert_is_read_once_for_all_tokens_that_chose_it(
     assert read == asked == (up.data_bytes + down.data_bytes) * 3 // N_EXPERTS
 
 
+def test_a_mixture_of_many_tokens_is_run_in_pieces_of_the_same_results() -> None:
+    up, down = Layer("int8", HIDDEN, 64, 1), Layer("int8", 32, HIDDEN, 2)
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((2100, HIDDEN), np.float32)
+    rows = rng.standard_normal((N_EXPERTS, HIDDEN), np.float32)
+    weights = linear.LinearWeights(linear.WeightFormat.f32, HIDDEN, N_EXPERTS, rows.ctypes.data, 0)
+    made: dict[str, bool] = {"is_sigmoid": False, "is_normalised": True}
+    made |= {"rounds_logits": False, "rounds_shares": False}
+    router = experts.Router(weights, 2, scale=1.0, bias=0, extra=0, **made)
+    mixture = experts.Mixture(router, experts.Experts(up.native, down.native, experts.Gate()))
+    out = np.zeros((2, *x.shape), np.float32)
+    mixture.run(x.ctypes.data, len(x), Dtype.float32, out[0].ctypes.data)
+    for at in range(0, len(x), 700):
+        to = out[1, at:].ctypes.data
+        mixture.run(x[at:].ctypes.data, 700, Dtype.float32, to)
+    assert np.array_equal(out[0], out[1]) and np.abs(out[0][-1]).max() > 0.01
+
+
 def test_gates_are_those_of_torch(level: levels.Level) -> None:
     up, down = Layer("bf16", HIDDEN, 2 * INNER, 1), Layer("bf16", INNER, HIDDEN, 2)
     up.numbers *= 8

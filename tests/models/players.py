@@ -14,6 +14,7 @@ import transformers
 
 import kvcellar as kv
 from kvcellar.models import LoadedModel
+from tests.stretches import stretches
 
 TOLERANCE = 2e-4
 """Of logits. gpt-oss needs it: its random experts amplify rounding, and transformers' own float32
@@ -40,6 +41,11 @@ class Oracle:
         """``[len(tokens), vocab]`` after each token of one history."""
         with torch.no_grad():
             return self.model(torch.tensor([tokens]), use_cache=True).logits[0].numpy()
+
+    def hidden(self, tokens: tuple[int, ...]) -> np.ndarray:
+        """``[len(tokens), hidden_size]`` that logits are made of, behind the last norm."""
+        with torch.no_grad():
+            return self.model.model(torch.tensor([tokens])).last_hidden_state[0].numpy()
 
     def _greedy(self, prompt: tuple[int, ...], n_tokens: int) -> tuple[list[int], np.ndarray]:
         """The greedy continuation, one token at a time, and the logits that chose each."""
@@ -100,7 +106,7 @@ class Player:
             start = self.cache.length
             positions = list(range(start, start + len(tokens)))
         else:
-            positions = self.cache.begin_step([seq_id for seq_id, _ in tokens])
+            positions = self.cache.begin_step(stretches(seq_id for seq_id, _ in tokens))
         if isinstance(rows, str):
             rows = range(len(tokens))
         return self.runner.forward([token for _, token in tokens], positions, rows)

@@ -27,8 +27,8 @@ def mlx_folder(folder: Path, source: Path, **how: Any) -> Path:
     from mlx_lm.utils import save_model as save_weights
 
     from kvcellar.backends.mlx.loading import load_weights
-    from kvcellar.models.checkpoint import read_config
-    from kvcellar.models.configs import config_from_dict
+    from kvcellar.models.files.checkpoint import read_config
+    from kvcellar.models.files.configs import config_from_dict
 
     raw = read_config(source)
     model = load_weights(source, raw, config_from_dict(raw))

@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kvcellar import make_decode_session, make_seq_session
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.errors import ConfigError, ModelError, StepError
 from kvcellar.kernel import levels
-from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
+from kvcellar.models import LoadedModel, LoadOptions, adapters, check_model, load_model
 from kvcellar.models.adapter_targets import Targets, of_pattern
 from kvcellar.models.adapters import read_adapter
 from tests.models.adapters import ATTENTION, logits_of, merged, write_adapter
+from tests.stretches import stretches
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -41,7 +44,7 @@ def mixed_logits(model: LoadedModel, texts: list[tuple[str, list[int]]]) -> list
                 n = min(len(ids) - at, 3 if at == 0 else 1 + i % 2)
                 parts += [(i, name, ids[at : at + n])] if n else []
             seq_ids = [i for i, _, tokens in parts for _ in tokens]
-            positions = session.cache.begin_step(seq_ids)
+            positions = session.cache.begin_step(stretches(seq_ids))
             tokens = [token for _, _, some in parts for token in some]
             with runner.adapting([(name, len(some)) for _, name, some in parts]):
                 rows = runner.forward(tokens, positions, range(len(tokens)))
@@ -285,3 +288,42 @@ def test_tokens_of_adapters_are_counted(base, tmp_path):
         with refused, runner.adapting([("one", 2)]):
             runner.forward([3], [0])
         assert runner.forward([3], [0]).shape[0] == 1
+
+
+SETTINGS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["q_proj", "all-linear", "LORA", ".*", "(", ""]),
+    lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(max_size=6), one, max_size=2),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def saved_adapter(base, tmp_path_factory):
+    """The folder of an adapter, its settings and its tensors' file, as they were written."""
+    path = write_adapter(tmp_path_factory.mktemp("whole") / "one", base)
+    tensors = (path / "adapter_model.safetensors").read_bytes()
+    return path, json.loads((path / "adapter_config.json").read_text()), tensors
+
+
+@given(data=st.data())
+def test_whatever_the_files_of_an_adapter_say_it_is_read_or_refused(saved_adapter, data):
+    path, config, tensors = saved_adapter
+    named = st.sampled_from([*config, *adapters._OTHER, "use_rslora", "eva_config"])
+    config = config | data.draw(st.dictionaries(named, SETTINGS, max_size=3))
+    for name in data.draw(st.sets(st.sampled_from(sorted(config)), max_size=1)):
+        del config[name]
+    if data.draw(st.booleans()):  # the head of the file, which says where each tensor lies
+        at = data.draw(st.integers(0, int.from_bytes(tensors[:8], "little") + 7))
+        tensors = tensors[:at] + data.draw(st.binary(min_size=1, max_size=9)) + tensors[at + 1 :]
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    (path / "adapter_model.safetensors").write_bytes(tensors)
+    try:
+        found = read_adapter("one", path)
+    except ModelError as refused:
+        assert "adapter 'one' in" in str(refused)
+    else:
+        assert found.updates and found.size_bytes < 2 * len(tensors)

@@ -19,7 +19,7 @@ from kvcellar.installed import pip_command
 from kvcellar.kernel import levels
 from kvcellar.models import LoadOptions, backend_choice, load_model
 from kvcellar.models.backend_choice import choose_backend
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.gguf.families import CASES
 from tests.models.test_native import SHAPE
 
@@ -56,6 +56,27 @@ def test_native_runs_what_it_has_a_plan_for_and_a_named_backend_wins(llama: Path
     assert size_model(options).weight_bytes == load_model(options).size_bytes
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
+def test_native_runs_mixtures_that_torch_has_never_seen(tmp_path: Path, family: str) -> None:
+    options = LoadOptions(write_tiny(family, tmp_path / family, **SHAPE), weights="int8")
+    assert choose_backend(options).backend == "native"
+    model = load_model(options)
+    assert model.backend == "native" and size_model(options).weight_bytes == model.size_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_native_runs_gguf_files_on_their_blocks_and_torch_packs_them_anew(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    CASES[name].write(path, kind=gguf.GGMLQuantizationType.Q8_0)
+    assert load_model(path).backend == "native"
+    for weights in ("int8", "bf16"):
+        options = LoadOptions(path, weights=weights)
+        assert "which are not packed anew" in choose_backend(options).why
+        assert load_model(options).backend == "torch"
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -65,8 +86,9 @@ def test_native_runs_what_it_has_a_plan_for_and_a_named_backend_wins(llama: Path
         ({"speculate": "eagle3:folder"}, "speculate 'eagle3:folder'"),
         ({"kv_dtype": "fp8"}, "K and V in fp8"),
         ({"kv_dtype": "int8:rot"}, "stores K rotated"),
-        ({"weights": "none"}, "plain weights"),
-        ({"weights": None}, "would compute in float32 with plain weights"),
+        ({"weights": "none", "dtype": "bfloat16"}, "would compute in bfloat16 with plain weights"),
+        ({"weights": None}, "stay in float32"),
+        ({"weights": None, "dtype": "float16"}, "would compute in float16 with plain weights"),
     ],
 )
 def test_torch_runs_what_native_has_not(llama: Path, asked: Any, why: str) -> None:
@@ -94,6 +116,7 @@ def test_a_file_of_blocks_is_natives_and_one_in_16_bits_is_torchs(tmp_path: Path
 @pytest.mark.usefixtures("without_torch")
 def test_without_torch_one_sentence_says_what_needs_it_and_how_it_is_had(llama: Path) -> None:
     assert choose_backend(LoadOptions("demo")).backend == "native", "in its own bfloat16"
+    assert load_model(llama).dtype == "float32" and load_model(llama).backend == "native"
     with pytest.raises(BackendError) as refused:
         load_model(LoadOptions(llama, weights="int8", kv_dtype="fp8"))
     said = str(refused.value)

@@ -35,7 +35,7 @@ from kvcellar.models.check import (
     unit_of,
     verdict_path,
 )
-from kvcellar.models.checkpoint import read_config
+from kvcellar.models.files.checkpoint import read_config
 from kvcellar.models.options import no_progress
 
 EXACT = """

@@ -63,9 +63,9 @@ def test_a_tree_of_guesses_is_what_the_dense_network_says_along_each_path(
         runner, cache = head.bind(session), session.cache
         joined = {s: runner.join([rows.numpy()]) for s, rows in features.items()}
         # The last pairs of both in one forward, what comes before in another.
-        at = cache.begin_step([0] * 6 + [3])
+        at = cache.begin_step([(0, 6), (3, 1)])
         runner.read(known[0][:6] + known[3][:1], [joined[0][:6], joined[3][:1]], at, [], 1)
-        at = cache.begin_step([3] * 4 + [0] * 3)
+        at = cache.begin_step([(3, 4), (0, 3)])
         fresh = [joined[3][1:], joined[0][6:]]
         first = runner.read(known[3][1:] + known[0][6:], fresh, at, [3, 6], 3)
         check(first, 0, 3, [])
@@ -74,13 +74,13 @@ def test_a_tree_of_guesses_is_what_the_dense_network_says_along_each_path(
         a, b, c = (int(first.tokens[i, j]) for i, j in ((0, 0), (0, 2), (1, 1)))
         cache.propose([-1, -1], 3)
         cache.propose([-1], 0)
-        at = cache.begin_step([3, 3, 0])
+        at = cache.begin_step([(3, 2), (0, 1)])
         second = runner.go_on([a, b, c], first, [0, 0, 1], at, 2)
         for row, (seq_id, path) in enumerate(((3, [a]), (3, [b]), (0, [c]))):
             check(second, row, seq_id, path)
         d, e = int(second.tokens[1, 1]), int(second.tokens[0, 0])
         cache.propose([1, 0], 3)
-        third = runner.go_on([d, e], second, [1, 0], cache.begin_step([3, 3]), 2)
+        third = runner.go_on([d, e], second, [1, 0], cache.begin_step([(3, 2)]), 2)
         check(third, 0, 3, [b, d])
         check(third, 1, 3, [a, e])
 
@@ -90,7 +90,7 @@ def test_a_forward_that_fails_leaves_no_cell_claimed(tmp_path, loaded):
     with kv.make_tree_session("torch", kv.make_config(head.params, 64)) as session:
         runner = head.bind(session)
         joined = runner.join([np.zeros((2, N_FEATURES), np.float32)])
-        session.cache.begin_step([0])
+        session.cache.begin_step([(0, 1)])
         with pytest.raises(StepError):
             runner.read([1, 2], [joined], [0, 1], [1], 1)
         assert not session.cache.has_seq(0)

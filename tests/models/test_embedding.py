@@ -16,7 +16,7 @@ from kvcellar.engine.embedding import Embedder
 from kvcellar.errors import CacheFullError
 from kvcellar.history import History
 from kvcellar.models import LoadOptions, load_model
-from kvcellar.models.pooling import pooling_of
+from kvcellar.models.files.pooling import pooling_of
 from kvcellar.registry import make_seq_session
 from tests.models.players import text
 

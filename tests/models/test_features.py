@@ -41,7 +41,7 @@ def test_features_are_what_the_layers_are_given_in_transformers_own_forward(name
             parts = []
             for start, some in ((0, prompt[:7]), (7, prompt[7:])):
                 if kind != "contiguous":
-                    player.cache.begin_step([0] * len(some))
+                    player.cache.begin_step([(0, len(some))])
                 at = range(start, start + len(some))
                 logits, features = runner.forward_with_features(some, list(at), [0])
                 assert features.dtype == np.float32

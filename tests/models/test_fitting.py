@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.models.prompts import encode, render
+from kvcellar.models.text.prompts import encode, render
 from tests.models.strict_templates import TEMPLATES, tokenizer
 
 

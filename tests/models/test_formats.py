@@ -17,9 +17,9 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
-from kvcellar.models.checkpoint import read_config
-from kvcellar.models.formats import format_of
-from kvcellar.models.sizing import size_model
+from kvcellar.models.files.checkpoint import read_config
+from kvcellar.models.files.formats import format_of
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.players import Player, text
 from tests.models.tiny_checkpoints import COMMON, make_checkpoint, randomize, save
 from tests.models.tiny_wrappers import make_wrapper, save_wrapper
@@ -312,7 +312,7 @@ import json, sys, torch
 from pathlib import Path
 from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
-from kvcellar.models.tokenizer import quiet
+from kvcellar.models.text.tokenizer import quiet
 
 def load(folder):
     raw = json.loads((Path(folder) / "config.json").read_text())

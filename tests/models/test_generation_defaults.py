@@ -10,8 +10,8 @@ import pytest
 from kvcellar.engine import DEFAULTABLE, SamplingParams, encode_chat
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
-from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.packaged import PACKAGED
+from kvcellar.models.files.generation import sampling_defaults
+from kvcellar.models.files.packaged import PACKAGED
 from tests.models.fingerprints import differences
 from tests.models.tiny_checkpoints import CHAT_TEMPLATE, make_checkpoint
 

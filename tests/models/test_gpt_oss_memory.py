@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.kernel import levels
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.tiny_checkpoints import make_tokenizer
 
 CONFIG = Path(__file__).parent / "configs" / "gpt-oss-20b.json"
@@ -18,7 +18,7 @@ CONFIG = Path(__file__).parent / "configs" / "gpt-oss-20b.json"
 WRITE = """
 import json, sys, torch, safetensors.torch, transformers
 from kvcellar.backends.torch.load.networks import empty_network
-from kvcellar.models.formats import without_format
+from kvcellar.models.files.formats import without_format
 folder, raw = sys.argv[1], json.loads(open(sys.argv[1] + "/config.json").read())
 network = empty_network(without_format(raw), attention="eager")
 tensors = {}
@@ -41,7 +41,7 @@ from kvcellar.models import load_model
 def held():  # what no file gives back
     lines = open("/proc/self/status").read().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
-load_model("demo")
+load_model("demo", backend=sys.argv[2])
 before, most, is_done = held(), 0, False
 def watch():
     global most
@@ -50,11 +50,12 @@ def watch():
         time.sleep(0.005)
 thread = threading.Thread(target=watch)
 thread.start()
-model = load_model(sys.argv[1])
+model = load_model(sys.argv[1], backend=sys.argv[2])
 is_done = True
 thread.join()
 after = held()
-with kv.make_decode_session("torch", kv.make_config(model.params, 64, kv_dtype="bfloat16")) as s:
+config = kv.make_config(model.params, 64, kv_dtype="bfloat16")
+with kv.make_decode_session(sys.argv[2], config) as s:
     logits = model.bind(s).forward([1, 2, 3], range(3))
     finite = bool((logits == logits).all())
 print(json.dumps([after - before, most - before, model.size_bytes, finite]))
@@ -65,7 +66,8 @@ print(json.dumps([after - before, most - before, model.size_bytes, finite]))
 @pytest.mark.kernel
 @pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-def test_a_model_of_gpt_oss_s_shape_takes_what_was_counted_before(tmp_path):
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_model_of_gpt_oss_s_shape_takes_what_was_counted_before(tmp_path, backend):
     raw = json.loads(CONFIG.read_text())
     types = raw["layer_types"][:2]
     raw |= {"num_hidden_layers": 2, "layer_types": types, "vocab_size": 1024}
@@ -74,9 +76,13 @@ def test_a_model_of_gpt_oss_s_shape_takes_what_was_counted_before(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     run = [sys.executable, "-c"]
     subprocess.run([*run, WRITE, str(tmp_path)], check=True, timeout=300)
-    spec = size_model(tmp_path)
+    spec = size_model(tmp_path, backend=backend)
     said = subprocess.run(
-        [*run, LOAD, str(tmp_path)], check=True, timeout=300, capture_output=True, text=True
+        [*run, LOAD, str(tmp_path), backend],
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
     ).stdout
     after, most, size_bytes, is_finite = json.loads(said.splitlines()[-1])
     assert is_finite

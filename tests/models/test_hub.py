@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 
 COMMIT = "c" * 40
 WEIGHTS = "model.safetensors"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from kvcellar.models.controls import encode_text
-from kvcellar.models.hub import DEMO_FOLDER
-from kvcellar.models.infill import FAMILIES, fill_prompt, fill_tokens
+from kvcellar.models.files.hub import DEMO_FOLDER
+from kvcellar.models.text.controls import encode_text
+from kvcellar.models.text.infill import FAMILIES, fill_prompt, fill_tokens
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda words: words.prefix)

@@ -114,9 +114,9 @@ def test_what_layers_are_given_comes_from_one_call_too(checkpoint, monkeypatch, 
         config = kv.make_config(model.params, 64, "bfloat16")
         with kv.make_seq_session(model.backend, config) as session:
             runner = model.bind(session, feature_layers=wanted)
-            session.cache.begin_step([0, 0, 0])
+            session.cache.begin_step([(0, 3)])
             first = runner.forward_with_features([5, 9, 31], range(3), [2, 0])
-            session.cache.begin_step([0])
+            session.cache.begin_step([(0, 1)])
             second = runner.forward_with_features([7], [3])
         return first, second
 
@@ -155,7 +155,7 @@ def test_a_step_in_one_call_passes_by_the_op(checkpoint, monkeypatch):
 def test_nothing_is_said_of_no_rows(checkpoint):
     model = load_model(checkpoint("llama"), weights="bf16")
     with Player(model, "seq") as player:
-        player.cache.begin_step([0])
+        player.cache.begin_step([(0, 1)])
         assert player.runner.forward([5], [0], rows=[]).shape == (0, model.vocab_size)
         assert player.cache.seq_len(0) == 1
 
@@ -175,7 +175,7 @@ def test_a_plan_that_is_not_the_forwards_leaves_nothing(checkpoint):
     model = load_model(checkpoint("llama"), weights="bf16")
     with Player(model, "seq") as player:
         player.feed(text(5))
-        player.cache.begin_step([0])
+        player.cache.begin_step([(0, 1)])
         with pytest.raises(PositionError, match="claimed"):
             player.runner.forward([5], [9])
         assert player.cache.seq_len(0) == 5

@@ -23,6 +23,7 @@ from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels
 from kvcellar.models.facts import ModelFacts
+from tests.stretches import stretches
 
 pytestmark = pytest.mark.kernel
 if not levels.is_available():
@@ -67,7 +68,9 @@ def run(network: Any, facts: ModelFacts) -> np.ndarray:
         for at, (seqs, tokens) in enumerate(batches):
             if at == 2:
                 cache.seq_cp(0, 2)
-            rows.append(runner.forward(tokens, cache.begin_step(seqs), range(len(tokens))))
+            rows.append(
+                runner.forward(tokens, cache.begin_step(stretches(seqs)), range(len(tokens)))
+            )
         return np.concatenate(rows)
 
 

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from kvcellar.home import default_home
-from kvcellar.models import known_specs
-from kvcellar.models.known_specs import known_spec
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes import known_specs
+from kvcellar.models.sizes.known_specs import known_spec
+from kvcellar.models.sizes.sizing import size_model
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

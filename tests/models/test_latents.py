@@ -27,7 +27,7 @@ from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.latents import Latents
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import COMMON, randomize

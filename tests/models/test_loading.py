@@ -14,7 +14,6 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import transformers
 
@@ -26,11 +25,11 @@ from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.installed import pip_command
 from kvcellar.kernel import levels
 from kvcellar.models import load_model
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.models.loading import check_model
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.prompts import encode, render
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
+from kvcellar.models.text.prompts import encode, render
 from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import (
     COMMON,
@@ -39,6 +38,7 @@ from tests.models.tiny_checkpoints import (
     make_model,
     make_tokenizer,
     randomize,
+    rewrite,
     save,
 )
 
@@ -59,13 +59,6 @@ def sharded(tmp_path) -> Path:
 def refuses(match: str, where: Any, **options: Any) -> None:
     with pytest.raises(ModelError, match=match):
         load_model(where, **options)
-
-
-def rewrite(path: Path, change: Any) -> None:
-    """Change the tensors of a safetensors file."""
-    tensors = safetensors.torch.load_file(path)
-    change(tensors)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
 # What is accepted ---------------------------------------------------------------------------------
@@ -237,6 +230,34 @@ def test_experts_in_mxfp4_stay_as_they_were_shipped_where_the_kernel_runs_them(
     assert model.size_bytes - beside == spec.weight_bytes
 
 
+@pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
+@pytest.mark.parametrize("weights", ["bf16", "int8", "none"])
+def test_experts_in_mxfp4_run_without_torch_as_with_it(shipped_in_mxfp4, weights):
+    dtype = "float32" if weights == "none" else "bfloat16"
+    found = []
+    for backend in ("torch", "native"):
+        model = load_model(shipped_in_mxfp4, weights=weights, dtype=dtype, backend=backend)
+        with Player(model, "contiguous", kv_dtype="float32") as player:
+            found.append(np.stack(player.feed(text(12), rows="all")))
+    # Where two experts are as likely, rounding decides which one a token takes.
+    far = 1e-5 if weights == "none" else 0.1
+    assert np.median(abs(found[1] - found[0])) < far * abs(found[0]).mean()
+    spec = size_model(shipped_in_mxfp4, weights=weights, dtype=dtype, backend="native")
+    assert spec.weight_bytes == pytest.approx(model.size_bytes, rel=0.02)
+
+
+@pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
+@pytest.mark.parametrize("end", ["gate_up_proj_scales", "down_proj_blocks", "down_proj_bias"])
+def test_experts_whose_tensors_do_not_fit_are_refused(shipped_in_mxfp4, end):
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(end)]:
+            tensors[name] = tensors[name][:-1].clone()
+
+    rewrite(shipped_in_mxfp4 / "model.safetensors", cut)
+    with pytest.raises(ModelError, match=r"no weights in MXFP4|does not fit"):
+        load_model(shipped_in_mxfp4, weights="bf16", backend="native")
+
+
 def test_tensors_that_no_layer_needs_are_no_obstacle(folder):
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["vision_tower.layers.0.weight"] = torch.zeros(3)
@@ -317,6 +338,30 @@ def test_a_folder_that_is_not_there(tmp_path):
 def test_a_file_in_place_of_a_folder(tmp_path):
     (tmp_path / "model.bin").touch()
     refuses(r"model.bin is a file; give a GGUF file, or the folder of", tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("kind", ["llama", "evil"])
+def test_code_of_a_checkpoints_own_is_never_run(folder, tmp_path, kind):
+    """Neither where the model is known besides nor where only its code knows it."""
+    ran = tmp_path / "ran"
+    names = {"Config": "PretrainedConfig", "Model": "PreTrainedModel"}
+    names["Tokenizer"] = "PreTrainedTokenizerFast"
+    source = f"import pathlib, transformers\npathlib.Path({str(ran)!r}).touch()\n"
+    for name, base in names.items():
+        source += f"class {name}(transformers.{base}):\n    model_type = {kind!r}\n"
+    (folder / "evil.py").write_text(source)
+    autos = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    autos |= {"AutoTokenizer": [None, "evil.Tokenizer"]}
+    for name in ("config.json", "tokenizer_config.json"):
+        value = json.loads((folder / name).read_text()) | {"auto_map": autos}
+        if kind == "evil" and name == "config.json":
+            value |= {"model_type": "evil", "architectures": ["EvilForCausalLM"]}
+        (folder / name).write_text(json.dumps(value))
+    if kind == "evil":
+        refuses(r"evil", folder)
+    else:
+        assert load_model(folder).tokenizer.encode("x")
+    assert not ran.exists()
 
 
 def test_a_name_that_needs_the_hub_when_there_is_no_network(monkeypatch):
@@ -618,7 +663,7 @@ def test_without_torch_the_error_says_what_to_install(folder, monkeypatch):
     monkeypatch.delattr("kvcellar.backends.torch.loading", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(BackendError, match="needs torch, which is not installed") as refused:
-        load_model(folder)
+        load_model(folder, dtype="float16")  # which the native backend does not compute in
     assert str(refused.value).endswith(f": {pip_command('torch')}")
 
 

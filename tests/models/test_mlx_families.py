@@ -31,6 +31,7 @@ from tests.models.mlx_families import (  # noqa: E402
     WINDOW,
     make_model,
 )
+from tests.stretches import stretches  # noqa: E402
 
 every_family = pytest.mark.parametrize("family", [*FAMILIES, *SHARED, *LATENT])
 TOLERANCE = 2e-5
@@ -72,7 +73,7 @@ def test_chunks_decoding_forks_and_flat_batches_say_what_mlx_lm_says(family: str
 
         def feed(seqs: list[int], tokens: list[int], rows: Any = None) -> np.ndarray:
             rows = range(len(tokens)) if rows is None else rows
-            return runner.forward(tokens, cache.begin_step(seqs), rows)
+            return runner.forward(tokens, cache.begin_step(stretches(seqs)), rows)
 
         got = [feed([0] * 7, trunk[:7]), feed([0] * 23, trunk[7:])]
         cache.seq_cp(0, 1)

@@ -26,6 +26,7 @@ from tests.models.test_mlx_families import (  # noqa: E402
     quantise_whole_groups,
     text,
 )
+from tests.stretches import stretches  # noqa: E402
 
 every_hybrid = pytest.mark.parametrize("family", HYBRIDS)
 
@@ -48,7 +49,7 @@ def test_chunks_decoding_forks_and_flat_batches_say_what_mlx_lm_says(family: str
         cache, runner = session.cache, MlxRunner(model, learnt, session)
 
         def feed(seqs: list[int], tokens: list[int]) -> np.ndarray:
-            return runner.forward(tokens, cache.begin_step(seqs), range(len(tokens)))
+            return runner.forward(tokens, cache.begin_step(stretches(seqs)), range(len(tokens)))
 
         got = [feed([0] * 7, trunk[:7]), feed([0] * 23, trunk[7:])]
         cache.seq_cp(0, 1)
@@ -70,20 +71,20 @@ def test_nodes_of_a_tree_go_on_from_their_parents(family: str) -> None:
     trunk, tokens, parents = text(12), text(6, 4), [-1, -1, 0, 0, 2, 1]
     with kv.make_tree_session("mlx", kv.make_config(learnt.params, 160)) as session:
         cache, runner = session.cache, MlxRunner(model, learnt, session)
-        runner.forward(trunk, cache.begin_step([0] * 12))
+        runner.forward(trunk, cache.begin_step([(0, 12)]))
         cache.propose(parents)
         seqs = [0] * 6 + [1] * 3
-        got = runner.forward(tokens + trunk[:3], cache.begin_step(seqs), range(9))
+        got = runner.forward(tokens + trunk[:3], cache.begin_step(stretches(seqs)), range(9))
         paths = [[0], [1], [0, 2], [0, 3], [0, 2, 4], [1, 5]]
         for node, path in enumerate(paths):
             want = mlx_lm_says(model, trunk, [tokens[i] for i in path])[-1:]
             assert_close(got[node : node + 1], want)
         cache.commit([0, 2])
         after = [tokens[0], tokens[2], 7, 8, 9]
-        got = runner.forward([7, 8, 9], cache.begin_step([0] * 3), range(3))
+        got = runner.forward([7, 8, 9], cache.begin_step([(0, 3)]), range(3))
         assert_close(got, mlx_lm_says(model, trunk, after)[-3:])
         assert_close(
-            runner.forward(trunk[3:], cache.begin_step([1] * 9)), mlx_lm_says(model, trunk)[-1:]
+            runner.forward(trunk[3:], cache.begin_step([(1, 9)])), mlx_lm_says(model, trunk)[-1:]
         )
 
 
@@ -125,11 +126,11 @@ def test_a_forward_that_fails_leaves_the_states_of_before(monkeypatch: Any) -> N
 
     with kv.make_seq_session("mlx", kv.make_config(learnt.params, 64)) as session:
         cache, runner = session.cache, MlxRunner(model, learnt, session)
-        runner.forward(tokens[:12], cache.begin_step([0] * 12))
+        runner.forward(tokens[:12], cache.begin_step([(0, 12)]))
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
             patch.setattr(StateLayer, "store", fail)
-            runner.forward(tokens[12:], cache.begin_step([0] * 8))
-        got = runner.forward(tokens[12:], cache.begin_step([0] * 8), range(8))
+            runner.forward(tokens[12:], cache.begin_step([(0, 8)]))
+        got = runner.forward(tokens[12:], cache.begin_step([(0, 8)]), range(8))
         assert_close(got, mlx_lm_says(model, tokens)[12:])
 
 

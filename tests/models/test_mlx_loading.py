@@ -19,7 +19,7 @@ from kvcellar.cli import app
 from kvcellar.errors import BackendError, ConfigError, ModelError, PromptError, StepError
 from kvcellar.installed import pip_command
 from kvcellar.models import load_model
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.players import Player, text
 from tests.models.quantised import mlx_folder
 from tests.models.test_features import inputs_of
@@ -168,7 +168,7 @@ def test_wrong_calls_are_refused_and_leave_no_cell_claimed(loaded: Any) -> None:
         player.feed(text(5))
         for tokens, rows, error in (([], None, PromptError), ([9999], None, PromptError),
                                     ([3], [7], StepError)):  # fmt: skip
-            at = player.cache.begin_step([1] * max(1, len(tokens)))
+            at = player.cache.begin_step([(1, max(1, len(tokens)))])
             with pytest.raises(error):
                 player.runner.forward(tokens, at[: len(tokens)], rows)
             assert not player.cache.has_seq(1)
@@ -232,12 +232,12 @@ import sys
 sys.modules["torch"] = None
 import kvcellar as kv
 from kvcellar.models import load_model
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 model = load_model({str(checkpoint("gemma3"))!r}, backend="mlx")
 with kv.make_seq_session("mlx", kv.make_config(model.params, 64)) as session:
     runner = model.bind(session)
     ids = model.tokenizer("hello")["input_ids"]
-    print(runner.forward(ids, session.cache.begin_step([0] * len(ids))).shape)
+    print(runner.forward(ids, session.cache.begin_step([(0, len(ids))])).shape)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "(1, 272)", out.stderr
@@ -250,7 +250,7 @@ sys.modules["mlx"] = None
 import kvcellar as kv
 from kvcellar.errors import BackendError
 from kvcellar.models import load_model
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 import kvcellar.cli
 for call in (lambda: load_model("demo", backend="mlx"),
              lambda: kv.make_seq_session("mlx", kv.make_config(kv.ModelCacheParams(1, 1, 8), 8))):
@@ -281,7 +281,7 @@ def test_features_are_those_of_transformers(loaded: Any, oracle: Any, family: st
         runner = model.bind(player.session, feature_layers=(0, middle, last))
         found = []
         for part in (prompt[:8], prompt[8:]):
-            positions = player.cache.begin_step([0] * len(part))
+            positions = player.cache.begin_step([(0, len(part))])
             logits, features = runner.forward_with_features(part, positions, [1])
             found.append(features)
         assert features.dtype == np.float32

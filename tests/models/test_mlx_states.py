@@ -24,7 +24,7 @@ from kvcellar.backends.mlx.loading import model_facts as mlx_facts  # noqa: E402
 from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402
 from kvcellar.backends.mlx.words import text_config  # noqa: E402
 from kvcellar.backends.torch.loading import model_facts as torch_facts  # noqa: E402
-from kvcellar.models.checkpoint import read_config  # noqa: E402
+from kvcellar.models.files.checkpoint import read_config  # noqa: E402
 from tests.models.hybrid_checkpoints import FAMILIES, hybrid_raw, write_hybrid  # noqa: E402
 from tests.models.players import text  # noqa: E402
 
@@ -61,7 +61,7 @@ def test_states_are_those_of_transformers_and_go_on_in_its_modules(
         cache, runner = session.cache, MlxRunner(model, learnt, session)
 
         def on_mlx(tokens: list[int]) -> np.ndarray:
-            return runner.forward(tokens, cache.begin_step([0] * len(tokens)), range(len(tokens)))
+            return runner.forward(tokens, cache.begin_step([(0, len(tokens))]), range(len(tokens)))
 
         np.testing.assert_allclose(on_mlx(tokens), want, atol=1e-3)
         slot = cache.seq_table(0)[-1][-1:]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvcellar.backends.torch.load.networks import NetworkClasses, empty_network, load_network
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import read_config
+from kvcellar.models.files.checkpoint import read_config
 from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint, randomize
 from tests.models.tiny_wrappers import WRAPPERS, make_wrapper, save_wrapper
 

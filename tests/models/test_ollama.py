@@ -11,11 +11,11 @@ import pytest
 
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
-from kvcellar.models.hub import find_checkpoint
+from kvcellar.models.files.hub import find_checkpoint
+from kvcellar.models.files.ollama import named
+from kvcellar.models.files.places import described, found_models
 from kvcellar.models.loading import ForeignSettingsWarning
-from kvcellar.models.ollama import named
 from kvcellar.models.options import no_progress
-from kvcellar.models.places import described, found_models
 from tests.models.gguf.families import CASES
 
 

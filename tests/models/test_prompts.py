@@ -25,10 +25,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvcellar.agents import check_template
 from kvcellar.errors import ModelError, TemplateLimitError
-from kvcellar.models import rendering
-from kvcellar.models.hub import DEMO_FOLDER
-from kvcellar.models.prompts import encode, render
-from kvcellar.models.tokenizer import load_tokenizer
+from kvcellar.models.files.hub import DEMO_FOLDER
+from kvcellar.models.text import rendering
+from kvcellar.models.text.prompts import encode, render
+from kvcellar.models.text.tokenizer import load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Who is there? I am here.",
@@ -377,6 +377,19 @@ def test_a_template_that_takes_too_much_is_stopped_and_the_next_one_is_rendered(
     assert render(tokenizer("chatml"), [{"role": "user", "content": "x"}]).text
 
 
+def test_a_template_that_is_not_stopped_by_its_computing_time_is_by_the_clock(monkeypatch):
+    """This is what ends it on a system that knows no limit of computing time."""
+    known = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=ENDLESS["nesting"])
+    ask = [{"role": "user", "content": "x"}]
+    assert render(tokenizer("chatml"), ask).text  # its process has begun
+    monkeypatch.setattr(rendering, "CPU_S", 1000.0)
+    monkeypatch.setattr(rendering, "WALL_S", 0.2)
+    with pytest.raises(TemplateLimitError, match=r"took more than 0.2 s .* was stopped"):
+        render(known, ask)
+    monkeypatch.undo()
+    assert render(tokenizer("chatml"), ask).text
+
+
 @pytest.mark.slow
 def test_while_a_template_runs_for_ever_other_threads_and_other_templates_go_on(monkeypatch):
     slow = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=ENDLESS["nesting"])
@@ -414,7 +427,8 @@ def test_what_a_template_raises_is_quoted():
 def test_a_process_that_is_ended_leaves_no_renderer_behind():
     script = (
         "import sys; from tests.models.test_prompts import tokenizer; "
-        "from kvcellar.models import rendering; from kvcellar.models.prompts import render; "
+        "from kvcellar.models.text import rendering; "
+        "from kvcellar.models.text.prompts import render; "
         "render(tokenizer('demo'), [{'role': 'user', 'content': 'x'}]); "
         "print(rendering._renderers._idle[0]._process.pid, flush=True); sys.stdin.read()"
     )

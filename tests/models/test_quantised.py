@@ -16,7 +16,7 @@ from kvcellar.backends.torch.load.affine import unpacked
 from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
-from kvcellar.models.checkpoint import read_config
+from kvcellar.models.files.checkpoint import read_config
 from tests.models.hybrid_checkpoints import write_hybrid
 from tests.models.players import Player, text
 from tests.models.quantised import awq, gptq, mlx_folder, store, words

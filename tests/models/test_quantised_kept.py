@@ -16,8 +16,8 @@ from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model
-from kvcellar.models.checkpoint import read_config
-from kvcellar.models.sizing import size_model
+from kvcellar.models.files.checkpoint import read_config
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.players import Player, text
 from tests.models.quantised import awq, gptq, mlx_folder, store
 from tests.models.tiny_checkpoints import make_checkpoint

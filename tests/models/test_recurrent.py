@@ -17,6 +17,7 @@ from kvcellar.errors import ModelError
 from kvcellar.kernel import levels
 from tests.models.players import TOLERANCE, assert_close
 from tests.models.recurrent_pairs import pair
+from tests.stretches import stretches
 
 FAMILIES = ("qwen3_5", "falcon_h1", "kimi_linear", "lfm2", "zaya")
 """A gated delta net, Mamba 2 with attention, another delta rule, a convolution, delayed values."""
@@ -29,14 +30,14 @@ def test_the_nodes_of_a_tree_go_on_from_their_parents(family):
     with kv.make_tree_session("torch", config) as session:
         runner, cache = model.bind(session), session.cache
         prompt = [3, 1, 4, 1, 5]
-        runner.forward(prompt, cache.begin_step([0] * 5))
+        runner.forward(prompt, cache.begin_step([(0, 5)]))
         tokens, parents = [9, 2, 6, 5, 3], [-1, -1, 0, 2, 2]
         got = runner.forward(tokens, cache.propose(parents), range(5))
         chains = [[9], [2], [9, 6], [9, 6, 5], [9, 6, 3]]
         for row, chain in zip(got, chains, strict=True):
             assert_close(row, model.want(*prompt, *chain)[-1])
         cache.commit([0, 2, 4])
-        got = runner.forward([7], cache.begin_step([0]))[0]
+        got = runner.forward([7], cache.begin_step([(0, 1)]))[0]
         assert_close(got, model.want(*prompt, 9, 6, 3, 7)[-1])
 
 
@@ -45,10 +46,10 @@ def test_a_forward_that_is_taken_back_leaves_the_states_as_they_were(family):
     model = pair(family)
     with kv.make_seq_session("torch", kv.make_config(model.facts.params, 64)) as session:
         runner, cache = model.bind(session), session.cache
-        runner.forward([3, 1, 4], cache.begin_step([0] * 3))
-        runner.forward([8], cache.begin_step([0]))
+        runner.forward([3, 1, 4], cache.begin_step([(0, 3)]))
+        runner.forward([8], cache.begin_step([(0, 1)]))
         cache.cancel_step()
-        got = runner.forward([1, 5], cache.begin_step([0, 0]), range(2))
+        got = runner.forward([1, 5], cache.begin_step([(0, 2)]), range(2))
         assert_close(got, model.want(3, 1, 4, 1, 5)[3:])
 
 
@@ -57,7 +58,7 @@ def test_tokens_of_one_sequence_may_be_spread_over_a_batch():
     with kv.make_seq_session("torch", kv.make_config(model.facts.params, 64)) as session:
         runner, cache = model.bind(session), session.cache
         seq_ids, tokens = [0, 0, 1, 0, 1], [3, 1, 2, 4, 7]
-        got = runner.forward(tokens, cache.begin_step(seq_ids), range(5))
+        got = runner.forward(tokens, cache.begin_step(stretches(seq_ids)), range(5))
         assert_close(got[[0, 1, 3]], model.want(3, 1, 4))
         assert_close(got[[2, 4]], model.want(2, 7))
 
@@ -111,13 +112,13 @@ def test_linear_layers_of_recurrent_modules_hold_packed_weights(family):
         assert sum(isinstance(module, KernelLinear) for module in inside) >= 2
     with kv.make_seq_session("torch", kv.make_config(model.facts.params, 64)) as session:
         runner, cache = model.bind(session, network), session.cache
-        whole = runner.forward([3, 1, 4, 1, 5], cache.begin_step([0] * 5), range(5))
-        pieces = [runner.forward([3, 1, 4], cache.begin_step([1] * 3), range(3))]
-        pieces += [runner.forward([token], cache.begin_step([1])) for token in (1, 5)]
-        other = runner.forward([3], cache.begin_step([2]))
-        both = runner.forward([1, 4], cache.begin_step([2, 3]), range(2))
+        whole = runner.forward([3, 1, 4, 1, 5], cache.begin_step([(0, 5)]), range(5))
+        pieces = [runner.forward([3, 1, 4], cache.begin_step([(1, 3)]), range(3))]
+        pieces += [runner.forward([token], cache.begin_step([(1, 1)])) for token in (1, 5)]
+        other = runner.forward([3], cache.begin_step([(2, 1)]))
+        both = runner.forward([1, 4], cache.begin_step([(2, 1), (3, 1)]), range(2))
         cache.seq_cp(1, 4)
-        alike = runner.forward([9, 9], cache.begin_step([1, 4]), range(2))
+        alike = runner.forward([9, 9], cache.begin_step([(1, 1), (4, 1)]), range(2))
     assert_near(np.concatenate(pieces), whole)
     assert_close(alike[0], alike[1])
     assert_near(other, whole[:1])

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from transformers.utils import chat_template_utils as theirs
 
-from kvcellar.models import render_worker
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
+from kvcellar.models.text import render_worker
 from tests.dialects import templates
 from tests.models import test_prompts
 

@@ -15,7 +15,7 @@ from kvcellar.backends.torch.bind.positions import Positions
 from kvcellar.backends.torch.bind.ropes import SessionRope, hold_ropes
 from kvcellar.backends.torch.cpu.rotations import Rotations
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
-from kvcellar.engine.generate import generate, last
+from kvcellar.engine.generating import generate, last
 from kvcellar.engine.sequence import SequenceView
 from kvcellar.errors import ConfigError
 from kvcellar.hosting.host import ModelHost, open_host

@@ -141,7 +141,7 @@ def test_a_batch_that_does_not_fit_leaves_nothing_behind(llama, kind, positions,
         player.feed([1, 2, 3])
         before = state(player)
         if kind != "contiguous":
-            player.cache.begin_step([0, 0])
+            player.cache.begin_step([(0, 2)])
         with pytest.raises(error):
             player.runner.forward([7, 8], positions, rows)
         assert state(player) == before
@@ -154,7 +154,7 @@ def test_a_forward_without_its_step_is_refused(llama, kind):
         before = state(player)
         with pytest.raises(StepError, match="begin_step"):
             player.runner.forward([7], [2])
-        player.cache.begin_step([3])
+        player.cache.begin_step([(3, 1)])
         with pytest.raises(StepError, match="begun for 1"):
             player.runner.forward([7, 8], [2, 3])
         assert state(player) == before

@@ -15,8 +15,8 @@ from kvcellar.backends.torch.load import counting
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.loading import load_model
-from kvcellar.models.sizing import size_model
-from kvcellar.models.spec_file import SPEC_FIELDS, spec_from_file
+from kvcellar.models.sizes.sizing import size_model
+from kvcellar.models.sizes.spec_file import SPEC_FIELDS, spec_from_file
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint

@@ -7,7 +7,14 @@ from kvcellar.cli import app
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.snapshots import LEAST, MOST, RUNNING, slots_bytes, slots_for, what_resumes
+from kvcellar.models.sizes.snapshots import (
+    LEAST,
+    MOST,
+    RUNNING,
+    slots_bytes,
+    slots_for,
+    what_resumes,
+)
 from kvcellar.states import StateGroup
 from kvcellar.types import ModelCacheParams
 

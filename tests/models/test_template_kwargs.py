@@ -6,8 +6,8 @@ import pytest
 
 from kvcellar.agents import check_template
 from kvcellar.errors import PromptError
-from kvcellar.models.prompts import encode, render
-from kvcellar.models.templates import reads_reasoning, template_kwargs_of, texts_of
+from kvcellar.models.text.prompts import encode, render
+from kvcellar.models.text.templates import reads_reasoning, template_kwargs_of, texts_of
 from tests.models.test_prompts import byte_level, plain, special, tokenizer, wrapped
 
 QWEN3 = """\

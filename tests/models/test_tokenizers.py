@@ -16,14 +16,14 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping as their_gguf
 from transformers.models.auto import tokenization_auto as theirs
 
 from kvcellar.errors import ModelError
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.models.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvcellar.models.gguf.splits import SPLITS
 from kvcellar.models.gguf.tokens import tokenizer_of
-from kvcellar.models.hub import DEMO_FOLDER
-from kvcellar.models.loaded_tokenizer import LoadedTokenizer
-from kvcellar.models.prompts import encode, render
-from kvcellar.models.tokenizer import load_tokenizer, opening_tokens
-from kvcellar.models.tokenizer_classes import CLASS_OF_TYPE, CLASSES, CORRECTED, PLAIN
+from kvcellar.models.text.loaded_tokenizer import LoadedTokenizer
+from kvcellar.models.text.prompts import encode, render
+from kvcellar.models.text.tokenizer import load_tokenizer, opening_tokens
+from kvcellar.models.text.tokenizer_classes import CLASS_OF_TYPE, CLASSES, CORRECTED, PLAIN
 from tests.models import test_prompts
 from tests.real_models import GEMMA3, SMOLLM2
 

@@ -18,7 +18,7 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import (
 from kvcellar.backends.torch.learn.shrink.configs import CHUNK, WINDOW, keep_layers
 from kvcellar.backends.torch.load.networks import empty_network
 from kvcellar.errors import ModelError
-from kvcellar.models.configs import config_from_dict
+from kvcellar.models.files.configs import config_from_dict
 
 
 def config_of(model_type: str, **fields: Any) -> Any:

@@ -18,7 +18,7 @@ from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels, linear
 from kvcellar.models import load_model
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.fingerprints import differences
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvcellar.models import load_model
-from kvcellar.models.prompts import render
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
+from kvcellar.models.text.prompts import render
 from tests.models.players import Player, assert_close, text
 from tests.models.tiny_checkpoints import CHAT_TEMPLATE, make_tokenizer
 from tests.models.tiny_wrappers import WRAPPERS, make_wrapper, save_wrapper

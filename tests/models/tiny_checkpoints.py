@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -146,6 +147,13 @@ def make_tokenizer(n_extra: int = 0, chat_template: str | None = CHAT_TEMPLATE) 
     )
     fast.chat_template = chat_template
     return fast
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change the tensors of a safetensors file."""
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -32,7 +32,7 @@ class Told:
         self.handles = {}
 
     def make_room(self, seq_id: int, n: int) -> bool:
-        while not self.cache.can_begin_step([seq_id] * n):
+        while not self.cache.can_begin_step([(seq_id, n)]):
             evictable = self.index.size_info().evictable
             if not evictable:
                 return False
@@ -53,7 +53,7 @@ class Told:
         """A forward with these tokens; false where there is no room for them."""
         if not self.make_room(seq_id, len(tokens)):
             return False
-        positions = self.cache.begin_step([seq_id] * len(tokens))
+        positions = self.cache.begin_step([(seq_id, len(tokens))])
         self.runner.forward(tokens, positions)
         self.cache.end_step()
         self.tokens[seq_id] = self.tokens[seq_id] + tokens

@@ -10,7 +10,7 @@ import pytest
 
 from kvcellar.agents import open_host
 from kvcellar.errors import CacheFullError, ModelError
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.server.errors import ApiError, as_api_error
 from tests.server.live import serving
 

@@ -9,6 +9,10 @@ import pytest
 
 from kvcellar.agents import leasing, open_host
 from kvcellar.agents.kv.residence import MIN_GAIN
+from kvcellar.hosting import messages as messages_module
+from kvcellar.hosting.messages import Messages
+from kvcellar.hosting.models import ModelRegistry
+from kvcellar.models.text import prompts
 from kvcellar.server.state import conversations
 from tests.server.live import serving
 
@@ -688,3 +692,90 @@ def test_of_what_nobody_named_the_oldest_are_forgotten_also_on_disk(tmp_path, mo
         live.until(is_pruned, "the oldest on disk are gone")
         assert {"named", titled} <= on_disk()
         assert len(on_disk()) <= 2 + 2 * 3  # the last is not silent yet
+
+
+# What a turn that goes on costs ----------------------------------------------------------------
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Count the calls that render, compare and key messages, and those that lend a model."""
+    done = {"rendered": [], "compared": [], "keyed": [], "lent": []}
+    use = ModelRegistry.use
+    render, compare, key = prompts._apply, Messages.n_matched, messages_module.match_key
+
+    def rendered(*args):
+        done["rendered"].append(len(args[1]))
+        return render(*args)
+
+    def compared(self, other, rules):
+        done["compared"].append((len(self), len(other)))
+        return compare(self, other, rules)
+
+    def keyed(message, rules):
+        done["keyed"].append(message["content"])
+        return key(message, rules)
+
+    def lent(self, name):
+        done["lent"].append(name)
+        return use(self, name)
+
+    monkeypatch.setattr(ModelRegistry, "use", lent)
+    monkeypatch.setattr(prompts, "_apply", rendered)
+    monkeypatch.setattr(Messages, "n_matched", compared)
+    monkeypatch.setattr(messages_module, "match_key", keyed)
+    yield done
+
+
+def worked(done):
+    found = {name: list(values) for name, values in done.items()}
+    for values in done.values():
+        values.clear()
+    return found
+
+
+@pytest.mark.parametrize("sends", ["all", "what is new", "text"])
+def test_a_named_turn_that_goes_on_is_lent_its_model_rendered_and_compared_once_and_keys_only_new(
+    live, work, sends
+):
+    name = f"once-{sends.replace(' ', '-')}"
+    known = make(live, name, "One.", "Two.", "Three.")
+    worked(work)
+    if sends == "text":
+        live.post(f"/v1/agents/{name}/generate", {"text": "Four.", **SHORT})
+    else:
+        said = say(live, [*(known if sends == "all" else []), user("Four.")], name)
+        assert said.json()["kvcellar"]["agent_id"] == name
+    found = worked(work)
+    assert len(messages_of(live, name)) == len(known) + 2 == 9
+    assert found["rendered"] == [8] and len(found["lent"]) == 1
+    assert len(found["compared"]) == 1
+    new = ["One.", "Four."]  # what is new might be the conversation from its beginning
+    assert found["keyed"] == (new if sends == "what is new" else [])
+
+
+def test_only_an_answer_that_comes_back_in_other_words_is_keyed_once_in_either(live, work):
+    known = make(live, "trimmed", "One.", "Two.")
+    for text in ("Three.", "Four."):
+        worked(work)
+        answer = known[-1]["content"]
+        sent = [*known[:-1], {"role": "assistant", "content": f"{answer}  "}]
+        assert say(live, [*sent, user(text)], "trimmed").json()["kvcellar"]["agent_id"] == "trimmed"
+        found = worked(work)
+        assert found["keyed"] == [answer, f"{answer}  "], "and none of those before it"
+        assert len(found["rendered"]) == len(found["compared"]) == 1
+        known = messages_of(live, "trimmed")
+
+
+def test_a_conversation_of_nobody_is_compared_by_keys_that_are_made_once(live, work):
+    """It is looked for among all agents, by what each of its messages says."""
+    sent = [user("Once upon a time")]
+    for text in ("And then?", "And then?!", "And so?"):
+        known = say(live, sent).json()["choices"][0]["message"]
+        sent = [*sent, {"role": "assistant", "content": known["content"]}, user(text)]
+        worked(work)
+    say(live, sent)
+    found = worked(work)
+    assert len(found["rendered"]) == len(found["compared"]) == 1
+    mine = [message["content"] for message in sent[:-1]]
+    assert sorted(found["keyed"]) == sorted([*mine, *mine[-2:]]), "and the agent's last turn"

@@ -11,7 +11,7 @@ import transformers
 
 from kvcellar.backends.torch.learn.shrink.checkpoints import make_tokenizer
 from kvcellar.backends.torch.run.embedding import load_embedding_model
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 from tests.server.live import serving
 
 TEXTS = ["def add(a, b):", "hello", "x = 1 # é😀"]

@@ -40,11 +40,11 @@ def test_an_engine_that_stops_ends_its_streams_with_an_error_and_refuses_what_co
 ):
     allot, is_torn = Residency.make_room_for, threading.Event()
 
-    def torn_later(self: Any, seq_ids: Any, n_slots: int) -> bool:
+    def torn_later(self: Any, stretches: Any, n_slots: int) -> bool:
         if is_torn.is_set():
             raises()
         time.sleep(0.01)  # so that the answer is not over before it is torn
-        return allot(self, seq_ids, n_slots)
+        return allot(self, stretches, n_slots)
 
     monkeypatch.setattr(Residency, "make_room_for", torn_later)
     with serving(tmp_path) as live:

@@ -8,8 +8,8 @@ import anthropic
 import pytest
 import transformers
 
-from kvcellar.models import infill
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
+from kvcellar.models.text import infill
 
 TEXT = "def add(a, b):  # é😀<|end|>"
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from kvcellar.models.hub import find_checkpoint
+from kvcellar.models.files.hub import find_checkpoint
 from kvcellar.models.options import no_progress
-from kvcellar.models.prompts import encode_plain, render
-from kvcellar.models.tokenizer import load_tokenizer
+from kvcellar.models.text.prompts import encode_plain, render
+from kvcellar.models.text.tokenizer import load_tokenizer
 from tests.models.gguf import writing
 from tests.models.gguf.families import CASES
 from tests.server.live import serving

@@ -90,38 +90,38 @@ def test_a_conversation_goes_on_within_its_salt_and_its_agent_is_shown_without(l
 
 def test_a_named_agent_is_its_salts_and_so_are_all_its_verbs(live):
     headers = {"x-cache-salt": "named"}
-    live.post("/v1/agents", {"id": "poet", "system": "Rhyme."}, headers=headers)
-    live.post("/v1/agents", {"id": "poet", "system": "Count."})
+    live.post("/v1/agents", {"id": "rhymer", "system": "Rhyme."}, headers=headers)
+    live.post("/v1/agents", {"id": "rhymer", "system": "Count."})
     said = {"messages": [USER], **SHORT}
-    answer = live.post(CHAT, said, headers={**headers, "x-agent-id": "poet"})
-    assert answer["kvcellar"]["agent_id"] == "poet"
-    plain = live.post(CHAT, said, headers={"x-agent-id": "poet"})
-    assert plain["kvcellar"]["agent_id"] == "poet"
-    assert live.get("/v1/agents/poet")["messages"][0]["content"] == "Count."
-    own = live.http.get("/v1/agents/poet", headers=headers).json()
+    answer = live.post(CHAT, said, headers={**headers, "x-agent-id": "rhymer"})
+    assert answer["kvcellar"]["agent_id"] == "rhymer"
+    plain = live.post(CHAT, said, headers={"x-agent-id": "rhymer"})
+    assert plain["kvcellar"]["agent_id"] == "rhymer"
+    assert live.get("/v1/agents/rhymer")["messages"][0]["content"] == "Count."
+    own = live.http.get("/v1/agents/rhymer", headers=headers).json()
     assert own["messages"][0]["content"] == "Rhyme."
-    fork = live.post("/v1/agents/poet/fork", {"id": "second"}, headers=headers)
-    assert (fork["id"], fork["parent"]) == ("second", "poet")
+    fork = live.post("/v1/agents/rhymer/fork", {"id": "second"}, headers=headers)
+    assert (fork["id"], fork["parent"]) == ("second", "rhymer")
     done = live.post(
         "/v1/agents/second/generate", {"text": "And?", "max_tokens": 2}, headers=headers
     )
     assert done["id"] == "second" and done["usage"]["cached_tokens"] > 60
     messages = [{"role": "system", "content": "Sing."}, USER]
-    named = {**headers, "x-agent-id": "poet"}
+    named = {**headers, "x-agent-id": "rhymer"}
     branch = live.post(CHAT, {"messages": messages, **SHORT}, headers=named)
-    assert branch["kvcellar"]["agent_id"] == "poet.2" and "~" not in str(branch["kvcellar"])
+    assert branch["kvcellar"]["agent_id"] == "rhymer.2" and "~" not in str(branch["kvcellar"])
     missing = live.http.post(CHAT, json=said, headers={"x-agent-id": "second"})
     there = re.search(r"there are: ([^;]*);", missing.text)[1].split(", ")
     assert missing.status_code == 404 and "second" not in there and "~" not in missing.text
     assert live.http.get("/v1/agents/second").status_code == 404
-    for name in ("second", "poet"):
+    for name in ("second", "rhymer"):
         gone = live.http.delete(f"/v1/agents/{name}", headers=headers).json()
         assert gone == {"id": name, "deleted": True}
     dropped = live.http.get("/v1/agents?dropped=true", headers=headers).json()["data"]
-    assert {one["id"] for one in dropped} >= {"poet", "second"}
+    assert {one["id"] for one in dropped} >= {"rhymer", "second"}
     assert "second" not in live.http.get("/v1/agents?dropped=true").text
-    assert live.get("/v1/agents/poet")["messages"][0]["content"] == "Count."
-    live.http.delete("/v1/agents/poet?forever=true")
+    assert live.get("/v1/agents/rhymer")["messages"][0]["content"] == "Count."
+    live.http.delete("/v1/agents/rhymer?forever=true")
 
 
 def test_a_stored_response_is_its_salts(live):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.hub import DEMO_FOLDER
 
 PROMPT = "def add(a, b):\n    return a + b  # é€😀\n"
 ECHO = {"prompt": PROMPT, "echo": True, "logprobs": 3, "max_tokens": 0}

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvcellar.agents import open_host
-from kvcellar.models import rendering
+from kvcellar.models.text import rendering
 from tests.server.live import serving
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import json
 import logging
+import secrets
 import socket
 import threading
 
 import httpx
 import openai
 import pytest
+from starlette.datastructures import Headers
 
 from kvcellar.errors import ConfigError, StoreError
 from kvcellar.server.commands.presence import held_store
 from kvcellar.server.config import ServerConfig
+from kvcellar.server.errors import ApiError
+from kvcellar.server.front.entrance import Entrance
 from kvcellar.server.front.guard import log
 from kvcellar.server.run import listen, listeners
 from tests.server.live import PATIENCE_S, load_demo, serving
@@ -54,6 +58,74 @@ def test_a_key_is_wanted_where_one_is_set(strict):
         assert strict.http.get(path).status_code == 200, "the page asks for the key itself"
     with openai.OpenAI(base_url=f"{strict.url}/v1", api_key="secret", max_retries=0) as client:
         assert client.models.list().data
+
+
+def test_no_cookie_is_set_and_none_lets_anybody_in(strict):
+    cookie = {"Cookie": "secret; api_key=secret; Authorization=Bearer secret; x-api-key=secret"}
+    assert strict.http.get("/v1/models", headers=cookie).status_code == 401
+    for path in ("/", "/viewer/main.js", "/health", "/v1/models", "/nowhere", "/metrics"):
+        for headers in ({}, key(), key("other"), {**key(), **cookie}):
+            assert "set-cookie" not in strict.http.get(path, headers=headers).headers, path
+    said = strict.http.post("/v1/chat/completions", json=ASK, headers={**key(), **cookie})
+    assert said.status_code == 200 and "set-cookie" not in said.headers
+
+
+KEYS = ServerConfig(api_key="owner", guest_keys=("guest",), folder_token="folder")
+
+
+def entered(given, path="/v1/models"):
+    """The status with which whoever brings this key or token is let in."""
+    headers = Headers({"host": "localhost", "authorization": f"Bearer {given}"})
+    scope = {"path": path, "method": "GET", "client": ("127.0.0.1", 5)}
+    try:
+        Entrance(KEYS).check(scope, headers)
+    except ApiError as error:
+        return error.status
+    return 200
+
+
+def test_nothing_but_a_comparison_in_constant_time_decides_about_a_key(monkeypatch):
+    ours = ("owner", "guest", "folder")
+    assert [entered(given) for given in (*ours, "other")] == [200, 200, 200, 401]
+    compared = []
+
+    def none_is_equal(given, wanted):
+        compared.append((given, wanted))
+        return False
+
+    monkeypatch.setattr(secrets, "compare_digest", none_is_equal)
+    for given in ours:
+        compared.clear()
+        assert entered(given) == 401
+        # With the whole of each, whatever the ones before have said:
+        assert sorted(compared) == sorted((given.encode(), one.encode()) for one in ours)
+    monkeypatch.setattr(secrets, "compare_digest", lambda given, wanted: True)
+    assert entered("other") == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/cache", "/events", "/slots"])
+def test_what_shows_all_that_is_done_is_the_owners(path):
+    assert [entered(given, path) for given in ("owner", "folder", "guest")] == [200, 200, 403]
+
+
+def test_a_model_that_a_request_names_is_not_downloaded(strict, monkeypatch):
+    fetched = []
+    for where in ("hub.from_hub", "hub.pull_quant", "hub.fetch_packaged"):
+        monkeypatch.setattr(f"kvcellar.models.files.{where}", lambda *names: fetched.append(names))
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+        for model in ("some/model", "some/model:Q4_0", "smollm2"):
+            body = {**ASK, "model": model, "prompt": "x", "input": "x"}
+            kept = {
+                "/v1/completions": ("prompt",),
+                "/v1/responses": ("input",),
+            }.get(path, ("messages", "max_tokens"))
+            body = {name: body[name] for name in ("model", *kept)}
+            refused = strict.http.post(path, json=body, headers=key())
+            assert refused.status_code == 404, (path, model, refused.text)
+    for path in ("/api/chat", "/api/pull", "/v1/models/load"):
+        body = {"model": "some/model", "messages": ASK["messages"]}
+        assert strict.http.post(path, json=body, headers=key()).status_code >= 400
+    assert not fetched
 
 
 @pytest.mark.parametrize(

@@ -36,22 +36,51 @@ def has_token(event: dict[str, Any]) -> bool:
     return event.get("token_id") is not None
 
 
+@dataclass(frozen=True)
+class State:
+    """A history after a turn.
+
+    Attributes:
+        messages: the conversation.
+        tokens: of it, as they were told.
+        later: the prompt of a turn behind it, whose template or tokenizer wrote it otherwise; from
+            then on its tokens are the beginning of that. None: there was none.
+    """
+
+    messages: list[Message]
+    tokens: list[int]
+    later: list[int] | None = None
+
+    def read_in(self, prompt: list[int]) -> State:
+        """Return the state as a later turn's prompt has it."""
+        is_same = prompt[: len(self.tokens)] == self.tokens
+        return State(self.messages, self.tokens, None if is_same else prompt)
+
+    def wanted(self, n_tokens: int) -> list[int]:
+        """Return the tokens that a server must have, which says that it has so many."""
+        return self.tokens if self.later is None else self.later[:n_tokens]
+
+
 @dataclass
 class Known:
     """A named agent: its history after each of its turns, the first one empty."""
 
     name: str
-    states: list[tuple[list[Message], list[int]]]
+    states: list[State]
+
+    def read(self, prompt: list[int]) -> None:
+        """Take note of a turn's prompt, in which its earlier turns are read anew."""
+        self.states = [one.read_in(prompt) for one in self.states]
 
     @property
     def messages(self) -> list[Message]:
         """The conversation as it is."""
-        return self.states[-1][0]
+        return self.states[-1].messages
 
     @property
     def tokens(self) -> list[int]:
         """The history as it is."""
-        return self.states[-1][1]
+        return self.states[-1].tokens
 
 
 @dataclass
@@ -149,7 +178,7 @@ class Worker:
     def check(self, agent: Known) -> None:
         """Compare an agent with what the server has of it."""
         now = self.ask("GET", f"/v1/agents/{agent.name}")
-        if now["history_digest"] != digest(agent.tokens):
+        if now["history_digest"] != digest(agent.states[-1].wanted(now["n_tokens"])):
             self.report.bytes_lost += max(0, len(agent.tokens) - now["n_tokens"])
             raise self.broken(
                 f"{agent.name} has {now['n_tokens']} tokens {now['history_digest']}, not the "
@@ -198,7 +227,7 @@ class Worker:
         system = self.rng.choice(("", "Be brief.", "You write Python."))
         self.ask("POST", "/v1/agents", {"id": name, **({"system": system} if system else {})})
         messages = [{"role": "system", "content": system}] if system else []
-        made = self.agents[name] = Known(name, [(messages, [])])
+        made = self.agents[name] = Known(name, [State(messages, [])])
         return made
 
     def new_name(self) -> str:
@@ -225,7 +254,8 @@ class Worker:
         if end["usage"]["prompt_tokens"] != len(prompt):
             raise self.broken(f"{agent.name}: {end['usage']} for {len(prompt)} tokens of prompt")
         answer = {"role": "assistant", "content": end["text"]}
-        agent.states.append(([*asked, answer], prompt + said))
+        agent.read(prompt)
+        agent.states.append(State([*asked, answer], prompt + said))
         if end["history_digest"] != digest(agent.tokens):
             raise self.broken(f"{agent.name}: another history than {agent.tokens} after {text!r}")
         self.report.turns += 1
@@ -278,7 +308,8 @@ class Worker:
             self.agents.pop(agent.name)
             self.ask("DELETE", f"/v1/agents/{agent.name}?forever=true")
             return
-        agent.states.append((messages, prompt + wanted))
+        agent.read(prompt)
+        agent.states.append(State(messages, prompt + wanted))
         self.check(agent)
 
     def salted(self) -> None:
@@ -331,10 +362,11 @@ class Worker:
         now = self.ask("GET", f"/v1/agents/{agent.name}")
         asked = [*agent.messages, {"role": "user", "content": text}]
         prompt = self.oracle.prompt(asked)
-        if now["history_digest"] == digest(agent.tokens):
+        if now["history_digest"] == digest(agent.states[-1].wanted(now["n_tokens"])):
             if heard:
                 raise self.broken(f"{agent.name} has nothing of the {heard} tokens that it said")
             return
+        agent.read(prompt)
         if wanted is None:
             self.ask("POST", f"/v1/agents/{agent.name}/rewind")
             self.check(agent)
@@ -346,7 +378,7 @@ class Worker:
                 f"{agent.name} has {n_said} tokens of an answer, {heard} were heard, the oracle "
                 f"says {wanted} behind {len(prompt)}: {now['messages']}, {now['turns'][-1:]}"
             )
-        agent.states.append((now["messages"], tokens))
+        agent.states.append(State(now["messages"], tokens))
         if now["messages"][:-1] != asked or (
             not self.oracle.text(tokens[len(prompt) :]).startswith(now["messages"][-1]["content"])
         ):

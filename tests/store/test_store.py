@@ -54,6 +54,21 @@ def test_eight_forks_of_a_trunk_take_at_most_a_tenth_more_than_the_trunk(tmp_pat
             assert store.get(f"fork {n}").n_stored == 4096
 
 
+def test_deleting_one_of_two_that_share_blocks_leaves_the_others(tmp_path: Path) -> None:
+    key, tokens = make_key(groups=[FULL]), tokens_of(0, 40)
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(key, tokens))
+        shared = {path.name for path in (tmp_path / "blocks").iterdir()}
+        save(store, "b", History(key, [*tokens, *tokens_of(1, 40)]))
+        for name in ("b", "a"):
+            store.delete(name)
+            store.gc()
+            left = {path.name for path in (tmp_path / "blocks").iterdir()}
+            assert left == (shared if name == "b" else set())
+            assert not (tmp_path / "references" / name).exists()
+            assert load_all(store, History(key, tokens)) == (40 if name == "b" else 0)
+
+
 def test_a_turn_writes_only_what_is_new(tmp_path: Path) -> None:
     key = make_key()
     tokens = tokens_of(0, 83)
@@ -276,6 +291,10 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
                 store.save(name, key, history.tokens, history)
         with pytest.raises(StoreError, match="has to be JSON"):
             store.save("a", key, history.tokens, history, metadata={"x": float("nan")})
+        revision = store.get("a").revision
+        late = store.save("a", key, history.tokens, history, metadata=lambda: {"x": float("nan")})
+        assert late.wait() == "failed" and "has to be JSON" in late.reason
+        assert store.get("a").revision == revision
         with pytest.raises(ConfigError, match="precision 'int9'"):
             StoreConfig(cold_precision="int9")
     with pytest.raises(StoreError, match="closed"):

@@ -340,7 +340,7 @@ def make_model(folder: Path, *, keeps_thoughts: bool, knows_tools: bool = True) 
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
-    from kvcellar.models.hub import DEMO_FOLDER
+    from kvcellar.models.files.hub import DEMO_FOLDER
 
     vocab = len(AutoTokenizer.from_pretrained(DEMO_FOLDER))
     torch.manual_seed(1)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcellar.agents.dropped import Dropped
     from kvcellar.agents.kv.residence import BroughtBack
     from kvcellar.agents.manager import AgentManager
-    from kvcellar.agents.planning import Turn
+    from kvcellar.agents.planning import PlannedTurn, Turn
     from kvcellar.agents.records.misses import CAUSES, Miss
     from kvcellar.agents.records.names import (
         checked_id,
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from kvcellar.agents.records.views import AgentInfo, TurnRecord
     from kvcellar.agents.text.find_by_text import Place
     from kvcellar.agents.text.match_messages import Joined, n_system_of
-    from kvcellar.hosting.conversation import Message
     from kvcellar.hosting.fair_lock import Gate
     from kvcellar.hosting.host import ModelHost, check_host, open_host
     from kvcellar.hosting.loader import Hosting
     from kvcellar.hosting.memory import Capacity, MemoryPlan, choose_capacity, planned_context
+    from kvcellar.hosting.messages import Message
     from kvcellar.hosting.models import ModelRegistry
     from kvcellar.hosting.templates import TemplateReport, check_template
     from kvcellar.hosting.volatile import DEFAULT_RULES, RULES, RuleChange, in_order
@@ -43,7 +43,7 @@ _MODULES = {
     "kvcellar.agents.dropped": "Dropped",
     "kvcellar.agents.kv.residence": "BroughtBack",
     "kvcellar.agents.manager": "AgentManager",
-    "kvcellar.agents.planning": "Turn",
+    "kvcellar.agents.planning": "PlannedTurn Turn",
     "kvcellar.agents.records.misses": "CAUSES Miss",
     "kvcellar.agents.records.names": (
         "checked_id is_unnamed salt_of salted_id unnamed_id without_salt"
@@ -51,11 +51,11 @@ _MODULES = {
     "kvcellar.agents.records.views": "AgentInfo TurnRecord",
     "kvcellar.agents.text.find_by_text": "Place",
     "kvcellar.agents.text.match_messages": "Joined n_system_of",
-    "kvcellar.hosting.conversation": "Message",
     "kvcellar.hosting.fair_lock": "Gate",
     "kvcellar.hosting.host": "ModelHost check_host open_host",
     "kvcellar.hosting.loader": "Hosting",
     "kvcellar.hosting.memory": "Capacity MemoryPlan choose_capacity planned_context",
+    "kvcellar.hosting.messages": "Message",
     "kvcellar.hosting.models": "ModelRegistry",
     "kvcellar.hosting.templates": "TemplateReport check_template",
     "kvcellar.hosting.volatile": "DEFAULT_RULES RULES RuleChange in_order",
@@ -83,6 +83,7 @@ __all__ = [
     "ModelHost",
     "ModelRegistry",
     "Place",
+    "PlannedTurn",
     "RuleChange",
     "TemplateReport",
     "Turn",

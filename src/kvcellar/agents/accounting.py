@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvcellar.agents.kv.residence import MIN_GAIN, BroughtBack
-from kvcellar.agents.planning import Turn
+from kvcellar.agents.planning import PlannedTurn
 from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.misses import Miss, explain, miss_beside
 from kvcellar.agents.records.views import Took
 from kvcellar.engine import FinishEvent
-from kvcellar.hosting.conversation import n_alike, what_changed
+from kvcellar.hosting.conversation import what_changed
 from kvcellar.hosting.host import ModelHost
-from kvcellar.hosting.volatile import RuleChange, match_key
+from kvcellar.hosting.volatile import RuleChange
 from kvcellar.store import SaveTicket
 
 
@@ -62,6 +62,7 @@ class TurnEnd:
         usage: what it took.
         save: what becomes of the state after it; None where nothing was saved.
         history_digest: of the agent's history behind it.
+        notice: where else the turn went than it was sent, and what became of it there.
     """
 
     agent_id: str
@@ -69,10 +70,11 @@ class TurnEnd:
     usage: AgentUsage
     save: SaveTicket | None
     history_digest: str
+    notice: str | None
 
 
 def miss_of(
-    turn: Turn,
+    planned: PlannedTurn,
     agent: Agent,
     host: ModelHost,
     event: FinishEvent,
@@ -82,42 +84,44 @@ def miss_of(
     """Return what a turn computed although that had been computed before; None: nothing.
 
     Args:
-        turn: as it was planned.
+        planned: the turn.
         agent: whose; as it was before the turn.
         host: who answered.
         event: the end of the answer.
         back: what was in the cache when it began.
         rules: names of rules for volatile text that apply.
     """
-    miss = turn.miss or _miss_of_own(turn, agent, host, event, back)
+    if not agent.turns and agent.miss is not None:  # of a name that belongs to another model
+        return agent.miss
+    miss = _miss_of_own(planned, agent, host, event, back)
     if miss is None and agent.beside is not None and event.usage is not None:
-        return _miss_beside(turn, agent.beside, host, event.usage.cached_tokens, rules)
+        return _miss_beside(planned, agent.beside, host, event.usage.cached_tokens, rules)
     return miss
 
 
 def _miss_of_own(
-    turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent, back: BroughtBack
+    planned: PlannedTurn, agent: Agent, host: ModelHost, event: FinishEvent, back: BroughtBack
 ) -> Miss | None:
     """Return what was lost against the agent's own history."""
     before = agent.tokens
-    n_same = before.common_prefix(turn.prompt)
+    n_same = before.common_prefix(planned.prompt)
     # The last token of a history was sampled and never computed: it is no loss.
     n_differs = len(before) - 1 - n_same
-    n_cached = reusable = min(n_same, len(before) - 1, len(turn.prompt) - 1)
+    n_cached = reusable = min(n_same, len(before) - 1, len(planned.prompt) - 1)
     if event.usage is not None:
         n_cached = event.usage.cached_tokens - back.n_computed
     n_gone = reusable - n_cached
     has_states = host.engine.cache.config.params.state is not None
-    n_now = len(turn.prompt) + len(event.token_ids)
+    n_now = len(planned.prompt) + len(event.token_ids)
     is_turned_anew = host.reading(len(before)).space != host.reading(n_now).space
-    texts = (before, turn.prompt, host.tokenizer)
+    texts = (before, planned.prompt, host.tokenizer)
     if has_states and n_gone >= max(n_differs, MIN_GAIN) and back.lacks_snapshot(n_cached):
         return explain("snapshot", n_gone, n_cached, *texts)
     if is_turned_anew and n_gone > 0:
         return explain("rope", n_gone, n_cached, *texts)
     if n_differs > 0:
         n_lost = n_differs + (max(0, n_gone) if has_states else 0)
-        return explain(turn.changed or "edited", n_lost, n_same, *texts)
+        return explain(planned.changed or "edited", n_lost, n_same, *texts)
     least = MIN_GAIN if has_states else host.engine.cache.block_size
     if n_gone < least:  # a block that is not full is not shared, nor states between snapshots
         return None
@@ -134,18 +138,17 @@ def _why_gone(host: ModelHost, back: BroughtBack, n_gone: int, n_cached: int) ->
 
 
 def _miss_beside(
-    turn: Turn, other: Agent, host: ModelHost, n_cached: int, rules: Collection[str]
+    planned: PlannedTurn, other: Agent, host: ModelHost, n_cached: int, rules: Collection[str]
 ) -> Miss | None:
     """Return what a conversation's first turn lost against the agent that it came close to."""
-    if other.key != host.key or turn.spoken is None:
+    messages = planned.messages
+    if other.key != host.key or messages is None:
         return None
-    messages = turn.spoken.messages
-    known, new = ([match_key(m, rules) for m in some] for some in (other.messages, messages))
-    n_known = n_alike(known, new)
+    n_known = other.messages.n_matched(messages, rules)
     cause = what_changed(other.messages, messages, n_known, rules)
-    if (turn.spoken.tools or None) != (other.tools or None):
+    if (planned.tools or None) != (other.tools or None):
         cause = "tools"
-    return miss_beside(other.tokens, turn.prompt, n_cached, cause or "edited", host.tokenizer)
+    return miss_beside(other.tokens, planned.prompt, n_cached, cause or "edited", host.tokenizer)
 
 
 def took_of(agent: Agent, event: FinishEvent, back: BroughtBack, started_s: float) -> Took | None:
@@ -172,12 +175,12 @@ def took_of(agent: Agent, event: FinishEvent, back: BroughtBack, started_s: floa
 
 
 def usage_of(
-    turn: Turn, agent: Agent, event: FinishEvent, back: BroughtBack, first_s: float | None
+    planned: PlannedTurn, agent: Agent, event: FinishEvent, back: BroughtBack, first_s: float | None
 ) -> AgentUsage:
     """Sum up what a turn took.
 
     Args:
-        turn: as it was planned.
+        planned: the turn.
         agent: whose; as it is after the turn.
         event: the end of the answer.
         back: what was in the cache when it began.
@@ -185,7 +188,7 @@ def usage_of(
     """
     usage = event.usage
     return AgentUsage(
-        prompt_tokens=len(turn.prompt),
+        prompt_tokens=len(planned.prompt),
         cached_tokens=usage.cached_tokens - back.n_computed if usage is not None else 0,
         restored_tokens=back.n_restored,
         restored_from=dict(back.tiers) if back.n_restored else {},
@@ -195,15 +198,15 @@ def usage_of(
         drafted_tokens=usage.drafted_tokens if usage is not None else 0,
         accepted_tokens=usage.accepted_tokens if usage is not None else 0,
         miss=agent.miss,
-        notes=(*_notes_of_turn(turn), *agent.notes, *_notes_of(back)),
-        rules=() if turn.spoken is None else turn.spoken.changes,
+        notes=(*_notes_of_turn(planned), *agent.notes, *_notes_of(back)),
+        rules=planned.rules,
     )
 
 
-def _notes_of_turn(turn: Turn) -> tuple[str, ...]:
+def _notes_of_turn(planned: PlannedTurn) -> tuple[str, ...]:
     """Say where else the turn went than it was sent, and what the template took otherwise."""
-    where = () if turn.notice is None else (turn.notice,)
-    return where if turn.spoken is None else (*where, *turn.spoken.prefixes.rendered.notes)
+    where = () if planned.notice is None else (planned.notice,)
+    return (*where, *planned.notes)
 
 
 def _notes_of(back: BroughtBack) -> list[str]:

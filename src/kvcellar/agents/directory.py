@@ -20,7 +20,7 @@ from kvcellar.agents.records.views import AgentInfo, TurnRecord, damaged_info
 from kvcellar.checks import seen
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
 from kvcellar.history import History
-from kvcellar.hosting.conversation import Message
+from kvcellar.hosting.messages import Message
 from kvcellar.space import Space
 from kvcellar.store import Store
 

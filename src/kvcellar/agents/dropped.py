@@ -89,7 +89,8 @@ class DroppedStates:
         """Save what an agent has before it is dropped; returns its name. Within the agent's gate.
 
         Args:
-            agent: whose state it is; None is returned where it has said nothing.
+            agent: whose state it is; None is returned where it has said nothing, unless it is
+                deleted and something of this very agent was dropped before.
             verb: what drops it: ``rewind``, ``delete``, ``keep`` or ``replace``.
             by: id of the agent that the verb is for.
             act: the same for all that one verb drops.
@@ -98,7 +99,9 @@ class DroppedStates:
             StoreError: it cannot be saved; nothing was changed.
         """
         if not agent.tokens and not agent.messages:
-            return None
+            known = await asyncio.to_thread(_read_all, self.store) if verb == "delete" else ()
+            if all(state.created_s != agent.created_s for _, state in known):
+                return None
         now = time.time_ns()
         said = {"id": agent.agent_id, "verb": verb, "by": by, "act": act, "at_s": now / 1e9}
         state = agent.copied(f"{DROPPED}{now:020d}-{uuid.uuid4().hex[:8]}", dropped=said)

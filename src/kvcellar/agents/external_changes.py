@@ -1,4 +1,8 @@
-"""Changes to agents that other processes made and this one has not read yet."""
+"""Changes to agents that other processes made and this one has not read yet.
+
+One of those may have been killed: at the start all agents of the store come in here, with what the
+journal has beyond their last state.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from kvcellar.agents.records.views import AgentInfo
 from kvcellar.agents.text.match_messages import Joined
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.messages import Messages
 from kvcellar.hosting.models import ModelRegistry
 from kvcellar.hosting.text_limits import refuse_bytes, size_of
 from kvcellar.store import Store
@@ -92,7 +93,7 @@ class Lifecycle:
             host = host.isolated(salt_of(agent_id))
             agent = Agent(agent_id, host.name, host.key, given_title=title, is_passing=is_passing)
             if system is not None:
-                agent.messages = ({"role": "system", "content": system},)
+                agent.messages = Messages([{"role": "system", "content": system}])
             if tools:
                 agent.tools = [dict(tool) for tool in tools]
             await self.directory.register(agent, host)

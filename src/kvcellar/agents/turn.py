@@ -1,4 +1,6 @@
-"""A turn: what is new in, events out. Start here.
+"""Runs turns: what is new in, events out. Start here.
+
+`Turn`, what is asked, and `PlannedTurn` are in ``planning.py``.
 
 Find what the cache and the store hold of the history, bring back what is worth it, queue the
 request, and when it has ended save what is new, in the background.
@@ -13,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcellar.agents.accounting import TurnEnd, miss_of, took_of, usage_of
@@ -23,18 +25,17 @@ from kvcellar.agents.kv.residence import BroughtBack, bring_back
 from kvcellar.agents.leasing import Hold, changing
 from kvcellar.agents.lifecycle import Lifecycle
 from kvcellar.agents.lookup import Lookup
-from kvcellar.agents.planning import Turn, kwargs_of, plan_turn, record_turn
+from kvcellar.agents.planning import PlannedTurn, Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.checking import check_said
 from kvcellar.agents.records.names import derived_id, salt_of
 from kvcellar.agents.text.live_text import LiveEvent, LiveText, Over
-from kvcellar.agents.text.match_messages import continues, join
+from kvcellar.agents.text.match_messages import continues, join, n_matched
 from kvcellar.agents.text.reading import reading_of
-from kvcellar.engine import Event, EventStream, FinishEvent, Request, TokenEvent
+from kvcellar.engine import Event, EventStream, FinishEvent, GeneratedToken, Request
 from kvcellar.engine.text import StopMatcher, StopsFn
 from kvcellar.errors import (
-    AgentError,
     AgentHeldError,
     EngineClosedError,
     HistoryChangedError,
@@ -44,11 +45,12 @@ from kvcellar.errors import (
 )
 from kvcellar.history import History
 from kvcellar.hosting.host import ModelHost
+from kvcellar.hosting.messages import Messages
 from kvcellar.hosting.models import ModelRegistry
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.hosting.thread_lanes import OTHER_BYTES, Work
-from kvcellar.hosting.volatile import apply_rules
-from kvcellar.models.prompts import encode, render
+from kvcellar.hosting.volatile import apply_rules, keep_known
+from kvcellar.models.text.prompts import encode, render
 from kvcellar.store import SaveTicket, Store
 from kvcellar.valid import valid_json
 
@@ -92,28 +94,38 @@ class Turns:
     is_verified: bool
     control_tokens_in_text: bool
 
-    async def generate(self, turn: Turn) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+    async def generate(self, turn: Turn) -> AsyncGenerator[GeneratedToken | TurnEnd, None]:
         """Run one turn: what is new in, events out, the last a :class:`TurnEnd`.
 
         Leaving the iteration ends the turn; what was sampled by then stays in the history.
 
         Raises:
+            UnknownAgentError: there is none of that name.
+            ModelError: the model cannot be loaded; nothing was changed.
             KVCellarError: as ``running``.
         """
-        async with self.running(turn) as running:
+        agent = await self.directory.find(turn.agent_id)
+        async with (
+            self.models.use(turn.model or agent.model) as own,
+            self.running(turn, own.isolated(salt_of(agent.agent_id))) as running,
+        ):
             async for event in running.events:
                 running.take(event)
-                if isinstance(event, TokenEvent):
+                if isinstance(event, GeneratedToken):
                     yield event
         yield running.end
 
     @contextlib.asynccontextmanager
-    async def running(self, turn: Turn) -> AsyncIterator[RunningTurn]:
+    async def running(self, turn: Turn, host: ModelHost) -> AsyncIterator[RunningTurn]:
         """Run one turn for as long as the block lasts; turns of one agent go one after the other.
 
         Its events come from the engine as they are; the block gives each of them to ``take``. It
         may be left at any time, which ends the turn; what was sampled by then stays in the history,
         which is durable behind the block.
+
+        Args:
+            turn: what is asked.
+            host: who answers, for those who share the agent's salt; it is the caller's to hold.
 
         Raises:
             UnknownAgentError: there is none of that name.
@@ -122,21 +134,18 @@ class Turns:
             MovedOnError: the turn follows another history than it has, or will have when it has
                 ended what it is in; nothing was changed.
             PromptError: there is nothing to answer, or no room for it; nothing was changed.
-            ModelError: the model cannot be loaded, or its template refuses the messages; nothing
-                was changed.
+            ModelError: the model's template refuses the messages; nothing was changed.
         """
-        agent = await self.directory.find(turn.agent_id)
-        async with self.models.use(turn.model or agent.model) as own:
-            host = own.isolated(salt_of(agent.agent_id))
-            agent = self.directory.on_model(agent, host)
-            self._check_free(turn, agent)
-            async with (
-                self._planned(turn, agent, host) as (agent, hold),
-                self._replacing(turn, agent),
-            ):
-                with self.live.turn(agent, turn.asked, turn.reading):
-                    async with self._queued(turn, agent, host, hold) as running:
-                        yield running
+        agent = self.directory.on_model(await self.directory.find(turn.agent_id), host)
+        assert host.space.salt == salt_of(agent.agent_id), "nobody reads what others' KV says"
+        self._check_free(turn, agent)
+        async with (
+            self._planned(turn, agent, host) as (planned, agent, hold),
+            self._replacing(planned, agent),
+        ):
+            with self.live.turn(agent, planned.turn.asked, turn.reading):
+                async with self._queued(planned, agent, host, hold) as running:
+                    yield running
 
     def _check_free(self, turn: Turn, agent: Agent) -> None:
         """Refuse a turn that follows a history behind which another one has begun.
@@ -156,69 +165,72 @@ class Turns:
     @contextlib.asynccontextmanager
     async def _planned(
         self, turn: Turn, agent: Agent, host: ModelHost
-    ) -> AsyncIterator[tuple[Agent, Hold]]:
+    ) -> AsyncIterator[tuple[PlannedTurn, Agent, Hold]]:
         """Plan a turn and have its agent to itself: the one it is for, or else a branch of that.
 
         There is a branch where another process does not let go of the agent, and where the history
         that the turn has to continue has gone another way meanwhile. So no turn is lost, and none
         is put behind what its client has not seen.
         """
+        notice: str | None = None
         async with contextlib.AsyncExitStack() as stack:
             try:
                 held = changing(self.publisher, agent, progress=turn.progress)
                 hold = await stack.enter_async_context(held)
                 if self.publisher.is_diverged(agent):
                     await stack.aclose()
-                    agent = await self._parted(turn, agent)
+                    agent, notice = await self._parted(agent)
                     hold = await stack.enter_async_context(changing(self.publisher, agent))
                 elif hold.has_news and turn.messages is not None:
-                    turn.is_continuing = True  # nobody replaces what he has not seen
+                    # nobody replaces what he has not seen
+                    turn = replace(turn, is_continuing=True)
                 elif hold.has_news:
-                    turn.notice = (
+                    notice = (
                         f"another process has talked with agent {agent.agent_id!r} meanwhile; this "
                         f"turn is behind what was said there"
                     )
                 agent.check_follows(turn.follows)
-                await self._plan(turn, agent, host)
+                planned = await self._plan(turn, agent, host)
             except (AgentHeldError, HistoryChangedError) as error:
                 await stack.aclose()
                 if turn.follows is not None:  # whoever holds the agent goes on with it
                     raise
-                agent = await stack.enter_async_context(self._branched(turn, agent, error))
+                agent = await stack.enter_async_context(self._branched(turn, agent))
                 hold = await stack.enter_async_context(changing(self.publisher, agent))
-                await self._plan(turn, agent, host)
-            yield agent, hold
+                planned = await self._plan(replace(turn, is_continuing=False), agent, host)
+                said, _, _ = str(error).partition(";")
+                notice = f"{said}, so the answer is in its branch {agent.agent_id}"
+            yield replace(planned, notice=notice), agent, hold
 
-    async def _parted(self, turn: Turn, agent: Agent) -> Agent:
-        """Return the branch that takes a turn where another machine has gone on with its agent."""
+    async def _parted(self, agent: Agent) -> tuple[Agent, str]:
+        """Make the branch that takes a turn where another machine has gone on with its agent.
+
+        Returns:
+            The branch, and what its client should know of it.
+        """
         branch = await self.lifecycle.part(agent)
-        turn.agent_id = branch.agent_id
-        turn.notice = (
+        return branch, (
             f"another machine has gone on with agent {agent.agent_id!r} while this one could not "
             f"ask, so what was said here is its branch {branch.agent_id}, and the answer is there"
         )
-        return branch
 
     @contextlib.asynccontextmanager
-    async def _branched(self, turn: Turn, agent: Agent, why: AgentError) -> AsyncIterator[Agent]:
+    async def _branched(self, turn: Turn, agent: Agent) -> AsyncIterator[Agent]:
         """Make a branch of an agent for a turn that cannot be its own; without a turn it goes."""
         n_turns = None
         if turn.messages is not None:
-            n_turns = join(agent, turn.messages, self.rules).n_turns
+            n_turns = join(agent, valid_json(turn.messages), self.rules).n_turns
         name = agent.branch_of or agent.agent_id
         branch = await self.lifecycle.branch_off(agent, name, n_turns)
         before = branch.turns
-        turn.agent_id, turn.is_continuing = branch.agent_id, False
-        said, _, _ = str(why).partition(";")
-        turn.notice = f"{said}, so the answer is in its branch {branch.agent_id}"
         try:
             yield branch
         finally:
             if branch.turns == before:
                 await self.lifecycle.forget(branch.agent_id)
 
-    async def _plan(self, turn: Turn, agent: Agent, host: ModelHost) -> None:
-        """Fill in what a turn brings, in a thread where that is much.
+    async def _plan(self, turn: Turn, agent: Agent, host: ModelHost) -> PlannedTurn:
+        """Plan what an agent's turn brings, in a thread where that is much.
 
         Raises:
             HistoryChangedError: it has to continue the history, and does not.
@@ -233,35 +245,61 @@ class Turns:
             n_bytes, cost = size_of(turn.text, said, turn.tools or agent.tools)
             cost += OTHER_BYTES
 
-        def plan() -> None:
+        def plan() -> PlannedTurn:
             if turn.is_chat and host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, n_bytes, host.context)
-            turn.text, turn.behind = valid_json((turn.text, turn.behind))
+            text, behind = valid_json((turn.text, turn.behind))
             given = (turn.messages, turn.tools, turn.template_kwargs)
-            turn.messages, turn.tools, turn.template_kwargs = valid_json(given)
-            said = turn.messages if turn.behind is None else turn.behind
-            check_said(said, turn.tools, turn.template_kwargs)
-            if turn.is_continuing and not continues(agent, turn.messages or (), self.rules):
-                raise HistoryChangedError(
-                    f"the history of agent {agent.agent_id!r} was changed while this turn waited "
-                    f"for its own"
-                )
-            plan_turn(
+            messages, tools, kwargs = valid_json(given)
+            check_said(messages if behind is None else behind, tools, kwargs)
+            own = replace(
                 turn,
+                agent_id=agent.agent_id,
+                text=text,
+                behind=behind,
+                messages=messages,
+                tools=tools,
+                template_kwargs=kwargs,
+            )
+            return plan_turn(
+                own,
                 agent,
                 host,
                 self.rules,
                 control_tokens_in_text=self.control_tokens_in_text,
+                n_matched=self._matched(own, agent),
             )
 
-        await self.work.run(cost, plan)
+        return await self.work.run(cost, plan)
+
+    def _matched(self, turn: Turn, agent: Agent) -> int | None:
+        """Count the messages of a turn that are its agent's; None: nobody had to know so far.
+
+        Raises:
+            HistoryChangedError: it has to continue the history, and does not.
+        """
+        joined, n = turn.joined, None
+        if turn.messages is None:
+            return None
+        if joined is not None and joined.messages is turn.messages and joined.holds_for(agent):
+            n = joined.n_common
+        if not turn.is_continuing:
+            return n
+        said = Messages(turn.messages)
+        n = n_matched(agent, said, self.rules) if n is None else n
+        if not continues(agent, said, n):
+            raise HistoryChangedError(
+                f"the history of agent {agent.agent_id!r} was changed while this turn waited for "
+                f"its own"
+            )
+        return n
 
     @contextlib.asynccontextmanager
-    async def _replacing(self, turn: Turn, agent: Agent) -> AsyncIterator[None]:
+    async def _replacing(self, planned: PlannedTurn, agent: Agent) -> AsyncIterator[None]:
         """Have what a turn drops of an agent's history where ``undo`` finds it."""
         before, name = agent.turns, None
-        said = None if agent.is_passing or not before else turn.spoken
-        if said is not None and not continues(agent, said.messages, self.rules):
+        said = None if agent.is_passing or not before else planned.messages
+        if said is not None and not continues(agent, said, planned.n_matched):
             name = await self.dropped.drop(agent, "replace", agent.agent_id, uuid.uuid4().hex)
         try:
             yield
@@ -271,40 +309,39 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _queued(
-        self, turn: Turn, agent: Agent, host: ModelHost, hold: Hold
+        self, planned: PlannedTurn, agent: Agent, host: ModelHost, hold: Hold
     ) -> AsyncIterator[RunningTurn]:
         """Bring the history back, have it answered, and save what is new."""
         started_s = time.perf_counter()
+        turn, prompt = planned.turn, planned.prompt
         settings = turn.params.for_model(host.sampling)
         reading = turn.reading
         if reading is not None and host.tokenizer is not None:
-            reading.begin(host.tokenizer, turn.prompt)
-        own = host.reading(len(turn.prompt))
+            reading.begin(host.tokenizer, prompt)
+        own = host.reading(len(prompt))
         request = Request(
-            turn.prompt,
+            prompt,
             settings,
             turn.priority,
             turn.deadline_s,
-            snapshots_at=turn.snapshots_at,
+            snapshots_at=planned.snapshots_at,
             space=own.space,
             marks=None if reading is None else reading.marks,
-            finder=_finder_of(turn, agent, host),
+            finder=_finder_of(planned, agent, host),
         )
         host.costs.recall(agent.rates)
         back = await bring_back(
             own,
             self.store,
-            turn.prompt.prefix(len(turn.prompt) - 1),
+            prompt.prefix(len(prompt) - 1),
             is_verified=self.is_verified,
             progress=turn.progress,
         )
-        if not agent.turns and agent.miss is not None:
-            turn.miss = agent.miss  # of a name that belongs to another model
         try:
             if turn.on_start is not None:
-                turn.on_start(turn.prompt, back.n_cached + back.n_restored)
-            agent.expected = History(turn.prompt)
-            running = RunningTurn(self, turn, agent, host, hold, back, started_s)
+                turn.on_start(planned, back.n_cached + back.n_restored)
+            agent.expected = History(prompt)
+            running = RunningTurn(self, planned, agent, host, hold, back, started_s)
             async with running.queued(request) as one:
                 yield one
         finally:
@@ -391,8 +428,10 @@ class Turns:
             salt = host.space.salt
             place = self.lookup.place_of(messages, tools, model=host.name, salt=salt)
             agent = known(place.agent_id, place.model) if place is not None else None
-        before = agent.messages if agent is not None else ()
-        read = apply_rules(messages, tools, self.rules, before)
+        read = apply_rules(messages, tools, self.rules)
+        if agent is not None:
+            n = agent.messages.n_matched(read.messages, self.rules)
+            read = keep_known(read, agent.messages, n, self.rules)
         rendered = render(
             host.tokenizer,
             read.messages,
@@ -412,12 +451,12 @@ async def _end_of(events: AsyncIterator[LiveEvent]) -> None:
             return
 
 
-def _finder_of(turn: Turn, agent: Agent, host: ModelHost) -> StopsFn:
+def _finder_of(planned: PlannedTurn, agent: Agent, host: ModelHost) -> StopsFn:
     """Return what finds the stop texts of a turn: in the text of its answer alone."""
-    reading = turn.reading
+    turn, reading = planned.turn, planned.turn.reading
     if reading is None and turn.is_chat and host.tokenizer is not None and turn.params.stop:
         reading = reading_of(host, agent.messages, agent.tools, has_marks=False)
-        reading.begin(host.tokenizer, turn.prompt)
+        reading.begin(host.tokenizer, planned.prompt)
     return StopMatcher if reading is None else reading.finder
 
 
@@ -425,6 +464,7 @@ class RunningTurn:
     """One turn in the engine, and what is recorded when it ends.
 
     Attributes:
+        planned: the turn, with what became of it by now.
         events: of its request, as the engine tells them.
     """
 
@@ -433,7 +473,7 @@ class RunningTurn:
     def __init__(
         self,
         turns: Turns,
-        turn: Turn,
+        planned: PlannedTurn,
         agent: Agent,
         host: ModelHost,
         hold: Hold,
@@ -442,7 +482,7 @@ class RunningTurn:
     ) -> None:
         """Create a turn that is not queued yet, and was begun at ``started_s``."""
         self._turns = turns
-        self._turn = turn
+        self.planned = planned
         self._agent = agent
         self._host = host
         self._hold = hold
@@ -464,12 +504,12 @@ class RunningTurn:
 
     def take(self, event: Event) -> None:
         """Take note of an event of the turn, which whoever reads them has just read."""
-        if isinstance(event, TokenEvent):
+        if isinstance(event, GeneratedToken):
             if self._first_s is None:
                 self._first_s = time.perf_counter() - self._started_s
                 self._back.release(self._host)
-            self._agent.expected.append(event.token.token_id)
-            self._tell(event.token.text)
+            self._agent.expected.append(event.token_id)
+            self._tell(event.text)
         elif isinstance(event, FinishEvent):
             self._finish = event
             self._tell(event.text[self._n_told :])  # held back for a stop text that never came
@@ -502,9 +542,15 @@ class RunningTurn:
     def _note_end(self) -> None:
         """Sum up what the turn took, where it has ended."""
         if self._finish is not None:
-            usage = usage_of(self._turn, self._agent, self._finish, self._back, self._first_s)
+            planned, agent = self.planned, self._agent
+            usage = usage_of(planned, agent, self._finish, self._back, self._first_s)
             self._end = TurnEnd(
-                self._agent.agent_id, self._finish, usage, self._save, self._agent.history_digest
+                agent.agent_id,
+                self._finish,
+                usage,
+                self._save,
+                agent.history_digest,
+                planned.notice,
             )
 
     async def _make_durable(self) -> None:
@@ -529,18 +575,18 @@ class RunningTurn:
 
     def _record(self, event: FinishEvent) -> SaveTicket | None:
         """Take the turn into the agent's history and save it."""
-        turn, agent, host = self._turn, self._agent, self._host
+        planned, agent, host = self.planned, self._agent, self._host
         usage = event.usage
         if usage is not None:
             n_computed = usage.prompt_tokens - usage.cached_tokens
             host.costs.learn_prefill(n_computed, usage.time_to_first_token_s)
-        agent.miss = miss_of(turn, agent, host, event, self._back, self._turns.rules)
+        agent.miss = miss_of(planned, agent, host, event, self._back, self._turns.rules)
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
         took = took_of(agent, event, self._back, self._started_s)
         if self._hold.is_lost:
             agent = self._agent = self._beside()
-        record_turn(turn, agent, host, event, took)
+        record_turn(planned, agent, host, event, took)
         agent.limit_stored(agent.turns[-1].start)
         agent.beside, agent.is_rewound = None, False
         agent.advance()
@@ -566,5 +612,6 @@ class RunningTurn:
 
     def _note(self, said: str) -> None:
         """Have the answer say something of its turn."""
-        before = self._turn.notice
-        self._turn.notice = said if before is None else f"{before}; {said}"
+        before = self.planned.notice
+        notice = said if before is None else f"{before}; {said}"
+        self.planned = replace(self.planned, notice=notice)

@@ -12,6 +12,7 @@ tokens are then read quantised. Nothing is ever lost: the quantised copy is alwa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -152,6 +153,20 @@ class ExactCells:
         middle = clip_runs(read.runs, len(head), read.read_len - len(tail))
         runs = join_runs([*self.runs(head), *middle, *self.runs(tail)])
         return AttendSpec(read.q_start, read.q_len, runs, read.kind, read.mask)
+
+
+def layer_plan(
+    plan: StepPlan, exact: ExactCells | None, *, stores: bool = True
+) -> tuple[StepPlan, tuple[Write, ...]]:
+    """Return what a layer does of its group's plan, and what it writes to exact cells.
+
+    Args:
+        plan: of the layer's group.
+        exact: exact cells of that group; None where it has none.
+        stores: false where the layer attends over the rows of another one: then it writes nothing.
+    """
+    own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
+    return (own, exact_writes) if stores else (replace(own, writes=()), ())
 
 
 def exact_cells(group: LayerGroup, kv: KvDtype) -> ExactCells | None:

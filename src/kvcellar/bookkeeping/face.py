@@ -23,7 +23,8 @@ class StepFace:
     def cancel_step(self) -> None:
         """Take back the last step, finished or not; a no-op where there is none to take back.
 
-        A runner calls it when its forward raised. Afterwards the cache is as it was before the
+        A runner calls it when its forward raised, an engine when anything of its step did: the
+        second call changes nothing. Afterwards the cache is as it was before the
         step began. Once another verb has been called the step is accepted and stays.
         """
         self.steps.cancel()

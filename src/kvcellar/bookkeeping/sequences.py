@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvcellar.bookkeeping.begin import begin_tokens, check_range, check_seq_id, stretches_of
+from kvcellar.bookkeeping.begin import (
+    begin_stretches,
+    check_range,
+    check_seq_id,
+    check_stretches,
+    stretches_of,
+)
 from kvcellar.bookkeeping.frozen import cells_to_freeze
 from kvcellar.bookkeeping.rows import appends_of
-from kvcellar.bookkeeping.steps import Positions
 from kvcellar.bookkeeping.tables import Tables
-from kvcellar.checks import whole, wholes
+from kvcellar.checks import whole
 from kvcellar.errors import (
     RewindError,
     SequenceConflictError,
@@ -61,36 +66,33 @@ class Sequences(Tables):
         """The most tokens that fit for any one sequence, whether it is there or new."""
         return self.room.n_free(self.steps.drafts.promised())
 
-    def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
-        """Return true if ``begin_step`` with these tokens would find its cells.
+    def can_begin_step(self, stretches: Sequence[tuple[int, int]]) -> bool:
+        """Return true if ``begin_step`` with these stretches would find its cells.
 
         Raises:
-            StepError: as ``begin_step`` does.
+            StepError, UnknownSequenceError: as ``begin_step`` does.
         """
-        stretches, _ = stretches_of(self.steps, wholes(seq_ids, "seq_ids", UnknownSequenceError))
-        appends = appends_of(stretches)
+        appends = appends_of(stretches_of(self.steps, check_stretches(stretches)))
         return self.room.fits({**self.steps.drafts.promised(appends), **appends})
 
-    def begin_step(
-        self, seq_ids: Sequence[int] | IntArray, positions: Positions = None
-    ) -> list[int]:
+    def begin_step(self, stretches: Sequence[tuple[int, int]]) -> list[int]:
         """Say whose tokens the next forward brings, and claim their cells. All or nothing.
 
         Args:
-            seq_ids: one per token of the flat batch; tokens of one sequence in their order. An id
-                that is not there yet starts a sequence at position 0.
-            positions: one per token, to be checked; by default each sequence goes on at its end.
+            stretches: (seq_id, n_tokens) of each, in the order of the flat batch. A sequence goes
+                on at its end, in several stretches too; an id that is not there yet starts one at
+                position 0. Nodes that were proposed come in one stretch.
 
         Returns:
             The position of every token.
 
         Raises:
             CacheFullError: too few cells are free in some layer group; nothing was claimed.
-            PositionError: positions that do not continue their sequence; nothing was claimed.
-            StepError: no token, or others than a sequence proposed; nothing was claimed.
+            StepError: no token, what is no stretch, or other tokens than a sequence proposed;
+                nothing was claimed.
             UnknownSequenceError: an id that is no whole number, or negative; nothing was claimed.
         """
-        return begin_tokens(self.room, self.steps, seq_ids, positions)
+        return begin_stretches(self.room, self.steps, stretches)
 
     # Resuming ----------------------------------------------------------------------------------
 

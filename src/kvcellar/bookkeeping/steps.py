@@ -326,13 +326,7 @@ class Steps:
                 f"{step.n_tokens}; cancel_step takes the step back"
             )
         if positions is not None and step.n_left == len(step.seen) and not any(step.seen):
-            asked = wholes(positions, "positions", PositionError)
-            if asked != step.positions:
-                raise PositionError(
-                    f"the forward brings positions {_short(asked)}; the step claimed "
-                    f"{_short(step.positions)}; begin_step returns the positions that its tokens "
-                    f"get"
-                )
+            check_positions(wholes(positions, "positions", PositionError), step.positions)
         step.seen[index] = 1
         return step
 
@@ -442,6 +436,19 @@ class Steps:
                 self.lengths.pop(seq_id, None)
             else:
                 self.lengths[seq_id] = length
+
+
+def check_positions(asked: list[int], claimed: list[int]) -> None:
+    """Make sure that a forward brings the tokens of its step.
+
+    Raises:
+        PositionError: they are not at its positions.
+    """
+    if asked != claimed:
+        raise PositionError(
+            f"the forward brings positions {_short(asked)}; the step claimed {_short(claimed)}; "
+            f"begin_step returns the positions that its tokens get"
+        )
 
 
 def _short(positions: Sequence[int]) -> str:

@@ -26,14 +26,14 @@ from kvcellar.cellar.asking import Said, Wishes, each_of, messages_of
 from kvcellar.cellar.html import agent_html, cellar_html
 from kvcellar.cellar.shown import shown
 from kvcellar.cellar.streams import AsyncStream, all_of
-from kvcellar.engine import EngineStats, FinishEvent, GeneratedToken, Request, TokenEvent
+from kvcellar.engine import EngineStats, FinishEvent, GeneratedToken, Request
 from kvcellar.errors import AgentError, ConfigError, NameTakenError, PromptError
 from kvcellar.grammar.grammars import Grammars
 from kvcellar.history import History
 from kvcellar.hosting.loader import limit_of
 from kvcellar.models import LoadOptions
 from kvcellar.models.adapter_names import adapted
-from kvcellar.models.places import full_path
+from kvcellar.models.files.places import full_path
 from kvcellar.store import Store, default_store
 from kvcellar.valid import valid_text
 
@@ -102,7 +102,8 @@ class AsyncCellar:
         """Open what the cellar consists of, but load no model."""
         if self._agents is not None:
             raise ConfigError(f"the cellar of {self.model!r} is open already; make another one")
-        hosting = Hosting.within(limit_of(self._memory, self._options), self._options)
+        limit = limit_of(self._memory, self._options)
+        hosting = Hosting.within(limit, self._options, models=[self._options])
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(Store(self._folder, hosting.store, shared=self._shared))
             models = ModelRegistry(lambda name: self._load(hosting, name), **hosting.registry)
@@ -230,8 +231,8 @@ class AsyncCellar:
         tokens: list[GeneratedToken] = []
         async with await self.host.service.submit(request) as events:
             async for event in events:
-                if isinstance(event, TokenEvent):
-                    tokens.append(event.token)
+                if isinstance(event, GeneratedToken):
+                    tokens.append(event)
                 elif isinstance(event, FinishEvent):
                     parser = None if reading is None else reading.parser()
                     if parser is not None:
@@ -347,7 +348,7 @@ class AsyncAgent:
 
     async def _events(
         self, new: list[dict[str, Any]], wishes: Wishes
-    ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+    ) -> AsyncGenerator[GeneratedToken | TurnEnd, None]:
         """Run a turn."""
         manager, cellar = self._cellar.manager, self._cellar
         agent = await manager.directory.find(self.name)

@@ -16,7 +16,7 @@ from kvcellar.grammar.beginning import begin_guide
 from kvcellar.grammar.form import ResponseFormat
 from kvcellar.grammar.grammars import MOST_CALLS, Constraint, Grammars
 from kvcellar.history import History
-from kvcellar.models.prompts import begun_of
+from kvcellar.models.text.prompts import begun_of
 
 T = TypeVar("T")
 

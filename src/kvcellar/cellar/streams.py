@@ -10,7 +10,7 @@ from kvcellar.agents import TurnEnd
 from kvcellar.cellar.answers import Answer, answer_of_turn
 from kvcellar.cellar.asking import Wishes
 from kvcellar.dialects import AnswerParser, TextPart
-from kvcellar.engine import GeneratedToken, TokenEvent
+from kvcellar.engine import GeneratedToken
 from kvcellar.errors import AgentError
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class AsyncStream:
 
     def __init__(
         self,
-        events: AsyncGenerator[TokenEvent | TurnEnd, None],
+        events: AsyncGenerator[GeneratedToken | TurnEnd, None],
         wishes: Wishes,
         on_end: Callable[[str], None],
     ) -> None:
@@ -54,8 +54,8 @@ class AsyncStream:
                 notes = self._wishes.notes
                 self._answer = answer_of_turn(event, self._tokens, self._parser, notes)
             else:
-                self._tokens.append(event.token)
-                text = self._read(event.token.text)
+                self._tokens.append(event)
+                text = self._read(event.text)
             if text:
                 return text
         raise StopAsyncIteration

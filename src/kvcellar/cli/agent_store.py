@@ -17,7 +17,7 @@ from kvcellar.cli.attached import Asked, running_server
 from kvcellar.cli.hosting import hosting_of, open_shown
 from kvcellar.cli.options import one_adapter, read_adapters
 from kvcellar.cli.store import StorePlace
-from kvcellar.cli.terminal import print_warning, progress_bar, write
+from kvcellar.cli.terminal import counted, print_warning, progress_bar, write
 from kvcellar.errors import UnknownAgentError
 from kvcellar.models.options import DEMO, LoadOptions
 
@@ -198,7 +198,7 @@ def _opened_store(place: StorePlace, config: StoreConfig) -> Iterator[Store]:
 def _named(model: str | None, loading: ModelOptions | None) -> str | None:
     """Return what a registry calls a model with the adapter that is asked for; None: its own."""
     from kvcellar.models.adapter_names import adapted
-    from kvcellar.models.places import full_path
+    from kvcellar.models.files.places import full_path
 
     adapter = "" if loading is None else one_adapter(read_adapters(loading.adapter))
     return model and adapted(full_path(model), adapter)
@@ -243,14 +243,14 @@ def show_agent(info: Mapping[str, Any], as_json: bool) -> None:
         write(json.dumps(info) + "\n")
         return
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(info["used_s"]))
-    n_tokens, n_turns, n_messages = (info[f"n_{what}"] for what in ("tokens", "turns", "messages"))
+    has = ", ".join(counted(info[f"n_{one}s"], one) for one in ("token", "turn", "message"))
     lines = [
         ("agent", info["id"]),
         ("title", info["title"] or "(nothing was said yet)"),
         ("state", info["state"]),
         ("model", f"{info['model']}, K and V in {info['kv_dtype']}"),
-        ("history", f"{n_tokens} tokens, {n_turns} turns, {n_messages} messages"),
-        ("stored", f"{info['n_stored']} tokens"),
+        ("history", has),
+        ("stored", counted(info["n_stored"], "token")),
         ("used", used),
     ]
     if info["parent"] is not None:

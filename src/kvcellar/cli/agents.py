@@ -27,6 +27,7 @@ from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.groups import CacheOptions, ModelOptions
 from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace, size_text
 from kvcellar.cli.terminal import (
+    counted,
     print_line,
     print_note,
     print_warning,
@@ -159,7 +160,7 @@ def list_command(
         title = f"  “{info['title']}”" if info["title"] else ""
         write(
             f"{info['id']:<{width}}  {info['state']:<9} {info['n_tokens']:>7} tokens  "
-            f"{info['n_turns']:>3} turns  {info['model']}{of}{title}\n"
+            f"{counted(info['n_turns'], 'turn'):>9}  {info['model']}{of}{title}\n"
         )
 
 
@@ -407,7 +408,12 @@ def undo_command(
         write(json.dumps(back) + "\n")
         return
     for info in back:
-        write(f"{info['id']}: {info['n_tokens']} tokens, {info['n_turns']} turns\n")
+        write(f"{info['id']}: {_had(info)}\n")
+
+
+def _had(info: Mapping[str, Any]) -> str:
+    """Write how long a history is."""
+    return f"{counted(info['n_tokens'], 'token')}, {counted(info['n_turns'], 'turn')}"
 
 
 def dropped_command(
@@ -433,5 +439,4 @@ def dropped_command(
     for state in states:
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(state["at_s"]))
         of = "" if state["by"] == state["agent_id"] else f" of {state['by']}"
-        had = f"{state['n_tokens']} tokens, {state['n_turns']} turns"
-        write(f"{state['agent_id']}  {had}, dropped by {state['verb']}{of} at {at}\n")
+        write(f"{state['agent_id']}  {_had(state)}, dropped by {state['verb']}{of} at {at}\n")

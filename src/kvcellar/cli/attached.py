@@ -5,7 +5,6 @@ Nothing of a runtime is imported here, which is what makes such a command quick.
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -64,6 +63,8 @@ class RunningServer:
             KVCellarError: as the verb does.
             EngineClosedError: the server has gone meanwhile.
         """
+        from http.client import HTTPException
+
         self._presence = find_server(self._folder) or self._presence  # it may have begun anew
         try:
             for event in self._events(verb, given):
@@ -73,7 +74,7 @@ class RunningServer:
                     raise _error(event)
                 if tell is not None:
                     tell(event)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             if isinstance(error, errors.KVCellarError):
                 raise
             raise errors.EngineClosedError(
@@ -86,8 +87,10 @@ class RunningServer:
         )
 
     def _events(self, verb: str, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        from http.client import OK, HTTPConnection
+
         parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=SILENT_S)
+        connection = HTTPConnection(str(parts.hostname), parts.port, timeout=SILENT_S)
         with closing(connection):
             connection.request(
                 "POST",
@@ -99,7 +102,7 @@ class RunningServer:
                 },
             )
             response = connection.getresponse()
-            if response.status != http.client.OK:
+            if response.status != OK:
                 yield {"error": "ConfigError", "message": _message(response.read())}
                 return
             while line := response.readline():

@@ -20,7 +20,7 @@ from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models.checkpoint import read_json
+from kvcellar.models.files.checkpoint import read_json
 from kvcellar.models.kv_quality import (
     CANDIDATES,
     KvQuality,
@@ -271,7 +271,7 @@ def read_text(
 
 def _in_pieces(model: LoadedModel, text: str, n_tokens: int, context: int) -> list[int]:
     """Return tokens of a text with those that open one in front of each piece."""
-    from kvcellar.models.tokenizer import opening_tokens
+    from kvcellar.models.text.tokenizer import opening_tokens
 
     start = opening_tokens(model.tokenizer)
     encoded = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

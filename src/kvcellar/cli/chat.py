@@ -18,9 +18,9 @@ from kvcellar.cli.store import StorePlace
 from kvcellar.cli.talking import Command, Talk, talk
 from kvcellar.cli.terminal import is_interactive, print_note
 from kvcellar.errors import ModelError
+from kvcellar.models.files.places import full_path
 from kvcellar.models.options import DEMO
-from kvcellar.models.places import full_path
-from kvcellar.models.snapshots import what_resumes
+from kvcellar.models.sizes.snapshots import what_resumes
 
 if TYPE_CHECKING:
     from kvcellar.engine import SamplingParams

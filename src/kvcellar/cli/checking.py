@@ -15,9 +15,9 @@ from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.models.check import PARTS, TOLERANCE
-from kvcellar.models.checkpoint import read_config
-from kvcellar.models.formats import is_quantised_for_mlx
-from kvcellar.models.hub import find_checkpoint
+from kvcellar.models.files.checkpoint import read_config
+from kvcellar.models.files.formats import is_quantised_for_mlx
+from kvcellar.models.files.hub import find_checkpoint
 from kvcellar.registry import load_backend, needed_packages
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def check_command(
 def _families(export: bool) -> list[_Row]:
     """Check every family, in order of their names."""
     with progress_bar("starting torch") as report:
-        from kvcellar.models.tokenizer import quiet
+        from kvcellar.models.text.tokenizer import quiet
 
         with quiet(lambda part: None):
             from kvcellar.backends.torch.learn.checking import check_family
@@ -149,7 +149,7 @@ def _exported(verdict: CheckVerdict, raw: Mapping[str, Any]) -> _Row:
         BackendError: ExecuTorch is not installed.
     """
     load_backend("executorch")
-    from kvcellar.models.tokenizer import quiet
+    from kvcellar.models.text.tokenizer import quiet
 
     with quiet(lambda part: None):
         from kvcellar.backends.executorch.proving import why_not_exported

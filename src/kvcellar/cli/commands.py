@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
-import typer
+import typer.core
+from typer._coercion import RuntimeParam, build_runtime_param
 
 
 def add_command(app: typer.Typer, name: str, command: Callable[..., None], *shown: str) -> None:
@@ -26,6 +27,37 @@ def add_command(app: typer.Typer, name: str, command: Callable[..., None], *show
         ValueError: two of its options have the same name.
     """
     app.command(name=name, help=_help_of(command), epilog=examples(*shown))(_spelt_out(command))
+
+
+_MOST_DIGITS = 20
+"""Digits of a number that is converted without typer, at most: it refuses longer ones in words."""
+
+
+class _WhenGiven(RuntimeParam):
+    """Conversion of an option's value: a plain one by itself, any other as typer has it.
+
+    Typer makes one with pydantic for each option of a command, given or not, which takes longer
+    than all else of a short command.
+    """
+
+    def _coerce_value(self, value: Any, param: Any, ctx: Any) -> Any:
+        is_short = isinstance(value, str) and len(value) < _MOST_DIGITS and value.isdecimal()
+        plain = int(value) if self.annotation is int and is_short else value
+        if type(plain) is self.annotation in (str, int, float, bool) and self._is_inside(plain):
+            return plain
+        made = build_runtime_param(param.type_descriptor)
+        return made._coerce_value(value, param=param, ctx=ctx)
+
+    def _is_inside(self, value: Any) -> bool:
+        """Return true where a value needs no parser and lies between the option's bounds."""
+        info = self.parameter_info
+        is_least = info.min is None or value >= info.min
+        return info.parser is None and is_least and (info.max is None or value <= info.max)
+
+
+vars(typer.core)["build_runtime_param"] = lambda said: _WhenGiven(
+    said.parameter_info, said.annotation
+)
 
 
 def option(

@@ -27,8 +27,8 @@ from kvcellar.errors import ConfigError, KVCellarError, StoreError
 from kvcellar.home import default_config, default_home, default_models
 from kvcellar.installed import pip_command
 from kvcellar.models.backend_choice import choose_backend
+from kvcellar.models.files.packaged import PACKAGED
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.packaged import PACKAGED
 from kvcellar.version import __version__
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from kvcellar.cli.store import StorePlace
 from kvcellar.cli.terminal import print_note, print_warning, shown_answer, write
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
+from kvcellar.models.files.places import full_path
 from kvcellar.models.options import DEMO
-from kvcellar.models.places import full_path
 from kvcellar.valid import valid_text
 
 if TYPE_CHECKING:

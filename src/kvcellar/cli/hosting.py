@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ def hosting_of(
     memory: str | None,
     config: EngineConfig | None = None,
     beside_bytes: int = 0,
+    models: Sequence[LoadOptions] = (),
 ) -> Hosting:
     """Divide the memory that a command's option gives; without it nothing is bounded.
 
@@ -28,6 +30,7 @@ def hosting_of(
         memory: a size as a text; None: no limit.
         config: policy of their engines.
         beside_bytes: main memory that others take, of which the models get nothing.
+        models: options of all that will be loaded, where they are known.
 
     Raises:
         ConfigError: it is no size, or too small for any model.
@@ -44,7 +47,7 @@ def hosting_of(
                     f"the embedding model takes {format_size(beside_bytes)} of --memory {memory} "
                     f"and nothing is left; give more, or leave it out"
                 )
-        return Hosting.within(limit_bytes, loading, config)
+        return Hosting.within(limit_bytes, loading, config, models)
 
 
 def open_shown(

@@ -19,11 +19,11 @@ from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models.backend_choice import BackendChoice, choose_backend
+from kvcellar.models.backend_choice import NATIVE, BackendChoice, choose_backend
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.snapshots import snapshots_in
-from kvcellar.models.spec_file import spec_from_file
-from kvcellar.spec import AGENT_SLOTS, PROCESS_BYTES, ModelCacheSpec, most
+from kvcellar.models.sizes.snapshots import snapshots_in
+from kvcellar.models.sizes.spec_file import spec_from_file
+from kvcellar.spec import AGENT_SLOTS, NATIVE_PROCESS_BYTES, PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.types import LayerGroup
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def sized(options: LoadOptions) -> ModelCacheSpec:
     Raises:
         ModelError, ConfigError, BackendError: as ``size_model``.
     """
-    from kvcellar.models.known_specs import known_spec
+    from kvcellar.models.sizes.known_specs import known_spec
 
     return known_spec(options, levels.level().name if levels.is_available() else "none")
 
@@ -210,11 +210,21 @@ class View:
     runs: BackendChoice | None = None
 
     @property
+    def is_native(self) -> bool:
+        """True if the model runs without torch."""
+        return self.runs is not None and self.runs.backend == NATIVE
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes that a process holds beside models: an estimate."""
+        return NATIVE_PROCESS_BYTES if self.is_native else PROCESS_BYTES
+
+    @property
     def plan(self) -> MemoryPlan:
         """Shares of a process with this limit, as every command that runs a model divides it."""
         from kvcellar.hosting.memory import MemoryPlan  # here, since most figures need no engine
 
-        return MemoryPlan.divide(self.limit_bytes, PROCESS_BYTES)
+        return MemoryPlan.divide(self.limit_bytes, self.process_bytes)
 
     @cached_property
     def scratch_bytes(self) -> int:
@@ -232,7 +242,7 @@ class View:
     @property
     def cache_bytes(self) -> int:
         """Bytes left for KV and states; 0 or less where the model itself does not fit."""
-        taken = PROCESS_BYTES + self.plan.store_bytes + self.spec.weight_bytes
+        taken = self.process_bytes + self.plan.store_bytes + self.spec.weight_bytes
         return self.limit_bytes - taken - self.scratch_bytes
 
     @property
@@ -322,7 +332,7 @@ class View:
                 "stored_types": dict(spec.stored_types),
                 "counted": spec.counted,
             },
-            "process_bytes": PROCESS_BYTES,
+            "process_bytes": self.process_bytes,
             "store_bytes": self.plan.store_bytes,
             "scratch_bytes": self.scratch_bytes,
             "kv_bytes": self.kv_bytes,
@@ -401,7 +411,8 @@ def _show(view: View, names: tuple[str, ...]) -> None:
         types = [f"{format_size(n)} {name}" for name, n in spec.stored_types.items()]
         said = f", {spec.quantisation}: {', '.join(types)}" if types else ""
         facts.add_row("", "", f"{format_size(spec.stored_bytes)} in files{said}")
-    facts.add_row("- process", format_size(PROCESS_BYTES), "Python and torch: an estimate")
+    holds = "Python and the kernel" if view.is_native else "Python and torch"
+    facts.add_row("- process", format_size(view.process_bytes), f"{holds}: an estimate")
     store = "the store's blocks in RAM, and what waits to be written"
     facts.add_row("- store", format_size(view.plan.store_bytes), store)
     facts.add_row(

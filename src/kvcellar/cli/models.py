@@ -18,12 +18,11 @@ from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.models.check import known_verdict, torch_versions
-from kvcellar.models.checkpoint import read_config
-from kvcellar.models.hub import DEMO_FOLDER, pull
-from kvcellar.models.ollama import listed
+from kvcellar.models.files.checkpoint import read_config
+from kvcellar.models.files.hub import DEMO_FOLDER, pull
+from kvcellar.models.files.ollama import listed
+from kvcellar.models.files.places import FoundModel, described, found_models, models_in, remove
 from kvcellar.models.options import DEMO, LoadOptions
-from kvcellar.models.places import FoundModel, described, found_models, models_in, remove
-from kvcellar.spec import PROCESS_BYTES
 
 CONTEXT = 4096
 """Tokens that one agent is counted with."""
@@ -132,13 +131,15 @@ def _row(model: FoundModel) -> Row:
         return Row(model, None, None, reason)
     backend = "mlx" if model.format == "mlx" else None
     try:
-        spec = sized(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
+        options = LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend)
+        spec = sized(options)
     except KVCellarError as error:
         return Row(model, None, None, str(error))
-    from kvcellar.hosting.memory import MemoryPlan, parts_of
+    from kvcellar.hosting.memory import MemoryPlan, parts_of, process_bytes_of
 
     parts = parts_of(spec, min(CONTEXT, spec.max_positions), LoadOptions(spec.name))
-    needed = MemoryPlan.divide(0, PROCESS_BYTES).limit_for(spec.weight_bytes + sum(parts))
+    plan = MemoryPlan.divide(0, process_bytes_of([options]))
+    needed = plan.limit_for(spec.weight_bytes + sum(parts))
     return Row(model, needed, _is_exact(model) if backend is None else None, None)
 
 

@@ -30,7 +30,7 @@ from kvcellar.cli.store import HOME_STORE, StorePlace
 from kvcellar.cli.terminal import progress_bar
 from kvcellar.errors import ConfigError
 from kvcellar.models.adapter_names import adapted
-from kvcellar.models.packaged import NAMES, PACKAGED, fetch_packaged
+from kvcellar.models.files.packaged import NAMES, PACKAGED, fetch_packaged
 
 if TYPE_CHECKING:
     from kvcellar.agents import Hosting
@@ -222,7 +222,10 @@ def hosting_for(
         )
     options = replace(loading, adapter=None).options_for()
     options = replace(options, speculate=speculate)
-    hosting = hosting_of(options, loading.memory, engine, beside_bytes)
+    models = [replace(options, model=path, adapters=own) for path, own in adapters.items()]
+    if beside_bytes:
+        models = []  # who runs the embedding model is not known here
+    hosting = hosting_of(options, loading.memory, engine, beside_bytes, models)
     hosting.adapters = adapters
     hosting.share_among(paths)
     return hosting

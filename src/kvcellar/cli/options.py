@@ -14,7 +14,7 @@ from kvcellar.cli.commands import option
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
 from kvcellar.models.options import CACHES
-from kvcellar.models.snapshots import check_snapshot_bytes
+from kvcellar.models.sizes.snapshots import check_snapshot_bytes
 
 DEMO_NOTE = (
     "demo writes only what looks like Python and means little; for real answers there is smollm2, "
@@ -282,7 +282,7 @@ def read_template(file: Path | None) -> str | None:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the chat template {file} cannot be read as text: {error}") from error
-    from kvcellar.models.rendering import ask_renderer  # starts a process; most need none
+    from kvcellar.models.text.rendering import ask_renderer  # starts a process; most need none
 
     try:
         ask_renderer({"literals": text})

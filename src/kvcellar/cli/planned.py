@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from kvcellar.cli.terminal import write
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import read_config, read_json
-from kvcellar.models.plan import LayerPlan, LinearPlan, ModelPlan, kept_plan
-from kvcellar.models.plan_rules import known_plan
-from kvcellar.models.sizing import find_config
+from kvcellar.models.files.checkpoint import read_config, read_json
+from kvcellar.models.plans.plan import GELU_TANH, SILU, LayerPlan, LinearPlan, ModelPlan, kept_plan
+from kvcellar.models.plans.rules import known_plan
+from kvcellar.models.sizes.sizing import find_config
 
 
 def show_plan(model: str, as_json: bool) -> None:
@@ -38,10 +38,12 @@ def show_plan(model: str, as_json: bool) -> None:
 
 def _lines(plan: ModelPlan, *, is_learnt: bool) -> Iterator[tuple[str, str]]:
     """Yield what a plan says, a line for each kind of layer."""
-    facts, rope = plan.facts, plan.rope
+    facts = plan.facts
     yield "family", facts.family
     yield "known", "learnt by torch, which has run it" if is_learnt else "by its config alone"
-    yield "embedding", f"{plan.embedding}, {facts.vocab_size} tokens of {facts.hidden_size} numbers"
+    times = f", times {plan.embedding_scale:g}" if plan.embedding_scale != 1 else ""
+    size = f"{facts.vocab_size} tokens of {facts.hidden_size} numbers{times}"
+    yield "embedding", f"{plan.embedding}, {size}"
     alike: dict[str, list[int]] = {}
     for number, (layer, at) in enumerate(zip(plan.layers, facts.layers, strict=True)):
         window = "" if at.window is None else f", window {at.window}"
@@ -49,9 +51,13 @@ def _lines(plan: ModelPlan, *, is_learnt: bool) -> Iterator[tuple[str, str]]:
     for says, numbers in alike.items():
         yield f"{len(numbers)} layers", f"{says} (the first is {numbers[0]})"
     yield "norm", f"{plan.norm.weight}, eps {plan.norm.eps:g}"
-    yield "head", _linear(plan.head)
-    first, last = max(rope.frequencies), min(rope.frequencies)
-    yield "RoPE", f"{len(rope.frequencies)} pairs, {first:g} to {last:g} radians per position"
+    times = f", times {plan.logit_scale:g}" if plan.logit_scale != 1 else ""
+    cap = f", capped at {plan.logit_cap:g}" if plan.logit_cap is not None else ""
+    yield "head", f"{_linear(plan.head)}{times}{cap}"
+    for number, rope in enumerate(plan.ropes):
+        first, last = max(rope.frequencies), min(rope.frequencies)
+        pairs = f"{len(rope.frequencies)} pairs, {first:g} to {last:g} radians per position"
+        yield f"RoPE {number}" if len(plan.ropes) > 1 else "RoPE", pairs
 
 
 def _layer(layer: LayerPlan) -> str:
@@ -65,12 +71,25 @@ def _layer(layer: LayerPlan) -> str:
             ("gate and up", layer.gate_up),
             ("down", layer.down),
         )
-        if any(one.biases)
+        if one is not None and any(one.biases)
     ]
     biases = f", biases of {', '.join(biased)}" if biased else ""
+    gates = {SILU: "silu", GELU_TANH: "gelu"}
+    gate = gates.get(layer.gate, "a gate of its own")
+    norms = (layer.before, layer.attended, layer.between, layer.mixed)
+    places = ("before", "behind the attention", "between", "behind the MLP")
+    there = [place for place, one in zip(places, norms, strict=True) if one is not None]
+    eps = ", ".join(sorted({f"{one.eps:g}" for one in layer.norms}))
+    turned = "not turned" if layer.rope is None else f"turned by RoPE {layer.rope}"
+    residual = f", residual times {layer.residual:g}" if layer.residual != 1 else ""
+    sinks = ", sinks" if layer.sinks else ""
+    parts = [] if layer.down is None else ["gated MLP"]
+    if layer.mixture is not None:
+        parts.append(f"{layer.mixture.n_chosen} experts of each token")
     return (
-        f"{n_heads} heads on {n_kv_heads} of {head_dim} numbers{normed}, scale {layer.scale:g}, "
-        f"gated MLP with silu, norms with eps {layer.before.eps:g}{biases}"
+        f"{n_heads} heads on {n_kv_heads} of {head_dim} numbers{normed}, {turned}, scale "
+        f"{layer.scale:g}{sinks}, {' and '.join(parts)} with {gate}, norms {', '.join(there)} with "
+        f"eps {eps}{residual}{biases}"
     )
 
 

@@ -12,7 +12,7 @@ from kvcellar.cache import Cache
 from kvcellar.cli.options import one_adapter
 from kvcellar.cli.terminal import progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
-from kvcellar.models.options import CACHES
+from kvcellar.models.options import CACHES, DEMO
 from kvcellar.types import ModelCacheParams
 
 if TYPE_CHECKING:
@@ -51,9 +51,11 @@ def bound_model(
             memory that does not hold the model.
         BackendError, ModelError: from loading.
     """
-    from kvcellar.hosting.loader import limit_of
+    limit_bytes = None
+    if memory is not None:
+        from kvcellar.hosting.loader import limit_of
 
-    limit_bytes = limit_of(memory, options)
+        limit_bytes = limit_of(memory, options)
     adapter = one_adapter(options.adapters)
     capacity = 1 if options.capacity is None else options.capacity
     options.config_for(ModelCacheParams(1, 1, 128), capacity)
@@ -72,18 +74,27 @@ def _load(
 ) -> tuple[LoadedModel, Capacity, MemoryBudget | None]:
     """Load a model; return it, the capacity of its cache, and the budget of that."""
     with progress_bar("starting") as report:
-        from kvcellar.hosting.loader import budget_of_one
         from kvcellar.hosting.memory import choose_capacity
         from kvcellar.models import load_model
+        from kvcellar.models.backend_choice import chosen
+        from kvcellar.models.text.rendering import prepare_renderer
 
-        chosen, budget = budget_of_one(options, limit_bytes, n_sequences)
+        def told(part: float, what: str) -> None:
+            report(part, f"{options.name}: {what}")
+
+        options, _ = chosen(options, told)
+        if options.model != DEMO:  # which has no template
+            prepare_renderer()
+        capacity, budget = None, None
+        if limit_bytes is not None:
+            from kvcellar.hosting.loader import budget_of_one
+
+            capacity, budget = budget_of_one(options, limit_bytes, n_sequences)
         with shown_warnings():
-            model = load_model(
-                options, progress=lambda part, what: report(part, f"{options.name}: {what}")
-            )
+            model = load_model(options, progress=told)
         # Without a limit loading says first what is wrong with a model.
-        chosen = chosen or choose_capacity(options, most_sequences=n_sequences)
-    return model, chosen, budget
+        capacity = capacity or choose_capacity(options, most_sequences=n_sequences)
+    return model, capacity, budget
 
 
 def _checked(cells: int, model: LoadedModel, n_sequences: int) -> int:

@@ -23,7 +23,7 @@ _LINES = (
 
 def show_start() -> None:
     """Print what to do next."""
-    from kvcellar.models.packaged import PACKAGED  # other commands need it not
+    from kvcellar.models.files.packaged import PACKAGED  # other commands need it not
 
     fetch = "" if PACKAGED["smollm2"].file.is_file() else " (93 MB, fetched once)"
     width = max(len(command) for command, _ in _LINES)

@@ -61,6 +61,11 @@ def _print(message: str, style: str) -> None:
     console.print(message, style=style)
 
 
+def counted(n: int, what: str) -> str:
+    """Write how many there are of something: ``1 turn``, ``2 turns``."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 def is_interactive() -> bool:
     """Return true where a person types and reads at a terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty()

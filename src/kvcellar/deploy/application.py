@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import LoggingConfig
+from ray.serve.schema import LoggingConfig, ProxyStatus
 from starlette.types import ASGIApp, Message
 
 from kvcellar.deploy.gateway import Gateway, ReplicaLostError
@@ -39,6 +40,9 @@ REPORT_S = 1.0
 _HEALTH_S = 5.0
 _SAVING_S = 60.0
 _CONNECT_S = 5.0
+_PROXIES_S = 300.0
+"""Seconds in which proxies have to answer; Ray gives up after 60, too early on a busy machine."""
+_POLL_S = 0.5
 _READS = 3
 """How often a replica is asked to read a prompt; one that dies meanwhile changes nothing."""
 
@@ -216,19 +220,37 @@ def run(plan: Deployment, address: str | None = None) -> None:
     """
     if address is None:
         ray.init(include_dashboard=False)
-        _check_fits(plan)
+        _check_room(plan)
     else:
         _join(address)
     config = plan.replica.config
+    quiet = LoggingConfig(enable_access_log=False)  # replicas log each request by themselves
     try:
-        serve.start(http_options={"host": config.host, "port": config.port})
-    except RayError as error:
+        with contextlib.suppress(TimeoutError):  # of proxies, which are waited for below
+            serve.start(http_options={"host": config.host, "port": config.port})
+        with contextlib.suppress(TimeoutError):  # the same
+            serve.run(application_of(plan), name=APPLICATION, logging_config=quiet)
+        _wait_for_proxies()
+    except (RayError, TimeoutError) as error:
         raise EngineClosedError(
             f"Ray Serve did not start at {config.host}:{config.port} ({type(error).__name__}); "
             f"where this machine is busy, try again; its logs are in /tmp/ray/session_latest/logs"
         ) from error
-    quiet = LoggingConfig(enable_access_log=False)  # replicas log each request by themselves
-    serve.run(application_of(plan), name=APPLICATION, logging_config=quiet)
+
+
+def _wait_for_proxies() -> None:
+    """Return when proxies of the cluster answer and none is starting; at once where it has none.
+
+    Raises:
+        TimeoutError: they do not within ``_PROXIES_S``.
+    """
+    deadline = time.monotonic() + _PROXIES_S
+    while states := set(serve.status().proxies.values()):
+        if ProxyStatus.HEALTHY in states and ProxyStatus.STARTING not in states:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Ray's proxies do not answer within {_PROXIES_S:.0f} s")
+        time.sleep(_POLL_S)
 
 
 def _join(address: str) -> None:
@@ -249,7 +271,7 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _check_fits(plan: Deployment) -> None:
+def _check_room(plan: Deployment) -> None:
     """Refuse what would wait for ever to be started.
 
     Raises:

@@ -96,7 +96,7 @@ class _Reading(Service):
         """Admit everybody: to read is not to answer."""
         yield
 
-    def check_fits(self, host: ModelHost, tokens: Sized) -> None:
+    def check_context(self, host: ModelHost, tokens: Sized) -> None:
         """Take note of a prompt that is nobody's turn.
 
         Raises:
@@ -160,10 +160,10 @@ class PromptReader:
         if own is None or turn.messages is None:
             return None
         host = own.isolated(whose.salt)
-        agent_id = None
         with contextlib.suppress(UnknownAgentError):
-            agent_id = await service.conversations.meant(turn, whose)
-        messages, tools, kwargs = turn.messages, turn.tools, turn.template_kwargs
+            turn = await service.conversations.meant(turn, whose)
+        messages, tools, kwargs = turn.messages or (), turn.tools, turn.template_kwargs
+        agent_id = turn.agent_id or None
 
         def read() -> History:
             prompt_of = service.agents.turns.prompt_of

@@ -6,33 +6,56 @@ whatever its backend; no backend's tensors come in.
 Start with ``Engine.step`` in ``engine.py``.
 """
 
-from kvcellar.engine.branches import Branch, BranchReport, branch
-from kvcellar.engine.cell_map import CellMap, CellState
-from kvcellar.engine.conversation import Conversation, encode_chat
-from kvcellar.engine.engine import Engine, EngineConfig
-from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
-from kvcellar.engine.guide import Guide
-from kvcellar.engine.request import (
-    Event,
-    FinishEvent,
-    PromptEvent,
-    PromptProgress,
-    Request,
-    TokenEvent,
-)
-from kvcellar.engine.restore import HeldPrefix, Restore, RowCache
-from kvcellar.engine.sampling import (
-    DEFAULTABLE,
-    Choice,
-    SamplingParams,
-    SamplingState,
-    TokenLogprob,
-    sample,
-)
-from kvcellar.engine.service import EngineService, EventStream
-from kvcellar.engine.stats import EngineStats
-from kvcellar.engine.text import Detokenizer, StopMatcher, TextStream
-from kvcellar.space import Space
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcellar.lazy import names_of
+
+if TYPE_CHECKING:
+    from kvcellar.engine.branches import Branch, BranchReport, branch
+    from kvcellar.engine.cell_map import CellMap, CellState
+    from kvcellar.engine.config import EngineConfig
+    from kvcellar.engine.conversation import Conversation, encode_chat
+    from kvcellar.engine.engine import Engine
+    from kvcellar.engine.generating import Finish, GeneratedToken, Generation, Usage, generate, last
+    from kvcellar.engine.guide import Guide
+    from kvcellar.engine.request import Event, FinishEvent, PromptEvent, PromptProgress, Request
+    from kvcellar.engine.restore import HeldPrefix, Restore, RowCache
+    from kvcellar.engine.sampling import (
+        DEFAULTABLE,
+        Choice,
+        SamplingParams,
+        SamplingState,
+        TokenLogprob,
+        sample,
+    )
+    from kvcellar.engine.service import EngineService, EventStream
+    from kvcellar.engine.stats import EngineStats
+    from kvcellar.engine.text import Detokenizer, StopMatcher, TextStream
+    from kvcellar.space import Space
+
+_MODULES = {
+    "kvcellar.engine.branches": "Branch BranchReport branch",
+    "kvcellar.engine.cell_map": "CellMap CellState",
+    "kvcellar.engine.config": "EngineConfig",
+    "kvcellar.engine.conversation": "Conversation encode_chat",
+    "kvcellar.engine.engine": "Engine",
+    "kvcellar.engine.generating": "Finish GeneratedToken Generation Usage generate last",
+    "kvcellar.engine.guide": "Guide",
+    "kvcellar.engine.request": "Event FinishEvent PromptEvent PromptProgress Request",
+    "kvcellar.engine.restore": "HeldPrefix Restore RowCache",
+    "kvcellar.engine.sampling": (
+        "Choice DEFAULTABLE SamplingParams SamplingState TokenLogprob sample"
+    ),
+    "kvcellar.engine.service": "EngineService EventStream",
+    "kvcellar.engine.stats": "EngineStats",
+    "kvcellar.engine.text": "Detokenizer StopMatcher TextStream",
+    "kvcellar.space": "Space",
+}
+"""Names that are imported when somebody asks for them, by where they are."""
+
+__getattr__ = names_of(__name__, _MODULES)
 
 __all__ = [
     "DEFAULTABLE",
@@ -65,7 +88,6 @@ __all__ = [
     "Space",
     "StopMatcher",
     "TextStream",
-    "TokenEvent",
     "TokenLogprob",
     "Usage",
     "branch",

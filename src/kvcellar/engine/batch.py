@@ -1,4 +1,4 @@
-"""The batch that one step runs, and its outcome. Nothing changes these once they are made."""
+"""The batch that one step runs, and its outcome. Nothing changes these once the step runs."""
 
 from __future__ import annotations
 
@@ -19,37 +19,42 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class BatchPart:
-    """Consecutive tokens of one sequence in a batch.
+    """Consecutive tokens of one sequence in a batch: those that come next, guesses at the end.
 
     Attributes:
         sequence: whose; it stays as it is until the step is recorded.
+        n_tokens: tokens to compute, guesses among them; given: the most of them.
+        is_tree: its tokens are the nodes of a tree: guesses exclude each other, so that they must
+            not see each other, or each keeps the states behind it.
         known: ``[n_known]``: the tokens to compute that are no guesses, a view of its history.
         draft: the guesses behind them, to be verified.
         is_last: the sequence has caught up with them, so that a token is sampled.
         targets: the tokens that follow the first of them in the prompt, where their log
             probabilities are wanted; then there are no guesses.
-        is_tree: its tokens are the nodes of a tree: guesses exclude each other, so that they must
-            not see each other, or each keeps the states behind it.
         n_known: tokens that are no guesses.
-        n_tokens: tokens to compute, guesses among them.
         n_rows: tokens whose logits are wanted: the last ones, or all where there are targets.
     """
 
     sequence: Sequence
-    known: IntArray
-    draft: Draft
-    is_last: bool
-    targets: IntArray
-    is_tree: bool
+    n_tokens: int
+    is_tree: bool = False
+    known: IntArray = field(init=False)
+    draft: Draft = field(init=False)
+    is_last: bool = field(init=False)
+    targets: IntArray = field(init=False)
     n_known: int = field(init=False)
-    n_tokens: int = field(init=False)
     n_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        n_guesses = len(self.draft)
+        sequence, most = self.sequence, self.n_tokens
+        at = sequence.n_computed
+        self.known = sequence.tokens[at : at + most]
         self.n_known = len(self.known)
-        self.n_tokens = self.n_known + n_guesses
-        self.n_rows = (1 + n_guesses) * self.is_last
+        self.draft = sequence.draft.first(most - self.n_known)
+        self.n_tokens = self.n_known + len(self.draft)
+        self.is_last = self.n_known == sequence.n_left and sequence.is_sampled
+        self.targets = sequence.unscored(self.n_tokens)
+        self.n_rows = (1 + len(self.draft)) * self.is_last
         if len(self.targets):
             self.n_rows = self.n_tokens
 
@@ -76,10 +81,10 @@ class Batch:
                 tokens.append(part.draft.tokens)
         return np.concatenate(tokens, dtype=np.int64)
 
-    @cached_property
-    def seq_ids(self) -> list[int]:
-        """``[T]``: whose token each is."""
-        return [part.sequence.seq_id for part in self.parts for _ in range(part.n_tokens)]
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """(seq_id, n_tokens) of each part, as a cache begins a step with them."""
+        return [(part.sequence.seq_id, part.n_tokens) for part in self.parts]
 
     @cached_property
     def rows(self) -> list[int]:

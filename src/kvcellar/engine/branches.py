@@ -12,7 +12,7 @@ import numpy as np
 from kvcellar.cache import SeqCache
 from kvcellar.cache_config import CacheConfig, CacheUsage
 from kvcellar.checks import whole
-from kvcellar.engine.generate import (
+from kvcellar.engine.generating import (
     Finish,
     check_prompt,
     prefill,
@@ -227,7 +227,7 @@ def _decode(
         live = [one for one in live if one.branch.finish is None]
         if not live:
             return n_forwards
-        positions = cache.begin_step([one.branch.seq_id for one in live])
+        positions = cache.begin_step([(one.branch.seq_id, 1) for one in live])
         tokens = [one.branch.token_ids[-1] for one in live]
         logits = runner.forward(tokens, positions, rows=range(len(live)))
         n_forwards += 1

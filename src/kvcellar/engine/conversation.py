@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvcellar.cache import Cache
-from kvcellar.engine.generate import GeneratedToken, Generation, PrefillFn, generate
+from kvcellar.engine.generating import GeneratedToken, Generation, PrefillFn, generate
 from kvcellar.engine.sampling import SamplingParams
 from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import Tokenizer
 from kvcellar.errors import ModelError
 from kvcellar.history import History
-from kvcellar.models.prompts import PromptTokenizer, encode, render
+from kvcellar.models.text.prompts import PromptTokenizer, encode, render
 from kvcellar.valid import valid_json, valid_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.service import EngineService
 from kvcellar.errors import CacheFullError, ConfigError, EngineClosedError
-from kvcellar.models.pooling import Pooling
+from kvcellar.models.files.pooling import Pooling
 from kvcellar.models.runner import FloatArray, HiddenRunner, in_spaces, rope_border_of, step_limit
 from kvcellar.space import LONG, Space
 from kvcellar.types import IntArray
@@ -117,9 +117,13 @@ class Embedder:
             for at in range(0, len(ids), most):
                 on_step()
                 mine = slice(at, at + most)
-                tokens = ids[mine], seq_ids[owners[mine]]
-                runs = [(spaces[i], len([*same])) for i, same in itertools.groupby(owners[mine])]
-                step = partial(_read, runs, *tokens)
+                runs = [(i, len([*same])) for i, same in itertools.groupby(owners[mine].tolist())]
+                step = partial(
+                    _read,
+                    [(spaces[i], n) for i, n in runs],
+                    ids[mine],
+                    [(int(seq_ids[i]), n) for i, n in runs],
+                )
                 states, positions = self._service.run(step).result()
                 _add(sums, owners[mine], states, positions, pooling)
         finally:
@@ -159,21 +163,24 @@ def _end(engine: Engine, seq_ids: IntArray) -> None:
 
 
 def _read(
-    spaces: Sequence[tuple[Space, int]], token_ids: IntArray, seq_ids: IntArray, engine: Engine
+    spaces: Sequence[tuple[Space, int]],
+    token_ids: IntArray,
+    stretches: Sequence[tuple[int, int]],
+    engine: Engine,
 ) -> tuple[FloatArray, IntArray]:
     """Run some tokens, as one step; return their hidden states and positions.
 
     Raises:
         CacheFullError: running answers hold the cells; nothing was changed.
     """
-    runner, owners = engine.runner, seq_ids.tolist()
+    runner = engine.runner
     assert isinstance(runner, HiddenRunner), "looked at before"
-    if not engine.scheduler.residency.make_room_for(owners):
+    if not engine.scheduler.residency.make_room_for(stretches):
         raise CacheFullError(
-            f"{len(owners)} tokens of a text need cells, and answers that run hold all but "
+            f"{len(token_ids)} tokens of a text need cells, and answers that run hold all but "
             f"{engine.n_available} of {engine.cache.capacity}; wait for one of them"
         )
-    positions = engine.cache.begin_step(owners)
+    positions = engine.cache.begin_step(stretches)
     with in_spaces(runner, spaces):
         states = runner.forward_hidden(token_ids, positions)
     engine.cache.end_step()

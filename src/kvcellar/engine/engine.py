@@ -11,20 +11,18 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcellar.cache import SeqCache, TreeSeqCache
-from kvcellar.checks import flag, number, text, whole
 from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
+from kvcellar.engine.config import EngineConfig
 from kvcellar.engine.first_use import run_first_steps
 from kvcellar.engine.host_offload import moved_out
 from kvcellar.engine.outcomes import Outcomes
-from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.prepared_step import Ahead
 from kvcellar.engine.request import Event, FinishEvent, PromptProgress, Request
 from kvcellar.engine.residency import Residency
@@ -44,8 +42,7 @@ from kvcellar.models.runner import (
     rope_border_of,
     step_limit,
 )
-from kvcellar.prefix import PrefixIndex, key_of, make_index
-from kvcellar.sight import FULL, Sight
+from kvcellar.prefix import key_of
 from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
 
@@ -54,87 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
-HASHED_BLOCK = 16
-"""Tokens per block of a hashed index over token cells, where nothing else is asked for."""
-
 TIDY_BYTES = 32 << 20
 """Of K and V, copied between two looks at who waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Policy of an engine.
-
-    Attributes:
-        max_num_batched_tokens: tokens in one forward.
-        max_num_seqs: sequences that run at a time.
-        policy: ``mixed`` or ``prefill-first``.
-        max_prefill_beside: of ``mixed``: tokens of prompts in a step that has decodes too, so that
-            running answers go on evenly; None: what the step holds.
-        delay_factor: of ``prefill-first``: how long new prompts gather before they are let in.
-        index: ``radix``, ``hashed`` or ``naive``.
-        block_size: tokens that the index stores and matches together; None: as many as the cache
-            takes and frees together, and 16 for ``hashed`` over token cells.
-        max_drafted: guesses of a drafter per sequence and step, at most; in a cache with trees
-            several may be for one token.
-        verify_all_drafts: verify every guess; otherwise as many as save time.
-    """
-
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    policy: str = "mixed"
-    max_prefill_beside: int | None = None
-    delay_factor: float = 0.0
-    index: str = "radix"
-    block_size: int | None = None
-    max_drafted: int = 16
-    verify_all_drafts: bool = False
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_prefill_beside",
-            "block_size",
-        ):
-            value = getattr(self, name)
-            if value is not None or name in ("max_num_batched_tokens", "max_num_seqs"):
-                whole(value, name, least=1)
-        whole(self.max_drafted, "max_drafted", least=1)
-        number(self.delay_factor, "delay_factor")
-        text(self.policy, "policy")
-        text(self.index, "index")
-        flag(self.verify_all_drafts, "verify_all_drafts")
-        if self.index == "naive" and self.block_size is not None:
-            raise ConfigError(
-                f"a naive index finds nothing, so it has no blocks, got block_size "
-                f"{self.block_size}; leave block_size out, or choose radix or hashed"
-            )
-        self.make_policy()
-        self.make_index((FULL,), self.block_size or 1)
-
-    def make_policy(self) -> Policy:
-        """Create the policy.
-
-        Raises:
-            ConfigError: it is unknown, or has no delay.
-        """
-        return make_policy(self.policy, self.delay_factor, self.max_prefill_beside)
-
-    def make_index(self, sights: Sequence[Sight], cache_block: int) -> PrefixIndex:
-        """Create the index over a cache whose blocks have so many cells.
-
-        Raises:
-            ConfigError: it is unknown, or its blocks are not made of whole blocks of the cache.
-        """
-        is_hashed_cells = self.index == "hashed" and cache_block == 1
-        block_size = self.block_size or (HASHED_BLOCK if is_hashed_cells else cache_block)
-        if block_size % cache_block:
-            raise ConfigError(
-                f"block_size {block_size} cannot be used over blocks of {cache_block} cells, which "
-                f"are shared and freed whole; choose a multiple, or None"
-            )
-        return make_index(self.index, sights, block_size)
 
 
 class Engine:
@@ -179,7 +97,7 @@ class Engine:
         residency = Residency(
             cache, self.index, ahead=self._ahead, rope_border=rope_border_of(runner)
         )
-        residency.moved = moved_out(residency)
+        residency.offload = moved_out(residency)
         speculator = None
         if drafter is not None:
             speculator = Speculator(
@@ -347,8 +265,8 @@ class Engine:
                 self._trees.propose(part.parents, part.sequence.seq_id)
             elif part.draft:
                 self.scheduler.residency.snapshots.before_guesses(part.sequence)
-        found = None if self._ahead is None else self._ahead.take(batch.seq_ids)
-        return self.cache.begin_step(batch.seq_ids) if found is None else found
+        found = None if self._ahead is None else self._ahead.take(batch.stretches)
+        return self.cache.begin_step(batch.stretches) if found is None else found
 
     def _take_back(self, batch: Batch) -> None:
         """Take back a step that has failed, and what was begun behind it."""

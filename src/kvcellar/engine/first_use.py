@@ -60,21 +60,24 @@ def _said(step: FirstStep) -> str:
 
 def _run(runner: CompilingRunner, cache: SeqCache, step: FirstStep) -> None:
     """Run a prompt, and then tokens of as many sequences behind it."""
-    _forward(runner, cache, [0] * step.n_tokens, step.has_logits)
+    _forward(runner, cache, [(0, step.n_tokens)], step.has_logits)
     for seq_id in range(1, step.n_sequences):
         cache.seq_cp(0, seq_id)
     for _ in range(step.n_times if step.n_sequences else 0):
-        _forward(runner, cache, range(step.n_sequences), True)
+        _forward(runner, cache, [(seq_id, 1) for seq_id in range(step.n_sequences)], True)
 
 
 def _forward(
-    runner: CompilingRunner, cache: SeqCache, seq_ids: Sequence[int], has_logits: bool
+    runner: CompilingRunner,
+    cache: SeqCache,
+    stretches: Sequence[tuple[int, int]],
+    has_logits: bool,
 ) -> None:
-    """Run a token of each sequence that is named, and sample from the last row of each."""
-    positions = cache.begin_step(seq_ids)
-    n = len(set(seq_ids)) if has_logits else 0
-    rows = range(len(seq_ids) - n, len(seq_ids))
-    logits, _ = runner.forward_kept([0] * len(seq_ids), positions, rows)
+    """Run tokens of sequences, of one or one of each, and sample from the last row of each."""
+    positions = cache.begin_step(stretches)
+    n = len(stretches) if has_logits else 0
+    rows = range(len(positions) - n, len(positions))
+    logits, _ = runner.forward_kept([0] * len(positions), positions, rows)
     for asked in _settings(n):
         logits.sample(asked)
     cache.end_step()

@@ -1,4 +1,4 @@
-"""Guides: they decide which tokens may come next. Grammars, which are some, are the server's."""
+"""Guides: they decide which tokens may come next. Those of grammars are in the room ``grammar``."""
 
 from __future__ import annotations
 

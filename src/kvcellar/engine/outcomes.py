@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcellar.cache import TreeSeqCache
 from kvcellar.engine.batch import Batch, BatchPart, Verdict
-from kvcellar.engine.generate import (
+from kvcellar.engine.generating import (
     Finish,
     GeneratedToken,
     Usage,
@@ -22,7 +22,6 @@ from kvcellar.engine.request import (
     FinishEvent,
     PromptEvent,
     Sequence,
-    TokenEvent,
 )
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import Choice
@@ -171,8 +170,8 @@ class Outcomes:
             self.eos_token_ids,
             self._out_of_positions(sequence),
         )
-        token = GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
-        self._events.append(TokenEvent(sequence.request_id, token))
+        known = (choice.logprob, choice.top_logprobs, sequence.request_id)
+        self._events.append(GeneratedToken(choice.token_id, text, *known))
         return finish
 
     def _out_of_positions(self, sequence: Sequence) -> Finish | None:

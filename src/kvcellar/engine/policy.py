@@ -1,23 +1,18 @@
-"""Policies: which sequences a step serves, and how many tokens of each.
+"""Policies: which sequences a step serves, and how many tokens of each at most.
 
 A policy decides on counts alone. Whether cells can be found for them, and who has to give way, is
-the scheduler's.
+the scheduler's; ``Scheduler._batch`` ends a prompt's part sooner where a snapshot is due, or where
+tokens of the prompt are scored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from kvcellar.engine.batch import BatchPart
 from kvcellar.engine.request import Sequence
 from kvcellar.errors import ConfigError
-
-
-class Allotment(NamedTuple):
-    """Tokens of a sequence that the next step computes."""
-
-    sequence: Sequence
-    n_tokens: int
 
 
 class Policy(Protocol):
@@ -27,7 +22,7 @@ class Policy(Protocol):
         """Return true if waiting sequences may join now."""
         ...
 
-    def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
+    def allot(self, running: Seq[Sequence], budget: int) -> list[BatchPart]:
         """Divide at most ``budget`` tokens of the next step, drafted ones included."""
         ...
 
@@ -59,16 +54,16 @@ class Mixed:
         """Return true: anybody may join at any time."""
         return True
 
-    def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
+    def allot(self, running: Seq[Sequence], budget: int) -> list[BatchPart]:
         """Give every decode its token, then the prompts even shares of what is left."""
         decodes = sorted((s for s in running if s.is_decoding), key=lambda s: s.last_step)
         prefills = sorted((s for s in running if not s.is_decoding), key=lambda s: s.order)
         reserved = min(self._min_prefill, budget // 2) if prefills else 0
-        allotments = _decodes(decodes, budget - reserved)
-        left = budget - sum(a.n_tokens for a in allotments)
-        if allotments and self._max_beside is not None:
+        parts = _decodes(decodes, budget - reserved)
+        left = budget - sum(part.n_tokens for part in parts)
+        if parts and self._max_beside is not None:
             left = min(left, self._max_beside)
-        return allotments + _even_shares(prefills, left)
+        return parts + _even_shares(prefills, left)
 
     def ran(self, n_prefill: int, started: float, took_s: float) -> None:
         """Learn nothing: shares depend on counts alone."""
@@ -100,15 +95,15 @@ class PrefillFirst:
         oldest = min(sequence.arrived_s for sequence in waiting)
         return now - oldest > self._delay_factor * self._last_prefill_s
 
-    def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
+    def allot(self, running: Seq[Sequence], budget: int) -> list[BatchPart]:
         """Give the prompts, in their order, as much as fits; without any, the decodes."""
-        allotments: list[Allotment] = []
+        parts: list[BatchPart] = []
         for sequence in sorted((s for s in running if not s.is_decoding), key=lambda s: s.order):
             n = min(sequence.n_left, budget)
             if n:
-                allotments.append(Allotment(sequence, n))
+                parts.append(BatchPart(sequence, n))
                 budget -= n
-        return allotments or _decodes(sorted(running, key=lambda s: s.last_step), budget)
+        return parts or _decodes(sorted(running, key=lambda s: s.last_step), budget)
 
     def ran(self, n_prefill: int, started: float, took_s: float) -> None:
         """Remember how long a prefill takes."""
@@ -116,27 +111,27 @@ class PrefillFirst:
             self._last_prefill_s = took_s
 
 
-def _decodes(sequences: Seq[Sequence], budget: int) -> list[Allotment]:
+def _decodes(sequences: Seq[Sequence], budget: int) -> list[BatchPart]:
     """Give each sequence what it has left, with its drafted ones as far as the budget goes."""
-    allotments = []
+    parts = []
     for i, sequence in enumerate(sequences):
         if budget < 1:
             break
         room = budget - (len(sequences) - i - 1)  # a token for everyone before drafts for some
         n = min(sequence.n_left + len(sequence.draft), max(1, room))
-        allotments.append(Allotment(sequence, n))
+        parts.append(BatchPart(sequence, n))
         budget -= n
-    return allotments
+    return parts
 
 
-def _even_shares(prefills: Seq[Sequence], budget: int) -> list[Allotment]:
+def _even_shares(prefills: Seq[Sequence], budget: int) -> list[BatchPart]:
     """Divide the budget evenly; what a short prompt does not need goes to the others."""
     shares: dict[int, int] = {}
     for i, sequence in enumerate(sorted(prefills, key=lambda s: s.n_left)):
         share = min(sequence.n_left, -(-budget // (len(prefills) - i)))
         shares[sequence.request_id] = share
         budget -= share
-    return [Allotment(s, shares[s.request_id]) for s in prefills if shares[s.request_id]]
+    return [BatchPart(s, shares[s.request_id]) for s in prefills if shares[s.request_id]]
 
 
 POLICIES = ("mixed", "prefill-first")

@@ -21,7 +21,7 @@ class Ahead:
     def __init__(self, cache: SeqCache, runner: PreparingRunner) -> None:
         """Begin nothing yet."""
         self._cache, self._runner = cache, runner
-        self._seq_ids: list[int] = []
+        self._stretches: list[tuple[int, int]] = []
         self._positions: list[int] = []
         self.n_used = 0
         """Steps that were begun ahead and ran."""
@@ -31,32 +31,33 @@ class Ahead:
 
         The batch's own step counts then, and cannot be taken back by ``cancel_step`` any more.
         """
-        seq_ids = batch.seq_ids
+        stretches = batch.stretches
         if self._cache.is_step_open or not all(map(_goes_on, batch.parts)):
             return False
-        if not self._cache.can_begin_step(seq_ids):
+        if not self._cache.can_begin_step(stretches):
             return False
-        self._positions = self._cache.begin_step(seq_ids)
-        self._seq_ids = seq_ids
+        self._positions = self._cache.begin_step(stretches)
+        self._stretches = stretches
         self._runner.prepare(self._positions, batch.rows)
         return True
 
-    def is_for(self, seq_ids: Seq[int]) -> bool:
-        """Return true if a step of these tokens is begun: it has its cells."""
-        return bool(self._seq_ids) and self._cache.is_step_open and self._seq_ids == list(seq_ids)
+    def is_for(self, stretches: Seq[tuple[int, int]]) -> bool:
+        """Return true if a step of these stretches is begun: it has its cells."""
+        is_open = bool(self._stretches) and self._cache.is_step_open
+        return is_open and self._stretches == list(stretches)
 
-    def take(self, seq_ids: Seq[int]) -> list[int] | None:
-        """Return the positions of a step of these tokens; None: it is to be begun."""
-        found = self._positions if self.is_for(seq_ids) else None
-        self._seq_ids = []
+    def take(self, stretches: Seq[tuple[int, int]]) -> list[int] | None:
+        """Return the positions of a step of these stretches; None: it is to be begun."""
+        found = self._positions if self.is_for(stretches) else None
+        self._stretches = []
         self.n_used += found is not None
         return found
 
     def take_back(self, batch: Batch) -> None:
         """Take back what was begun, and what the batch before it brought."""
         self._cache.cancel_step()
-        if self._seq_ids:
-            self._seq_ids = []
+        if self._stretches:
+            self._stretches = []
             for part in batch.parts:
                 self._cache.seq_rm(part.sequence.seq_id, part.sequence.n_computed)
 

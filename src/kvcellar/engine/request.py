@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcellar.checks import number, seen, whole, wholes
 from kvcellar.engine.draft import NO_DRAFT, Draft
-from kvcellar.engine.generate import Finish, GeneratedToken, Usage
+from kvcellar.engine.generating import Finish, GeneratedToken, Usage
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
 from kvcellar.engine.text import StopMatcher, StopsFn, TextStream
 from kvcellar.errors import ConfigError
@@ -97,14 +97,6 @@ class PromptEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """A request has one more token."""
-
-    request_id: int
-    token: GeneratedToken
-
-
-@dataclass(frozen=True, slots=True)
 class PromptProgress:
     """Progress of a request's prompt, in tokens.
 
@@ -145,7 +137,7 @@ class FinishEvent:
     error: Exception | None = None
 
 
-Event = PromptEvent | TokenEvent | FinishEvent
+Event = PromptEvent | GeneratedToken | FinishEvent
 
 
 @dataclass(slots=True, eq=False)

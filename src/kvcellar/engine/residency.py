@@ -33,7 +33,7 @@ MAX_EXPECTED = 1024
 
 
 class KeepsRows(Protocol):
-    """Protocol of what keeps KV of sequences that gave way, as ``moved.MovedOut`` does."""
+    """Protocol of what keeps KV of sequences that gave way, as ``host_offload.MovedOut`` does."""
 
     def ran(self, n_prefill: int, seconds: float) -> None:
         """Learn what a prompt's tokens take from a step that had so many of them."""
@@ -93,7 +93,7 @@ class Residency:
     counts: ResidencyCounts = field(default_factory=ResidencyCounts)
     holders: WeakSet[Holder] = field(default_factory=WeakSet)
     """Who else has to be told where cells have moved, and which snapshots have gone."""
-    moved: KeepsRows | None = None
+    offload: KeepsRows | None = None
     """KV of sequences that gave way; None: none is kept."""
     rope_border: int = 0
     """Tokens of the longest text that is computed as a short one; 0: all are."""
@@ -115,17 +115,18 @@ class Residency:
         """Cells that are free, or would be after evicting all that may be evicted."""
         return self.cache.n_free + self.index.size_info().evictable
 
-    def make_room_for(self, seq_ids: Seq[int], n_slots: int | None = None) -> bool:
-        """Evict until a step with these tokens finds its room; false where it cannot be had.
+    def make_room_for(self, stretches: Seq[tuple[int, int]], n_slots: int | None = None) -> bool:
+        """Evict until a step of these stretches finds its room; false where it cannot be had.
 
         Args:
-            seq_ids: one per token.
+            stretches: (seq_id, n_tokens) of each.
             n_slots: slots that it writes; None: one for each sequence.
         """
-        if self.ahead is not None and self.ahead.is_for(seq_ids):
+        if self.ahead is not None and self.ahead.is_for(stretches):
             return True
-        n_slots = len(set(seq_ids)) if n_slots is None else n_slots
-        return self._evict_until(lambda: self.cache.can_begin_step(seq_ids), len(seq_ids), n_slots)
+        n_slots = len({seq_id for seq_id, _ in stretches}) if n_slots is None else n_slots
+        n_cells = sum(n_tokens for _, n_tokens in stretches)
+        return self._evict_until(lambda: self.cache.can_begin_step(stretches), n_cells, n_slots)
 
     def make_room(self, n_cells: int, n_slots: int = 1) -> bool:
         """Evict until one sequence can claim so much; false where it cannot be had."""
@@ -225,8 +226,8 @@ class Residency:
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
         sequence.space = self.space_of(sequence)
-        if self.moved is not None:
-            self.moved.bring(sequence)
+        if self.offload is not None:
+            self.offload.bring(sequence)
         sequence.seq_id = self.take_seq_id()
         self._expect(sequence)
         match = self.index.match_prefix(self._reusable(sequence))
@@ -285,10 +286,10 @@ class Residency:
 
     def give_way(self, sequence: Sequence) -> None:
         """Leave, to come back: where it is cheaper, with a copy of the KV in main memory."""
-        moved = None if self.moved is None else self.moved.copy(sequence)
+        moved = None if self.offload is None else self.offload.copy(sequence)
         self.leave(sequence)
-        if self.moved is not None and moved is not None:
-            self.moved.keep(sequence.request_id, moved)
+        if self.offload is not None and moved is not None:
+            self.offload.keep(sequence.request_id, moved)
 
     def leave(self, sequence: Sequence) -> None:
         """Publish what the sequence has computed, then let go of its cells and its lock."""
@@ -303,8 +304,8 @@ class Residency:
         self._let_go(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
-        if self.moved is not None:
-            self.moved.forget(sequence.request_id)
+        if self.offload is not None:
+            self.offload.forget(sequence.request_id)
         if sequence.n_computed:
             self.cache.seq_rm(sequence.seq_id)
         self.unlock(sequence)

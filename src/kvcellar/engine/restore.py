@@ -258,10 +258,11 @@ class Restore:
             for seq_id, position in zip(seq_ids, positions, strict=True):
                 if position:
                     cache.seq_map(seq_id, [table[:position] for table in here])
-            if not residency.make_room_for(seq_ids):
+            stretches = [(seq_id, 1) for seq_id in seq_ids]
+            if not residency.make_room_for(stretches):
                 return None
             try:
-                found = cache.begin_step(seq_ids)
+                found = cache.begin_step(stretches)
                 assert list(found) == list(positions), "each token goes behind its own history"
                 with in_spaces(runner, [(self.space, len(found))]):
                     runner.forward(self.tokens[list(positions)], found, [0])
@@ -299,10 +300,10 @@ class Restore:
         try:
             if start:
                 cache.seq_map(seq_id, [table[:start] for table in self._here()])
-            if not residency.make_room_for([seq_id] * n):
+            if not residency.make_room_for([(seq_id, n)]):
                 return None
             try:
-                found = cache.begin_step([seq_id] * n)
+                found = cache.begin_step([(seq_id, n)])
                 with in_spaces(runner, [(self.space, n)]):
                     runner.forward(self.tokens[start:stop], found, [0])
             except BaseException:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.batch import Batch, BatchPart, Verdict
 from kvcellar.engine.draft import NO_DRAFT
-from kvcellar.engine.generate import check_tokens
+from kvcellar.engine.generating import check_tokens
 from kvcellar.engine.outcomes import Outcomes
-from kvcellar.engine.policy import Allotment, Policy
+from kvcellar.engine.policy import Policy
 from kvcellar.engine.request import Event, PromptProgress, Request, Sequence
 from kvcellar.engine.residency import Residency, most_expected
 from kvcellar.engine.sampling import SamplingState
@@ -106,6 +106,14 @@ class Scheduler:
         return request_id
 
     def _check_prompt(self, tokens: History) -> None:
+        """Refuse a prompt that can never fit, whoever has asked.
+
+        ``hosting.text_limits`` says it sooner of long texts, ``check_context`` of the server in a
+        protocol's words.
+
+        Raises:
+            PromptError: so it is, or a token is none of the model's.
+        """
         check_tokens(tokens, self.vocab_size)
         capacity = self.residency.cache.capacity
         if len(tokens) > capacity:
@@ -163,9 +171,9 @@ class Scheduler:
         self._admit(now)
         self._draft()
         while self.running:
-            allotments = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
-            if self._has_room(allotments):
-                return self._batch(allotments)
+            parts = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+            if self._has_room(parts):
+                return self._batch(parts)
             if len(self.running) == 1:
                 if not self.residency.unlock(self.running[0]):
                     self.outcomes.end_full(self.running[0])
@@ -300,20 +308,19 @@ class Scheduler:
                     n_left = min(n_left, self.residency.rope_border - len(sequence.tokens))
                 sequence.draft = sequence.draft.first(max(0, n_left))
 
-    def _has_room(self, allotments: list[Allotment]) -> bool:
+    def _has_room(self, parts: list[BatchPart]) -> bool:
         """Make room for these tokens, giving up drafts, and states kept, before anyone's turn."""
-        seq_ids = [a.sequence.seq_id for a in allotments for _ in range(a.n_tokens)]
         is_tree = self.residency.snapshots.is_tree
-        n_slots = sum(a.n_tokens if is_tree(a.sequence.draft) else 1 for a in allotments)
-        if self.residency.make_room_for(seq_ids, n_slots):
+        n_slots = sum(part.n_tokens if is_tree(part.draft) else 1 for part in parts)
+        if self.residency.make_room_for(Batch(tuple(parts)).stretches, n_slots):
             return True
-        if any(a.sequence.draft for a in allotments):
+        if any(part.draft for part in parts):
             for sequence in self.running:
                 sequence.draft = NO_DRAFT
-            allotments[:] = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
-            return self._has_room(allotments)
+            parts[:] = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+            return self._has_room(parts)
         if any(self.residency.snapshots.give_up_point(one) for one in self.running):
-            return self._has_room(allotments)
+            return self._has_room(parts)
         return False
 
     def _give_way(self) -> None:
@@ -331,25 +338,23 @@ class Scheduler:
         sequence.publish_at.clear()
         self.waiting.append(sequence)
 
-    def _batch(self, allotments: list[Allotment]) -> Batch:
-        """Return the batch in which each sequence gets its tokens, guesses at the end."""
-        parts: list[BatchPart] = []
+    def _batch(self, parts: list[BatchPart]) -> Batch:
+        """Return the batch of these parts, shorter ones where a step is to end before."""
+        snapshots, chosen = self.residency.snapshots, []
         n_scored = max(1, SCORED_BYTES // (4 * self.vocab_size))
-        for sequence, allotted in allotments:
-            at = sequence.n_computed
-            n = self.residency.snapshots.chunk(sequence, allotted, len(self.running))
-            if len(sequence.unscored(n)):
+        for part in parts:
+            n = snapshots.chunk(part.sequence, part.n_tokens, len(self.running))
+            if len(part.targets):
                 n = min(n, n_scored)
                 n_scored -= n
                 if not n:
                     continue
-            known = sequence.tokens[at : at + n]
-            is_last = at + len(known) == len(sequence.tokens) and sequence.is_sampled
-            draft = sequence.draft.first(n - len(known))
-            sequence.last_step = self._step
-            is_tree = self.residency.snapshots.is_tree(draft)
-            parts.append(BatchPart(sequence, known, draft, is_last, sequence.unscored(n), is_tree))
-        return Batch(tuple(parts))
+            if n < part.n_tokens:
+                part = BatchPart(part.sequence, n)
+            part.is_tree = snapshots.is_tree(part.draft)
+            part.sequence.last_step = self._step
+            chosen.append(part)
+        return Batch(tuple(chosen))
 
     # One step: after ---------------------------------------------------------------------------
 
@@ -372,8 +377,8 @@ class Scheduler:
         """
         n_prefill = self.outcomes.take(batch, verdicts, features, now)
         self.policy.ran(n_prefill, started, now - started)
-        if self.residency.moved is not None:
-            self.residency.moved.ran(n_prefill, now - started)
+        if self.residency.offload is not None:
+            self.residency.offload.ran(n_prefill, now - started)
         if self.residency.snapshots.spacing is not None:
             self.residency.snapshots.spacing.ran(batch.n_tokens, n_prefill, now - started)
         if self.outcomes.speculator is not None:

@@ -49,7 +49,7 @@ class SequenceView:
             CacheFullError: they do not fit; nothing was claimed.
         """
         if self._many is not None:
-            return self._many.begin_step([self.seq_id] * n)
+            return self._many.begin_step([(self.seq_id, n)])
         return list(range(self.length, self.length + n))
 
     def cut(self, new_length: int) -> int:

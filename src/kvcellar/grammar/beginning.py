@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcellar.agents import ModelHost
 from kvcellar.dialects import ReasoningMarks
 from kvcellar.engine import Guide
 from kvcellar.grammar.grammars import Constraint
 from kvcellar.grammar.thought_budget import ThoughtBound, ThoughtBudget
+from kvcellar.hosting.host import ModelHost
 
 
 def begin_guide(

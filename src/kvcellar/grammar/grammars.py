@@ -18,7 +18,6 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvcellar.agents import ModelHost
 from kvcellar.dialects import Dialect, dialect_for
 from kvcellar.dialects.held import HeldArguments, few
 from kvcellar.dialects.lark import call_grammars, schema_grammar
@@ -33,6 +32,7 @@ from kvcellar.grammar.schema_support import (
     check_promise,
     held_arguments,
 )
+from kvcellar.hosting.host import ModelHost
 
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""

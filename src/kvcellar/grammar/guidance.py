@@ -8,7 +8,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from kvcellar.models.templates import text_of_templates
+from kvcellar.models.text.templates import text_of_templates
 
 
 def guidance_tokenizer(

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.agents import ModelHost
 from kvcellar.dialects import ReasoningMarks
 from kvcellar.engine import Guide
 from kvcellar.engine.token_bytes import TokenBytes, token_bytes
-from kvcellar.models.templates import text_of_templates
+from kvcellar.hosting.host import ModelHost
+from kvcellar.models.text.templates import text_of_templates
 
 
 @dataclass(frozen=True)

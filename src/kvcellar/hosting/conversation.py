@@ -1,24 +1,15 @@
-"""From a conversation to a prompt: always what the template makes of the messages as they came.
-
-The tokens of a turn are those of the whole conversation, rendered and encoded anew. What an agent
-has computed before is found by comparing tokens, so warm and cold are the same conversation,
-whatever a template does to old turns: where it changes one, the turn is computed from there.
-"""
+"""Conversations as tokens: where messages end in them, and why one does not continue another."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvcellar.errors import ModelError, PromptError
+from kvcellar.errors import ModelError
 from kvcellar.history import History
-from kvcellar.hosting.text_limits import refuse_text
-from kvcellar.hosting.volatile import RuleChange, apply_rules, match_key
-from kvcellar.models.prompts import PromptTokenizer, Rendered, begun_of, encode, render
-
-Message = dict[str, Any]
-
+from kvcellar.hosting.messages import Message, Messages
+from kvcellar.models.text.prompts import PromptTokenizer, Rendered, begun_of, encode, render
 
 MIN_AHEAD = 16
 """Tokens by which a place has to be behind what the history has for it to be worth a stop."""
@@ -137,133 +128,17 @@ def _otherwise(message: Message) -> Message:
     return {"role": message["role"], "content": "," if begins == "." else "."}
 
 
-@dataclass(frozen=True, slots=True)
-class Spoken:
-    """A conversation as tokens.
-
-    Attributes:
-        messages: the conversation, as the model reads it.
-        n_known: leading messages that the history has, too.
-        tools: the definitions that were rendered.
-        template_kwargs: what else the template took.
-        changed: ``system``, ``tools``, ``truncated``, ``edited`` or ``echoed``: what may keep the
-            history from being continued; None where all of it was sent again.
-        changes: what rules changed.
-        prefixes: its tokens, and where its messages end.
-        begun: the text with which the answer has begun already, as it was sent.
-    """
-
-    messages: list[Message]
-    n_known: int
-    tools: list[dict[str, Any]] | None
-    template_kwargs: dict[str, Any]
-    changed: str | None
-    changes: tuple[RuleChange, ...]
-    prefixes: Prefixes = field(repr=False)
-    begun: str = ""
-
-    @property
-    def tokens(self) -> History:
-        """All of them, ready to be answered."""
-        return self.prefixes.tokens
-
-
-def plan_messages(
-    tokenizer: AgentTokenizer,
-    history: History,
-    known: Sequence[Message],
-    known_tools: list[dict[str, Any]] | None,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    rules: Collection[str],
-    *,
-    template_kwargs: Mapping[str, Any] | None = None,
-    control_tokens_in_text: bool = False,
-    context: int | None = None,
-) -> Spoken:
-    """Turn a whole conversation into tokens, and compare it with a history.
-
-    Args:
-        tokenizer: of the model.
-        history: the agent's tokens.
-        known: its messages.
-        known_tools: the tool definitions that the history began with.
-        messages: the whole conversation, oldest first; where the last is an answer, it is gone on
-            with.
-        tools: definitions of tools, as the template takes them.
-        rules: names of rules for volatile text; see ``volatile.RULES``.
-        template_kwargs: what else the template takes.
-        control_tokens_in_text: let messages spell control tokens.
-        context: tokens that the conversation may have; None: any number.
-
-    Raises:
-        ContextError: it has many more tokens, and not all of them were counted.
-        PromptError: no message, or the last has calls whose results are not there.
-        ModelError: the template refuses the messages, or there is none.
-    """
-    said, begun = split_begun(messages)
-    if not said or (said[-1].get("role") == "assistant" and not begun):
-        raise PromptError(
-            "a turn needs a message to answer; end the conversation with the user's or a tool's, "
-            "or with an answer without calls that is to be gone on with"
-        )
-    ruled = apply_rules(said, tools, rules, known)
-    begun_message = [dict(messages[-1])] if begun else []
-    kwargs = dict(template_kwargs or {})
-    rendered = render(
-        tokenizer,
-        [*ruled.messages, *begun_message],
-        ruled.tools,
-        template_kwargs=kwargs,
-        control_tokens_in_text=control_tokens_in_text,
-    )
-    if context is not None:
-        refuse_text(tokenizer, rendered.text, context)
-    tokens = History(encode(tokenizer, rendered))
-    n_known = 0
-    has_same_tools = not known or ruled.tools == known_tools
-    if has_same_tools:
-        keys = ([match_key(m, rules) for m in some] for some in (known, ruled.messages[:-1]))
-        n_known = n_alike(*keys)
-    changed: str | None = "tools"
-    if has_same_tools:
-        new, n_same = [*ruled.messages, *begun_message], n_known
-        if begun:  # an answer that was there is gone on with: no message of it was dropped
-            n_same = n_alike(*([match_key(m, rules) for m in some] for some in (known, new)))
-        changed = what_changed(known, new, n_same, rules)
-    n_common = history.common_prefix(tokens)
-    prefixes = Prefixes(
-        tokenizer,
-        ruled.messages,
-        ruled.tools,
-        kwargs,
-        rendered,
-        tokens,
-        n_common,
-        control_tokens_in_text,
-    )
-    return Spoken(
-        ruled.messages, n_known, ruled.tools, kwargs, changed, ruled.changes, prefixes, begun
-    )
-
-
-def n_alike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return how many messages or digests two sequences begin with in common."""
-    pairs = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
-
-
-def split_begun(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str]:
+def split_begun(messages: Messages) -> tuple[Messages, str]:
     """Return a conversation without the answer that it ends with, and that answer's text.
 
     An answer with calls stays, since nothing but their results can follow it.
     """
     begun = begun_of(messages)
-    return (messages, "") if begun is None else (messages[:-1], begun)
+    return (messages, "") if begun is None else (messages.prefix(len(messages) - 1), begun)
 
 
 def what_changed(
-    known: Sequence[Message], new: Sequence[Message], n_known: int, rules: Collection[str]
+    known: Messages, new: Messages, n_known: int, rules: Collection[str]
 ) -> str | None:
     """Say why a conversation does not continue the messages that are known; None where it does."""
     if n_known == len(known):
@@ -273,8 +148,8 @@ def what_changed(
         return "system"
     if len(new) <= len(known) and n_known >= len(new) - 1:
         return "truncated"
-    here = match_key(new[n_known], rules)
-    if any(match_key(message, rules) == here for message in known[n_known + 1 :]):
+    here = new.key(n_known, rules)
+    if any(known.key(i, rules) == here for i in range(n_known + 1, len(known))):
         return "truncated"  # what stood here is gone, and what follows it moved up
     return "edited"
 

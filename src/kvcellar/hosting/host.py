@@ -30,13 +30,13 @@ from kvcellar.hosting.templates import TemplateReport, check_template
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.adapter_names import adapted
 from kvcellar.models.eagle3.finding import size_eagle3
+from kvcellar.models.files.pooling import Pooling, pooling_of
 from kvcellar.models.loading import loader_of
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
-from kvcellar.models.pooling import Pooling, pooling_of
-from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.runner import rope_border_of
-from kvcellar.models.sizing import size_model
-from kvcellar.models.snapshots import slots_bytes, what_resumes
+from kvcellar.models.sizes.sizing import size_model
+from kvcellar.models.sizes.snapshots import slots_bytes, what_resumes
+from kvcellar.models.text.rendering import prepare_renderer
 from kvcellar.registry import make_tree_session
 from kvcellar.sight import FULL
 from kvcellar.space import LONG, SHARED, Space

@@ -17,13 +17,13 @@ from kvcellar.hosting.memory import (
     budgets_of_host,
     choose_capacity,
     planned_context,
+    process_bytes_of,
 )
 from kvcellar.models import LoadOptions
 from kvcellar.models.adapter_names import MARK, NAME
 from kvcellar.models.loading import accelerator_memory
 from kvcellar.models.options import ProgressFn
 from kvcellar.registry import load_backend
-from kvcellar.spec import PROCESS_BYTES
 from kvcellar.store import StoreConfig
 
 
@@ -75,9 +75,19 @@ class Hosting:
 
     @classmethod
     def within(
-        cls, limit_bytes: int | None, loading: LoadOptions, config: EngineConfig | None = None
+        cls,
+        limit_bytes: int | None,
+        loading: LoadOptions,
+        config: EngineConfig | None = None,
+        models: Sequence[LoadOptions] = (),
     ) -> Hosting:
         """Divide what the process may hold; a backend that is named is loaded, and no model.
+
+        Args:
+            limit_bytes: of the whole process; None: nothing bounds it.
+            loading: how models are loaded.
+            config: policy of their engines.
+            models: options of all that will be loaded, where they are known.
 
         Raises:
             ConfigError: a card has less.
@@ -89,8 +99,10 @@ class Hosting:
             load_backend(loading.backend)
         card = accelerator_memory(loading)
         if card is None:
-            process_bytes = max(PROCESS_BYTES, resident_bytes())  # what loading brings counts, too
-            return cls(loading, config, MemoryPlan.divide(limit_bytes, process_bytes))
+            estimate, held = process_bytes_of(models), resident_bytes()
+            process_bytes = max(estimate, held)  # what loading brings counts, too
+            plan = MemoryPlan.divide(limit_bytes, process_bytes, is_measured=held > estimate)
+            return cls(loading, config, plan)
         plan = MemoryPlan.of_card(limit_bytes, card)
         card.bound(limit_bytes)
         return cls(loading, config, plan)
@@ -190,7 +202,7 @@ def budget_of_one(
         ConfigError: the model does not fit, or a card has less.
         BackendError: there is no such backend.
     """
-    plan = Hosting.within(limit_bytes, options).plan
+    plan = Hosting.within(limit_bytes, options, models=[options]).plan
     if plan is None:
         return None, None
     plan.size_of(options)  # refuses what does not fit

@@ -10,16 +10,17 @@ from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
 from kvcellar.bookkeeping.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget, format_size, machine_bytes, round_up
 from kvcellar.cache_config import MIN_CHUNK
-from kvcellar.engine import EngineConfig
-from kvcellar.errors import ConfigError
+from kvcellar.engine.config import EngineConfig
+from kvcellar.errors import ConfigError, KVCellarError
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 from kvcellar.models.adapters import adapters_bytes
+from kvcellar.models.backend_choice import NATIVE, choose_backend
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import DeviceMemory, accelerator_memory
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.sizing import size_model
-from kvcellar.models.snapshots import SHARE, slots_bytes, slots_for
-from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, most
+from kvcellar.models.sizes.sizing import size_model
+from kvcellar.models.sizes.snapshots import SHARE, slots_bytes, slots_for
+from kvcellar.spec import NATIVE_PROCESS_BYTES, PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
 
@@ -62,6 +63,24 @@ def _store_part(models_bytes: int) -> int:
     return min(GIB, models_bytes // (STORE_SHARE - 2) + 1)
 
 
+def process_bytes_of(models: Sequence[LoadOptions]) -> int:
+    """Estimate what a process holds without models: less where native runs all that there are.
+
+    Args:
+        models: options of all that will be loaded; none: they are not known.
+    """
+    if models and all(_is_native(options) for options in models):
+        return NATIVE_PROCESS_BYTES
+    return PROCESS_BYTES
+
+
+def _is_native(options: LoadOptions) -> bool:
+    try:
+        return choose_backend(options).backend == NATIVE
+    except KVCellarError:  # whoever loads it says it
+        return False
+
+
 def least_cells(capacity: int) -> int:
     """Return the fewest cells that a cache of so many at most is opened with."""
     return min(capacity, MIN_CHUNK)
@@ -77,6 +96,7 @@ class MemoryPlan:
         warm_bytes: for the store's blocks in RAM.
         queue_bytes: for what waits to be written.
         is_of_card: true if the first two are of a card, where the store has nothing.
+        is_measured: true if ``process_bytes`` is what one process held, not an estimate.
     """
 
     limit_bytes: int
@@ -84,12 +104,15 @@ class MemoryPlan:
     warm_bytes: int
     queue_bytes: int
     is_of_card: bool = False
+    is_measured: bool = False
 
     @classmethod
-    def divide(cls, limit_bytes: int, process_bytes: int) -> MemoryPlan:
+    def divide(
+        cls, limit_bytes: int, process_bytes: int, *, is_measured: bool = False
+    ) -> MemoryPlan:
         """Give the store its part; the rest, which may be nothing, is for models."""
         part = min(GIB, max(0, limit_bytes - process_bytes) // STORE_SHARE)
-        return cls(limit_bytes, process_bytes, part, part)
+        return cls(limit_bytes, process_bytes, part, part, is_measured=is_measured)
 
     @classmethod
     def of_card(cls, limit_bytes: int, card: DeviceMemory) -> MemoryPlan:
@@ -103,7 +126,7 @@ class MemoryPlan:
                 f"a memory budget of {format_size(limit_bytes)} is more than the card's "
                 f"{format_size(card.total_bytes)}; give less, or leave it out"
             )
-        return cls(limit_bytes, card.held_bytes, GIB, GIB, is_of_card=True)
+        return cls(limit_bytes, card.held_bytes, GIB, GIB, is_of_card=True, is_measured=True)
 
     @property
     def models_bytes(self) -> int:
@@ -166,7 +189,7 @@ class MemoryPlan:
         number next time.
         """
         process = self.process_bytes
-        if process > PROCESS_BYTES:
+        if self.is_measured:
             process += process // MEASURED_SHARE
         if self.is_of_card:
             return process + models_bytes
@@ -297,7 +320,8 @@ def choose_capacity(
     else:
         own = accelerator_memory(options)
         of = machine_bytes() if own is None else own.total_bytes * options.tp
-        limit = of - of // MACHINE_SHARE - (PROCESS_BYTES if own is None else 0)
+        process = 0 if own is not None else process_bytes_of([options])
+        limit = of - of // MACHINE_SHARE - process
     cells = most(whole, lambda n: _sum_of(sizes(n, keeps_windows=has_budget)) <= limit)
     if options.snapshot_bytes is not None and cells < min(whole, MIN_CHUNK):
         _check_snapshots(options, limit - sum(size.fixed_bytes for size in sizes(MIN_CHUNK)))

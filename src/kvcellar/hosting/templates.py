@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.errors import ModelError, TemplateLimitError
-from kvcellar.hosting.conversation import AgentTokenizer, Message, n_alike
-from kvcellar.models.prompts import render
-from kvcellar.models.templates import reads_reasoning, template_kwargs_of, texts_of
+from kvcellar.hosting.conversation import AgentTokenizer
+from kvcellar.hosting.messages import Message, n_alike
+from kvcellar.models.text.prompts import render
+from kvcellar.models.text.templates import reads_reasoning, template_kwargs_of, texts_of
 
 
 @dataclass(frozen=True, slots=True)

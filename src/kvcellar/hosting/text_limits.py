@@ -2,7 +2,7 @@
 
 Encoding a text takes some two hundred times its bytes for a moment, and seconds for megabytes. So a
 text that cannot fit into a model's context is refused by its bytes, and one that hardly can is
-counted in pieces, until it is known to be too long.
+counted in pieces, until it is known to be too long. ``Scheduler._check_prompt`` has the last word.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcellar.valid import read_json
+from kvcellar.hosting.messages import REASONING_NAMES, Message, Messages
 
 RULES = {
     "billing-header": "the line `x-anthropic-billing-header: ...` with which Claude Code begins a "
@@ -32,20 +32,6 @@ _HEADERS = {
     "billing-header": re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)"),
     "header": re.compile(r"\A(?:\s*x-[\w-]*header\s*:[^\n]*(?:\n|\Z))+", re.IGNORECASE),
 }
-_DATE = re.compile(
-    r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?\b"
-    r"|\b(?:(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day,? )?"
-    r"(?:\d{1,2} )?(?:January|February|March|April|May|June|July|August|September|October|November"
-    r"|December) (?:\d{1,2},? )?\d{4}\b"
-    r"|\b\d{1,2}:\d{2}(?::\d{2})?(?: ?[AP]M)?\b",
-)
-_ABOUT_NOW = re.compile(
-    r"^.*\b(?:today|date|now|current|time|clock)\b.*$", re.IGNORECASE | re.MULTILINE
-)
-_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-
 _SHOWN = 200
 """Characters of a text that a report shows."""
 
@@ -81,7 +67,7 @@ class Ruled:
         changes: what differs from what was sent.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[dict[str, Any]] | None
     changes: tuple[RuleChange, ...]
 
@@ -90,36 +76,57 @@ def apply_rules(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     rules: Collection[str],
-    known: Sequence[Mapping[str, Any]] = (),
 ) -> Ruled:
-    """Make what the model reads of a conversation that was sent.
+    """Make what the model reads of a conversation that was sent, whatever it continues.
 
     Args:
         messages: the conversation.
         tools: definitions of its tools.
         rules: names of the rules that apply.
-        known: messages of the history that it continues, whose date stays, and whose reasoning.
     """
     changes: list[RuleChange] = []
-    read = [dict(message) for message in messages]
+    read = Messages(messages)
+    ruled: dict[int, Message] = {}
     for i, message in enumerate(read):
-        if message.get("role") != "system" or not isinstance(message.get("content"), str):
+        content = message.get("content")
+        if message.get("role") != "system" or not isinstance(content, str):
             continue
         for rule, pattern in _HEADERS.items():
-            content = message["content"]
             if rule in rules and pattern.match(content):
-                message["content"] = pattern.sub("", content)
-                changes.append(_change(rule, i, content, message["content"]))
-    if "date" in rules and read and known and known[0].get("role") == "system":
+                before, content = content, pattern.sub("", content)
+                ruled[i] = {**message, "content": content}
+                changes.append(_change(rule, i, before, content))
+    listed, moved = in_order(tools or (), rules)
+    return Ruled(read.but(ruled), listed or None, (*changes, *moved))
+
+
+def keep_known(ruled: Ruled, known: Messages, n_matched: int, rules: Collection[str]) -> Ruled:
+    """Give back to a conversation what rules keep of the history that it continues.
+
+    That is the date in its system message, and the reasoning before its answers.
+
+    Args:
+        ruled: what was sent, behind the other rules.
+        known: messages of the history.
+        n_matched: messages with which both begin.
+        rules: names of the rules that apply.
+    """
+    read, changes = ruled.messages, []
+    kept: dict[int, Message] = {}
+    if "date" in rules and n_matched and known[0].get("role") == "system":
         content, before = read[0].get("content"), known[0].get("content")
-        is_same = match_key(read[0], rules) == match_key(known[0], rules)
-        if is_same and isinstance(content, str) and isinstance(before, str) and content != before:
-            read[0]["content"] = before
+        if isinstance(content, str) and isinstance(before, str) and content != before:
+            kept[0] = {**read[0], "content": before}
             changes.append(_change("date", 0, content, before))
     if "reasoning" in rules:
-        changes += _give_back_reasoning(read, known, rules)
-    listed, moved = in_order(tools or (), rules)
-    return Ruled(read, listed or None, (*changes, *moved))
+        for i in range(n_matched):
+            thought = known[i].get("reasoning_content")
+            if thought and not any(read[i].get(name) for name in REASONING_NAMES):
+                kept[i] = {**kept.get(i, read[i]), "reasoning_content": thought}
+                changes.append(_change("reasoning", i, "", thought))
+    n = sum(change.message is not None for change in ruled.changes)  # then come those of tools
+    changed = (*ruled.changes[:n], *changes, *ruled.changes[n:])
+    return Ruled(read.but(kept), ruled.tools, changed)
 
 
 def in_order(
@@ -135,40 +142,6 @@ def in_order(
     return ordered, [_change("tool-order", None, sent, now)] if sent != now else []
 
 
-def _give_back_reasoning(
-    read: Sequence[dict[str, Any]], known: Sequence[Mapping[str, Any]], rules: Collection[str]
-) -> Iterator[RuleChange]:
-    """Put into answers what the model thought before them, as far as they continue a history."""
-    for i, (message, before) in enumerate(zip(read, known, strict=False)):
-        if match_key(message, rules) != match_key(before, rules):
-            return
-        thought = before.get("reasoning_content")
-        if thought and not any(message.get(name) for name in _REASONING):
-            message["reasoning_content"] = thought
-            yield _change("reasoning", i, "", thought)
-
-
-def match_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
-    """Return a text that is the same for two messages where one stands for the other.
-
-    It finds a place in a history; what the model reads is what was sent. An answer is found also
-    where it comes back trimmed, without its reasoning, with the keys of its tool calls in another
-    order, or without their ids; with the rule ``date``, a system message also with another date.
-    """
-    role = message.get("role")
-    content = _text_of(message.get("content"))
-    if role == "assistant":
-        content = _THOUGHTS.sub("", content).strip()
-    if role == "system" and "date" in rules:
-        content = _ABOUT_NOW.sub(lambda line: _DATE.sub("<date>", line[0]), content)
-    rest = {
-        key: _canonical(value) if role == "assistant" else value
-        for key, value in message.items()
-        if key not in ("role", "content", *_REASONING) and value
-    }
-    return json.dumps([role, content, rest], sort_keys=True, ensure_ascii=False)
-
-
 def _change(rule: str, message: int | None, before: str, after: str) -> RuleChange:
     """Report the first place at which two texts differ."""
     n = min(len(before), len(after))
@@ -181,32 +154,3 @@ def _change(rule: str, message: int | None, before: str, after: str) -> RuleChan
 def _tool_name(tool: Mapping[str, Any]) -> str:
     function = tool.get("function")
     return str((function if isinstance(function, Mapping) else tool).get("name", ""))
-
-
-def _text_of(content: Any) -> str:
-    """Return the text of a message's content, which may come in parts."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    if isinstance(content, Sequence):
-        return "".join(
-            str(part.get("text", json.dumps(part, sort_keys=True)))
-            if isinstance(part, Mapping)
-            else str(part)
-            for part in content
-        )
-    return str(content)
-
-
-def _canonical(value: Any) -> Any:
-    """Read the texts in a value that are JSON themselves, such as arguments of calls."""
-    if isinstance(value, str):
-        try:
-            return read_json(value)
-        except ValueError:
-            return value
-    if isinstance(value, Mapping):
-        is_call = "function" in value  # its id is the server's own: some clients do not keep it
-        return {k: _canonical(v) for k, v in value.items() if not (is_call and k == "id")}
-    if isinstance(value, Sequence):
-        return [_canonical(part) for part in value]
-    return value

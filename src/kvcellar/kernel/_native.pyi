@@ -281,6 +281,8 @@ class WeightFormat(enum.Enum):
 
     mxfp4 = 4
 
+    f32 = 10
+
 class BlockType(enum.Enum):
     """Types of blocks of GGUF files."""
 
@@ -568,7 +570,15 @@ class LinearLayer:
 class Norm:
     """Address of a norm's weight, 0: no norm; and what is added to the mean."""
 
-    def __init__(self, weight: int, eps: float) -> None: ...
+    def __init__(self, weight: int, eps: float, in_floats: bool = False) -> None:
+        """
+        Describe a norm.
+
+        Args:
+            weight: address; 0: no norm.
+            eps: what is added to the mean of squares.
+            in_floats: the weight is float32 whatever the rows are, and results are rounded once.
+        """
 
 class DecoderLayer:
     """
@@ -592,6 +602,16 @@ class DecoderLayer:
         dtype: Dtype,
         scale: float,
         mixture: Mixture | None = None,
+        *,
+        attended: Norm | None = None,
+        mixed: Norm | None = None,
+        norms_together: bool = False,
+        n_turned: int = -1,
+        rope: int = 0,
+        residual: float = 1.0,
+        gate: Gate | None = None,
+        sinks: int = 0,
+        share: LinearLayer | None = None,
     ) -> None:
         """
         Describe a layer.
@@ -599,8 +619,8 @@ class DecoderLayer:
         Args:
             qkv: q, k and v joined.
             o: behind the attention.
-            gate_up: gate and up joined; None with a mixture.
-            down: the last one of the MLP; None with a mixture.
+            gate_up: gate and up joined; None: there is no MLP.
+            down: the last one of the MLP; None: there is none.
             before: norm of the layer's input.
             between: norm of what comes after attention.
             q: norm of q's heads.
@@ -610,10 +630,20 @@ class DecoderLayer:
             head_dim: numbers of a head.
             dtype: float32 or bfloat16, of everything but packed weights.
             scale: factor on the attention's logits, for a :class:`Decoder`.
-            mixture: in place of an MLP.
+            mixture: in place of an MLP, or added to what that says.
+            attended: norm of what the attention says, before it is added; None: there is none.
+            mixed: norm of what the MLP says, before it is added; None: there is none.
+            norms_together: all heads of q are normed together, and all of k.
+            n_turned: the first so many numbers of a head are rotated; -1: all.
+            rope: which of a forward's rotations.
+            residual: factor on what is added.
+            gate: of the MLP; None: silu.
+            sinks: address of float32 ``[n_heads]``; 0: none.
+            share: beside a mixture, from the MLP's input to a logit whose sigmoid it is multiplied
+                with; None: it is added as it is.
 
         Raises:
-            ConfigError: an MLP and a mixture, or neither of them.
+            ConfigError: neither an MLP nor a mixture, or a share of what is not both.
         """
 
     def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int) -> None:
@@ -630,7 +660,15 @@ class Decoder:
     """A causal model, of which a forward of a few tokens is one call."""
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], embedding: int, norm: Norm, head: LinearLayer
+        self,
+        layers: Sequence[DecoderLayer],
+        embedding: int,
+        norm: Norm,
+        head: LinearLayer,
+        *,
+        embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
+        logit_cap: float = 0.0,
     ) -> None:
         """
         Describe a model.
@@ -641,6 +679,9 @@ class Decoder:
                 of all but 16 bits.
             norm: of the last layer's result.
             head: from there to logits.
+            embedding_scale: factor on rows of the embedding, in the layers' type.
+            logit_scale: factor on logits.
+            logit_cap: ``cap * tanh(logit / cap)`` of what that makes; 0.0: none.
 
         Raises:
             ConfigError: no layers.
@@ -651,8 +692,7 @@ class Decoder:
         steps: Sequence[tuple[Plan, Pool, Plan | None, Pool | None, float]],
         ids: int,
         n_tokens: int,
-        cos: int,
-        sin: int,
+        ropes: Sequence[tuple[int, int]],
         rows: int,
         n_rows: int,
         logits: int,
@@ -667,8 +707,8 @@ class Decoder:
                 on logits, 0.0 for none.
             ids: int64 ``[n_tokens]``.
             n_tokens: tokens.
-            cos: ``[n_tokens, head_dim]`` in the layers' type.
-            sin: ``[n_tokens, head_dim]`` in the layers' type.
+            ropes: what layers may be rotated by: addresses of cosines and of sines, ``[n_tokens,
+                numbers of a head that are rotated]`` in the layers' type.
             rows: int64 ``[n_rows]``, the tokens whose logits are wanted.
             n_rows: how many.
             logits: float32 ``[n_rows, n_vocab]``.
@@ -863,7 +903,7 @@ class Router:
         Describe a router.
 
         Args:
-            weights: of 16 bits, from hidden states to a logit for each expert.
+            weights: plain, from hidden states to a logit for each expert.
             n_chosen: experts of a token, those with the highest scores.
             is_sigmoid: scores are each logit's sigmoid, and else the softmax of all.
             is_normalised: shares are divided by their sum.

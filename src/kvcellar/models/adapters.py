@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.models.adapter_targets import Targets, of_pattern
-from kvcellar.models.checkpoint import few, read_header, read_json
+from kvcellar.models.files.checkpoint import few, read_header, read_json
 from kvcellar.models.fingerprint import digest_of, digest_of_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.installed import pip_command
+from kvcellar.models.files.packaged import PACKAGED, fetch_packaged
 from kvcellar.models.options import LoadOptions, ProgressFn, no_progress
-from kvcellar.models.packaged import PACKAGED, fetch_packaged
 
 NATIVE, TORCH = "native", "torch"
 

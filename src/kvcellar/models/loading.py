@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcellar.errors import BackendError, ConfigError
-from kvcellar.models import ollama
 from kvcellar.models.backend_choice import chosen
 from kvcellar.models.facts import ModelFacts
+from kvcellar.models.files import ollama
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import LoadOptions, ProgressFn
 from kvcellar.registry import backend_names, load_backend, needed_packages
@@ -60,7 +60,7 @@ class ModelLoader(Protocol):
         ...
 
     def size_model(self, options: LoadOptions) -> ModelCacheSpec:
-        """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+        """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`."""
         ...
 
     def model_facts(self, raw: Mapping[str, Any]) -> ModelFacts:

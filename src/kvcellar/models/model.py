@@ -12,10 +12,10 @@ from typing import Any
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models.adapters import Adapter
+from kvcellar.models.files.places import is_gguf
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
-from kvcellar.models.places import is_gguf
 from kvcellar.models.runner import AdaptingRunner, Runner
 from kvcellar.models.weights import FILE, PACKINGS, own_kv_dtype
 from kvcellar.registry import CacheSession

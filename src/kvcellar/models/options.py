@@ -13,7 +13,7 @@ from kvcellar.checks import whole
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.adapter_names import check_names
-from kvcellar.models.snapshots import check_snapshot_bytes, slots_for
+from kvcellar.models.sizes.snapshots import check_snapshot_bytes, slots_for
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import (
     CacheSession,

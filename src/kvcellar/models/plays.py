@@ -66,16 +66,14 @@ class Player:
             long: of each piece, true if RoPE is to turn it as a part of a long text; nothing: all.
         """
         ids: list[int] = []
-        seq_ids: list[int] = []
         for seq_id, text, n_tokens in pieces:
             at = self._at.get(seq_id, 0)
             ids += self._texts[text, at : at + n_tokens].tolist()
-            seq_ids += [seq_id] * n_tokens
             self._at[seq_id] = at + n_tokens
         positions = (
             range(self.cache.length, self.cache.length + len(ids))
             if self.is_one
-            else self.cache.begin_step(seq_ids)
+            else self.cache.begin_step([(seq_id, n_tokens) for seq_id, _, n_tokens in pieces])
         )
         sizes = [n for _, _, n in pieces]
         with turning(self._runner, [*zip(long, sizes, strict=True)] if long else True):

@@ -1,8 +1,7 @@
 """KV outside of the cache: content-addressed blocks in RAM and on disk, and named histories.
 
-Imports NumPy and files; no tensors and no engine come in.
-
-Knows tokens, NumPy arrays and files; no tensors, no engine.
+Imports NumPy, files, and how ``backends.reference`` stores numbers; no tensor and no engine comes
+in.
 """
 
 from __future__ import annotations

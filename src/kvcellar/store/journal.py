@@ -2,7 +2,8 @@
 
 A save waits for its blocks, and for all saves before it. What must not wait so long, a turn's
 tokens and messages, is an entry here until a reference says the same or more. It is SQLite: one
-commit, synchronised, for all entries that come at one time.
+commit, synchronised, for all entries that come at one time. What they say, and how a state and the
+entries behind it become a history again, is in ``kvcellar.agents.records.durable``.
 
 Entries of a name have ascending serial numbers of the caller's, which a later history of that name
 never has again. A reference whose metadata says ``serial`` supersedes all entries up to that.

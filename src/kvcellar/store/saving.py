@@ -290,6 +290,7 @@ class Saver:
         A published state that goes on behind this one may have a block that reaches over its end.
         """
         state, ticket = taken.state, taken.ticket
+        metadata = state.metadata() if callable(state.metadata) else state.metadata
         made = Reference(
             name=state.name,
             fingerprint=state.key.fingerprint,
@@ -300,7 +301,7 @@ class Saver:
             boundaries=tuple(taken.boundaries),
             parent=state.parent,
             parent_position=state.parent_position,
-            metadata=state.metadata or {},
+            metadata=metadata or {},
             saved_at=time.time(),
         )
         made = self._on_longer(made, ticket, before)
@@ -310,7 +311,7 @@ class Saver:
             made = replace(made, parent=before.parent, parent_position=before.parent_position)
         return replace(
             made,
-            metadata=before.metadata if state.metadata is None else state.metadata,
+            metadata=before.metadata if metadata is None else metadata,
             revision=before.revision + 1,
         )
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
@@ -37,7 +36,7 @@ from kvcellar.store.reports import (
 from kvcellar.store.saving import Saver
 from kvcellar.store.shared.opening import open_place
 from kvcellar.store.shared.tier import TIMEOUT_S, SharedTier
-from kvcellar.store.tickets import HistoryState, RowSource, SaveTicket
+from kvcellar.store.tickets import HistoryState, Metadata, RowSource, SaveTicket
 from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
 from kvcellar.types import IntArray
@@ -214,7 +213,7 @@ class Store:
         boundaries: Sequence[int] = (),
         parent: str | None = None,
         parent_position: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata | None = None,
         may_read: bool = True,
     ) -> SaveTicket:
         """Publish the state of a history: what is new is taken now and written in the background.
@@ -237,7 +236,8 @@ class Store:
                 is; those that neither the source nor the store can give are left out.
             parent: name of the history it was forked from; None: as before.
             parent_position: tokens in common since the fork.
-            metadata: JSON of the caller's own; None: as before.
+            metadata: JSON of the caller's own, or a function that returns it, which the writer's
+                thread calls; None: as before.
             may_read: ask the catalogue which blocks are stored. Otherwise the caller waits for
                 nothing: only what was seen there counts, and what is taken and was there already
                 is not written again.
@@ -248,7 +248,7 @@ class Store:
             ShapeError: rows that are not what the layout says; nothing was queued.
         """
         checked_name(name)
-        if metadata is not None:
+        if isinstance(metadata, Mapping):
             checked_json(metadata)
         history = History(tokens)
         key = key.for_length(len(history))

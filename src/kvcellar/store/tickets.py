@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,9 @@ from kvcellar.backends.host_memory import Landing
 from kvcellar.history import History
 from kvcellar.store.layout import ModelKey, Rows, States, WindowRows
 from kvcellar.store.references import Reference
+
+Metadata = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""JSON of a caller's own, or a function that returns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class HistoryState:
         tokens: the whole history.
         parent: name of the history that it was forked from.
         parent_position: tokens in common since the fork.
-        metadata: JSON of the caller's own.
+        metadata: JSON of the caller's own, or what returns it.
     """
 
     name: str
@@ -32,7 +35,7 @@ class HistoryState:
     tokens: History
     parent: str | None = None
     parent_position: int | None = None
-    metadata: Mapping[str, Any] | None = None
+    metadata: Metadata | None = None
 
 
 class RowSource(Protocol):

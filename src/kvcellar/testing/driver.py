@@ -66,7 +66,7 @@ class Driver:
         tokens = self.new_tokens(ids)
         self.last_step = None
         if self.kind != "decode":
-            assert list(self.cache.begin_step(ids)) == [t.pos for t in tokens]
+            assert list(self.cache.begin_step(batch)) == [t.pos for t in tokens]
         return ids, tokens
 
     def forward(

@@ -136,7 +136,7 @@ class SequenceWalk(Walk):
             return
         d.cache.end_step()
         fits = d.cache.can_extend(sum(n for s, n in batch if s not in d.trees))
-        if fits or d.cache.can_begin_step([s for s, n in batch for _ in range(n)]):
+        if fits or d.cache.can_begin_step(batch):
             self.step(batch, fate, n_layers)  # in blocks these sequences may have room, others none
         else:
             assert isinstance(self.refused(d.begin, *batch), CacheFullError)

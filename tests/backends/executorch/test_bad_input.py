@@ -138,7 +138,7 @@ def test_a_program_of_others_runs_with_positions_as_a_column_or_flat(tmp_path, w
             got = []
             for start, stop in ((0, 5), (5, 6), (6, 9)):
                 if make is kv.make_seq_session:
-                    session.cache.begin_step([3] * (stop - start))
+                    session.cache.begin_step([(3, stop - start)])
                 at = torch.arange(start, stop)
                 (rows,) = method(x[:, :, start:stop], at[:, None] if column else at)
                 got.append(rows)

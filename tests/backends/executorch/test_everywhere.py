@@ -16,6 +16,7 @@ from kvcellar.cli import app
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.errors import BackendError, ModelError
 from kvcellar.models import load_model
+from tests.agents.fakes import eager as eager
 from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.backends.executorch.programs import MAX_TOKENS
 from tests.engine.speculate.test_lossless import CAPACITY, agrees

@@ -107,7 +107,7 @@ def logits_of(model: LoadedModel) -> np.ndarray:
     with kv.make_seq_session(model.backend, config) as session:
         runner = model.bind(session)
         got = [
-            runner.forward(prompt[a:b], session.cache.begin_step([0] * (b - a)), range(b - a))
+            runner.forward(prompt[a:b], session.cache.begin_step([(0, b - a)]), range(b - a))
             for a, b in ((0, 17), (17, 18), (18, 40))
         ]
     return np.concatenate(got)
@@ -221,11 +221,11 @@ def test_features_are_a_second_output_where_they_were_asked_for(
         with kv.make_seq_session(each.backend, kv.make_config(model.params, 64)) as session:
             runner = each.bind(session, feature_layers=(0, 1, 2))
             for part in (prompt[:13], prompt[13:]):
-                positions = session.cache.begin_step([0] * len(part))
+                positions = session.cache.begin_step([(0, len(part))])
                 logits, features = runner.forward_with_features(part, positions, [2, 5])
             assert features.shape == (7, runner.n_features) and features.dtype == np.float32
             found += [(logits, features)]
-            again = session.cache.begin_step([1] * 9)
+            again = session.cache.begin_step([(1, 9)])
             assert runner.forward(prompt[:9], again).shape == (1, VOCAB_SIZE)
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-4)
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)

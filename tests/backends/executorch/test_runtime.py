@@ -82,7 +82,7 @@ def test_one_file_loaded_twice_runs_on_two_kinds_of_caches_in_turns(exported, or
         for n in (5, 1, 1, 8, 1, 2, 6):
             for one, method in enumerate(methods):
                 if one == 0:
-                    a.cache.begin_step([0] * n)
+                    a.cache.begin_step([(0, n)])
                 (rows,) = method(*inputs(prompts[one][start : start + n], start))
                 got[one].append(rows[0])
             start += n
@@ -216,15 +216,15 @@ def test_a_forward_that_fails_leaves_no_cell_claimed(program, oracle):
     with session_for(program, kv.make_seq_session) as session:
         cache = session.cache
         method = program.load_method(cache_key=session.cache_key)
-        cache.begin_step([0] * 6)
+        cache.begin_step([(0, 6)])
         method(*inputs(prompt[:6], 0))
         before = cache.usage()
-        cache.begin_step([0, 0])
+        cache.begin_step([(0, 2)])
         with pytest.raises(StepError):  # three tokens for a step of two
             method(*inputs(prompt[6:9], 6))
         cache.cancel_step()
         assert cache.usage() == before
-        cache.begin_step([0] * 6)
+        cache.begin_step([(0, 6)])
         (got,) = method(*inputs(prompt[6:], 6))
         assert_close(got[0].numpy(), oracle("llama").logits(prompt)[6:])
 
@@ -242,7 +242,7 @@ def test_storage_types_run_as_they_do_under_torch(loaded, checkpoint, kv_dtype):
         with kv.make_seq_session(one.backend, config) as session:
             runner = one.bind(session)
             got = [
-                runner.forward(prompt[at : at + n], session.cache.begin_step([0] * n), range(n))
+                runner.forward(prompt[at : at + n], session.cache.begin_step([(0, n)]), range(n))
                 for at, n in ((0, 23), (23, 1), (24, 9), (33, 7))
             ]
             rows.append(np.concatenate(got))
@@ -269,7 +269,7 @@ def test_the_official_runtime_meets_the_session_that_is_active(exported, oracle)
         for start, stop in ((0, 17), (17, 18), (18, 33)):
             for one, session in enumerate((a, b)):
                 if one == 1:
-                    session.cache.begin_step([0] * (stop - start))
+                    session.cache.begin_step([(0, stop - start)])
                 with use_cache(session.cache):
                     (rows,) = theirs.execute(inputs(prompt[start:stop], start))
                 got[one].append(rows[0].clone())

@@ -43,6 +43,7 @@ from kvcellar.backends.torch.gpu.steps import placed_of
 from kvcellar.backends.torch.gpu.ways import SIZES
 from kvcellar.models.kept_logits import RowSampling
 from kvcellar.sampler_settings import SamplerSettings
+from tests.stretches import stretches
 
 CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
     "bf16": (LayerGroup((0,), 2, 64, 64), 8, "bfloat16", torch.bfloat16, False),
@@ -173,7 +174,7 @@ def compile_case(name: str, target: GPUTarget) -> None:
     with make("torch", config) as session:
         for seq_ids in ([0] * 1024, [0]):
             n = len(seq_ids)
-            session.cache.begin_step(seq_ids)
+            session.cache.begin_step(stretches(seq_ids))
             q, k, v = (
                 torch.zeros((1, n, heads, dim), dtype=dtype).transpose(1, 2)
                 for heads, dim in (

@@ -19,12 +19,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import kvcellar as kv
-from kvcellar.backends.torch.gpu import choice, sampling
+from kvcellar.backends.torch.gpu import choice, recording, sampling
 from kvcellar.backends.torch.gpu.graphs import StepGraphs
 from kvcellar.backends.torch.run.runner import SamplingTorchRunner
 from kvcellar.engine import Engine, EngineConfig
 from kvcellar.models import load_model
 from tests.backends.gpu.fake_device import FakeDevice
+from tests.stretches import stretches
 
 MOST_TOKENS, MOST_ROWS = 64, 8
 
@@ -42,9 +43,14 @@ class NoDriver:
         return GPUTarget("cuda", 90, 32)
 
 
+def _zero_what_it_tells(module: Any, name: str) -> None:
+    told = getattr(module, name)
+    setattr(module, name, lambda *args: told(*args).zero_())
+
+
 def main() -> None:
-    chosen = sampling._chosen  # results of kernels that do nothing are no numbers
-    sampling._chosen = lambda *args: chosen(*args).zero_()
+    for module, name in ((sampling, "_chosen"), (recording, "likeliest")):
+        _zero_what_it_tells(module, name)  # results of kernels that do nothing are no numbers
     seen: set[str] = set()
     triton.runtime.driver.set_active(NoDriver())
 
@@ -69,7 +75,7 @@ def main() -> None:
             return len(seen), device.n_captured
 
         def forward(seq_ids: Any, rows: Any) -> None:
-            runner.forward_kept([1] * len(seq_ids), cache.begin_step(seq_ids), rows)
+            runner.forward_kept([1] * len(seq_ids), cache.begin_step(stretches(seq_ids)), rows)
             cache.end_step()
 
         bounds = EngineConfig(max_num_batched_tokens=MOST_TOKENS, max_num_seqs=MOST_ROWS)

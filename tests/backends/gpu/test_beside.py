@@ -21,8 +21,8 @@ from kvcellar.backends.torch.cache.caches import (  # noqa: E402
     TorchSeqCache,
 )
 from kvcellar.backends.torch.gpu import choice, launch, lists, plans  # noqa: E402
-from tests.backends.gpu import decided_here  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
+from tests.stretches import stretches  # noqa: E402
 
 HEADS = 4
 PARAMS = ModelCacheParams(
@@ -84,10 +84,10 @@ class Both:
         return q, k, v
 
     def feed(self, seq_ids: Sequence[int]) -> None:
-        self.step(lambda cache: cache.begin_step(list(seq_ids)), len(seq_ids))
+        self.step(lambda cache: cache.begin_step(stretches(seq_ids)), len(seq_ids))
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "kv_dtype"),
     [("seq", "int8:first4:last8"), ("paged", "int4:rot:first2:last20"), ("seq", "k16v4:last5")],

@@ -32,12 +32,7 @@ def compiled(*words: str) -> list[dict[str, object]]:
 
 pytestmark = [
     needs_triton,
-    pytest.mark.decided_by(
-        "src/kvcellar/backends/torch/gpu",
-        "src/kvcellar/bookkeeping",
-        "tests/backends/gpu/compiling.py",
-        packages=("torch", "triton"),
-    ),
+    pytest.mark.slow,
 ]
 
 OF_WEIGHTS = ("multiply_tiles", "take_rows", "norm_rows", "turn_heads", "gate_rows")

@@ -10,7 +10,6 @@ from kvcellar.testing import CASES, Case, ConformanceSuite
 from kvcellar.testing.cases import group
 from kvcellar.testing.suite.scenarios import Scenarios
 from tests.backends.adapters import TritonAdapter
-from tests.backends.gpu import decided_here
 
 pytest.importorskip("triton")
 
@@ -40,6 +39,6 @@ class All(ConformanceSuite):
     adapter = TritonAdapter(CASES)
 
 
-@decided_here
+@pytest.mark.slow
 class TestTriton(All if "KVCELLAR_ALL_CASES" in os.environ else Few):  # type: ignore[misc]
     pass

@@ -17,6 +17,7 @@ from kvcellar.backends.torch.gpu import launch, lists
 from kvcellar.backends.torch.gpu.following import Following
 from kvcellar.backends.torch.gpu.plans import SECTIONS, PackedPlan, Tiling, rounded_up
 from kvcellar.types import StepPlan
+from tests.stretches import stretches
 
 TILING = Tiling(2, 2, 16, 16, 16, 2, 64)
 
@@ -43,7 +44,7 @@ class Steps:
         self.n = self.n_anew = 0
 
     def step(self, seq_ids: list[int], *, is_kept: bool = True) -> None:
-        positions = self.cache.begin_step(seq_ids)
+        positions = self.cache.begin_step(stretches(seq_ids))
         (plan,) = self.cache.steps.plan_all(len(seq_ids), positions)
         n_tokens = rounded_up(len(seq_ids))
         before = self.following._last
@@ -121,7 +122,7 @@ def test_layers_that_write_nothing_follow_too() -> None:
         own, cache = Following(), steps.cache
         seen: list[PackedPlan] = []
         for _ in range(4):
-            (plan,) = cache.steps.plan_all(1, cache.begin_step([0]))
+            (plan,) = cache.steps.plan_all(1, cache.begin_step([(0, 1)]))
             seen.append(own.packed(plan, steps.group.sight, TILING, stores=False))
             want = launch.compiled(plan, steps.group.sight, TILING, stores=False)
             np.testing.assert_array_equal(seen[-1].numbers, want.numbers)
@@ -132,7 +133,7 @@ def test_layers_that_write_nothing_follow_too() -> None:
 def test_another_plan_of_one_shape_is_packed_anew() -> None:
     with following() as steps:
         plan: StepPlan
-        (plan,) = steps.cache.steps.plan_all(1, steps.cache.begin_step([0]))
+        (plan,) = steps.cache.steps.plan_all(1, steps.cache.begin_step([(0, 1)]))
         found = Following()
         first = found.packed(plan, steps.group.sight, TILING)
         other = TILING._replace(cells=32)

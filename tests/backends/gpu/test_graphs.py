@@ -222,7 +222,7 @@ def test_steps_whose_features_are_wanted_have_graphs_of_their_own(model) -> None
             for player in (pair.ours, pair.plain):
                 choice.ON_CPU = player is pair.ours
                 run = player.runner.forward_with_features if i % 2 else player.runner.forward
-                result = run([7 + i], player.cache.begin_step([0]))
+                result = run([7 + i], player.cache.begin_step([(0, 1)]))
                 found.append(result if i % 2 else (result,))
             for ours, wanted in zip(*found, strict=True):
                 np.testing.assert_allclose(ours, wanted, atol=2e-5)
@@ -239,10 +239,10 @@ def test_a_step_that_was_made_ready_is_played_with_the_tokens_that_came(model, m
         monkeypatch.setattr(StepGraphs, "_pack", lambda *a: (packed.append(1), pack(*a))[1])
         cache, n_captured = pair.ours.cache, pair.device.n_captured
         for tokens in ((5, 6), (7, 8)):
-            at = cache.begin_step([0, 1])
+            at = cache.begin_step([(0, 1), (1, 1)])
             pair.graphs.prepare(cache, np.array(at), np.arange(2), 0)
             cache.cancel_step()  # it did not come
-            at = cache.begin_step([0, 1])
+            at = cache.begin_step([(0, 1), (1, 1)])
             pair.graphs.prepare(cache, np.array(at), np.arange(2), 0)
             found = pair.ours.runner.forward(tokens, at, range(2))
             with on_cpu():

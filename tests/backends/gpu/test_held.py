@@ -35,10 +35,9 @@ from kvcellar.backends.torch.gpu.matrices import packed, placed  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.errors import BackendError  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402
-from kvcellar.models.sizing import size_model  # noqa: E402
+from kvcellar.models.sizes.sizing import size_model  # noqa: E402
 from kvcellar.models.weights import is_fitted  # noqa: E402
 from tests.backends import test_sorted_experts  # noqa: E402
-from tests.backends.gpu import decided_here  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.backends.test_experts import CLASSES, far, make, some_tokens  # noqa: E402
 from tests.models.adapters import logits_of, merged, write_adapter  # noqa: E402
@@ -114,7 +113,7 @@ def near(got: np.ndarray, want: np.ndarray, most: float = 2e-4) -> None:
     assert 0 < np.linalg.norm(got - want) < most * np.linalg.norm(want)
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bf16", "int8", "mxfp4"])
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_experts_give_what_their_module_gave(kind: Any, weights: str) -> None:
@@ -186,7 +185,7 @@ def ship(module: Any, own: Any) -> None:
             rows[expert] = shipped[expert]
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "wanted"),
     [
@@ -206,7 +205,7 @@ def test_packed_weights_are_multiplied_in_every_family(
     near(logits(model), logits(by_torch(folder, "int8")))
 
 
-@decided_here
+@pytest.mark.slow
 def test_a_mixer_that_multiplies_by_weights_itself_finds_them(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 2, "attn_layer_offset": 1, "attn_layer_period": 2}
     folder = write_tiny("jamba", tmp_path, **shape, num_experts=1)
@@ -219,7 +218,7 @@ def test_a_mixer_that_multiplies_by_weights_itself_finds_them(tmp_path: Path) ->
     near(*found, 0.05)
 
 
-@decided_here
+@pytest.mark.slow
 def test_int4_is_what_the_cpu_kernel_fits(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     folder = write_tiny("llama", tmp_path, **sizes)
@@ -227,7 +226,7 @@ def test_int4_is_what_the_cpu_kernel_fits(tmp_path: Path) -> None:
     near(logits(model), logits(by_torch(folder, "int4")))
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q4_0", "F16"])
 def test_a_gguf_file_s_matrices_are_multiplied_as_they_are(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
@@ -238,7 +237,7 @@ def test_a_gguf_file_s_matrices_are_multiplied_as_they_are(kind: str, tmp_path: 
     near(logits(model), logits(plain))
 
 
-@decided_here
+@pytest.mark.slow
 def test_blocks_are_the_default_and_bfloat16_lies_between_them(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     CASES["llama"].write(path, kind=gguf.GGMLQuantizationType["Q4_1"])
@@ -250,7 +249,7 @@ def test_blocks_are_the_default_and_bfloat16_lies_between_them(tmp_path: Path) -
     near(logits(model), logits(plain), 0.05)
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_groups_of_awq_and_gptq_are_multiplied_as_they_are(method: str, tmp_path: Path) -> None:
     folder = write_tiny("llama", tmp_path, num_hidden_layers=1)
@@ -289,7 +288,7 @@ def test_without_the_package_s_kernel_weights_in_few_bits_are_refused_by_name(
         load_model(folder, weights="int4")
 
 
-@decided_here
+@pytest.mark.slow
 def test_adapters_add_to_what_a_card_computes(tmp_path):
     folder = write_tiny("qwen3", tmp_path / "model")
     paths = {

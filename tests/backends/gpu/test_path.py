@@ -33,7 +33,6 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa:
 from kvcellar.backends.torch.run import place_weights as holding  # noqa: E402
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402
-from tests.backends.gpu import decided_here  # noqa: E402
 from tests.backends.gpu.test_held import by_torch  # noqa: E402
 from tests.card import stand_in  # noqa: E402
 from tests.engine.test_recurrent_on_torch import HalfRight  # noqa: E402
@@ -195,7 +194,7 @@ def play(models: tuple[Any, Any], steps: list[Step], atol: float = 1e-3, **polic
             np.testing.assert_allclose(found, wanted, atol=atol)
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS)[: None if HAS_ALL else 2])
 @settings(max_examples=FEW)
 @example(CHUNKS)
@@ -204,7 +203,7 @@ def test_any_steps_of_a_scheduler_give_what_the_cpu_gives(models, name, steps) -
     play(models(name), steps)
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES[: None if HAS_ALL else 2])
 def test_k_and_v_are_stored_as_the_cpu_stores_them(models, kv_dtype: str) -> None:
     play(models("llama"), CHUNKS, kv_dtype=kv_dtype, atol=0.05)
@@ -273,7 +272,7 @@ def said(
         return [ends[i].token_ids for i in ids], engine.stats(), runner
 
 
-@decided_here
+@pytest.mark.slow
 def test_prompts_in_chunks_and_every_sampler_say_what_the_cpu_says(models) -> None:
     card, plain = models("llama-int8")
     found, _, runner = said(card, MIXED)
@@ -284,7 +283,7 @@ def test_prompts_in_chunks_and_every_sampler_say_what_the_cpu_says(models) -> No
     assert not runner.graphs.is_off and runner.graphs._device.n_played > 3
 
 
-@decided_here
+@pytest.mark.slow
 def test_who_had_to_give_way_says_the_same(models) -> None:
     card, plain = models("llama-int8")
     long = [asked(text(9, i), 12) for i in range(3)]
@@ -294,7 +293,7 @@ def test_who_had_to_give_way_says_the_same(models) -> None:
     assert found == wanted and stats.preemptions > 0
 
 
-@decided_here
+@pytest.mark.slow
 def test_guesses_are_verified(models) -> None:
     card, plain = models("llama-int8")
     prompt = text(9, 3)

@@ -29,7 +29,6 @@ from kvcellar.backends.torch.gpu.matrices import (  # noqa: E402
     packed,
     placed,
 )
-from tests.backends.gpu import decided_here  # noqa: E402
 from tests.backends.gpu.interpreter import device, hasten  # noqa: E402
 from tests.kernel.test_blocks import FORMS, N_IN, N_OUT, PLAIN, Affine, plain, stored  # noqa: E402
 
@@ -77,7 +76,7 @@ def test_rows_are_the_format_s_own_numbers(form: str | tuple[int, int]) -> None:
     assert not got[3:].any()
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [*FORMS, *PLAIN], ids=str)
 def test_a_product_is_that_of_the_numbers(form: str | tuple[int, int]) -> None:
     matrix, want = on_card(form)
@@ -201,7 +200,7 @@ def test_matrices_of_one_form_are_joined() -> None:
     near(multiply.multiply(both, x, None), x @ torch.cat([want_a, want_b]).T)
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
 def test_each_row_meets_the_expert_that_it_chose(bits: int, n_tokens: int) -> None:

@@ -22,8 +22,7 @@ from kvcellar.backends.torch.run.place_weights import hold_parts  # noqa: E402
 from kvcellar.backends.torch.run.runner import TorchRunner  # noqa: E402
 from kvcellar.errors import ModelError  # noqa: E402
 from kvcellar.kernel import levels  # noqa: E402
-from kvcellar.models.tokenizer import quiet  # noqa: E402
-from tests.backends.gpu import decided_here  # noqa: E402
+from kvcellar.models.text.tokenizer import quiet  # noqa: E402
 from tests.backends.gpu.meta_card import CARD, CaptureError, MetaCard, meta_card  # noqa: E402
 from tests.models.test_check import EXACT, RECURRENT  # noqa: E402
 
@@ -63,15 +62,17 @@ def played(card: MetaCard, network: Any, facts: Any) -> StepGraphs:
         runner = TorchRunner(network, None, facts.params, facts.vocab_size, session)
         runner.graphs = StepGraphs(network, card)
         cache: Any = session.cache
-        runner.forward([1] * 5, cache.begin_step([0] * 5))
+        runner.forward([1] * 5, cache.begin_step([(0, 5)]))
         for seq_id in range(1, 8):
             cache.seq_cp(0, seq_id)
         for n in (8, 8, 1, 1):  # states of eight move when they come, and a graph goes with them
-            runner.forward([1] * n, cache.begin_step(range(n)), range(n))
+            runner.forward(
+                [1] * n, cache.begin_step([(seq_id, 1) for seq_id in range(n)]), range(n)
+            )
     return runner.graphs
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "weights"), CASES)
 def test_a_family_s_steps_are_recorded(family: str, weights: str | None, caplog: Any) -> None:
     if weights is not None and not levels.is_available():

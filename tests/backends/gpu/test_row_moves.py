@@ -23,6 +23,7 @@ from kvcellar.states import StateGroup, StateShape  # noqa: E402
 from kvcellar.store.format import Tensor, pack  # noqa: E402
 from tests.backends.gpu.deferred import DeferredCard  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
+from tests.stretches import stretches  # noqa: E402
 
 CPU = torch.device("cpu")
 HEADS = LayerGroup((0, 1), 2, 16, 24)
@@ -75,7 +76,7 @@ def opened(name: str, capacity: int = 64, min_chunk: int = 8) -> Iterator[Any]:
 def fill(cache: Any, n: int, seq_id: int = 0, seed: int = 0) -> None:
     """Bring tokens of random K and V to a cache, by the CPU's own way."""
     generator = torch.Generator().manual_seed(seed)
-    cache.begin_step([seq_id] * n)
+    cache.begin_step([(seq_id, n)])
     for group in cache.pools.groups:
         for layer in group.layers:
             k, v = (
@@ -205,7 +206,7 @@ def test_a_buffer_s_launches_and_copies_are_those_of_the_bytes_and_nobody_waits(
 
 def step(cache: Any, card: DeferredCard, seq_ids: list[int], number: float) -> list[int]:
     """A step that fills the K of its cells with a number, on the card; return these cells."""
-    cache.begin_step(seq_ids)
+    cache.begin_step(stretches(seq_ids))
     (plan,) = cache.steps.plan_all(len(seq_ids), None)
     cache.pools.before_step(0, plan)
     cells = plan.write_cells.tolist()

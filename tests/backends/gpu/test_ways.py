@@ -36,7 +36,6 @@ from kvcellar.engine import (  # noqa: E402
     first_use,
 )
 from kvcellar.models import load_model  # noqa: E402
-from tests.backends.gpu import decided_here  # noqa: E402
 from tests.backends.gpu.interpreter import device, hasten  # noqa: E402
 from tests.card import stand_in  # noqa: E402
 
@@ -208,7 +207,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@decided_here
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("bits", [16, 8])
 def test_every_way_finds_the_same_within_a_rounding(bits: int) -> None:
@@ -301,7 +300,7 @@ def answers(folder: Path, clock: Clock, *, is_prepared: bool = True) -> tuple[An
         return told[0].token_ids, before, after
 
 
-@decided_here
+@pytest.mark.slow
 def test_an_engine_goes_the_quickest_way_from_its_preparing_on_and_says_the_same(
     card: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcellar.engine import FinishEvent, Request, SamplingParams, TokenEvent
-from kvcellar.engine.generate import GeneratedToken, generate
+from kvcellar.engine import FinishEvent, GeneratedToken, Request, SamplingParams
+from kvcellar.engine.generating import generate
 from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, HashRunner, make_cache
 from tests.engine.speculate.test_lossless import DRAFTERS, drafter_of
 from tests.engine.speculate.test_trees import UpTo
@@ -76,8 +76,8 @@ def test_a_setting_holds_within_guesses(kind, setting, cache):
     told: dict[int, list[GeneratedToken]] = {request_id: [] for request_id in wanted}
     ends: dict[int, FinishEvent] = {}
     for event in engine.run():
-        if isinstance(event, TokenEvent):
-            told[event.request_id].append(event.token)
+        if isinstance(event, GeneratedToken):
+            told[event.request_id].append(event)
         else:
             ends[event.request_id] = event
     for request_id, (*tokens, generation) in wanted.items():

@@ -13,7 +13,7 @@ from kvcellar.backends.torch.load import counting
 from kvcellar.backends.torch.load import gguf as gguf_weights
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, load_model
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.gguf.families import CASES
 
 pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())

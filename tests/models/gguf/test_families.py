@@ -13,7 +13,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
-from kvcellar.models.checkpoint import read_config
+from kvcellar.models.files.checkpoint import read_config
 from kvcellar.models.gguf.configs import config_of
 from kvcellar.models.gguf.families import FAMILIES
 from kvcellar.models.gguf.reader import read_gguf

@@ -11,9 +11,9 @@ import torch
 
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
-from kvcellar.models.checkpoint import read_config
+from kvcellar.models.files.checkpoint import read_config
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.tokenizer import load_tokenizer
+from kvcellar.models.text.tokenizer import load_tokenizer
 from tests.models.gguf.families import CASES
 from tests.models.players import Player
 from tests.real_models import SMOLLM2

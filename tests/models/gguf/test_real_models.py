@@ -22,7 +22,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, get_gguf
 from kvcellar.models import load_model
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.gguf.tokens import tokenizer_of
-from kvcellar.models.sizing import size_model
+from kvcellar.models.sizes.sizing import size_model
 from tests.models.players import Player
 from tests.real_models import GEMMA3, SMOLLM2
 

@@ -446,7 +446,7 @@ def save_history(
     """Save what the cache holds of an agent's history and publish it, in the background.
 
     To be called between steps. Waits for nothing but its copies of rows: what the store has is
-    taken from what was seen of it.
+    taken from what was seen of it, and what is written beside them is put together by the writer.
 
     Args:
         host: in whose cache it may be.
@@ -458,7 +458,7 @@ def save_history(
             are stored.
 
     Raises:
-        StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
+        StoreError: the store is closed; nothing was queued.
     """
     tokens, engine = agent.tokens, host.engine
     host = host.isolated(agent.key.salt).reading(len(tokens))
@@ -486,7 +486,7 @@ def save_history(
             boundaries=_resume_points(engine, agent, held),
             parent=agent.parent,
             parent_position=agent.parent_position,
-            metadata=agent.metadata(),
+            metadata=replace(agent).metadata,
             may_read=False,
         )
     finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from kvcellar.agents.records.checking import KIND, VERSION, checked_facts, is_agent, key_of
@@ -14,10 +15,12 @@ from kvcellar.agents.records.titles import said_title
 from kvcellar.agents.records.views import AgentInfo, Took, TurnRecord
 from kvcellar.errors import AgentError, MovedOnError
 from kvcellar.history import History
-from kvcellar.hosting.conversation import Message
 from kvcellar.hosting.fair_lock import Gate
+from kvcellar.hosting.messages import Messages
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.references import SERIAL
+
+_numbers_of = attrgetter(*(one.name for one in fields(Took)))
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +34,7 @@ class Agent:
     model: str
     key: ModelKey
     tokens: History = field(default_factory=History)
-    messages: tuple[Message, ...] = ()
+    messages: Messages = field(default_factory=Messages)
     given_title: str = ""
     """Title that a person gave it; empty: none, and it is called by what was said."""
     tools: list[dict[str, Any]] | None = None
@@ -208,7 +211,7 @@ class Agent:
         """Return true if the other has all that this one said; of a cut answer, its part."""
         n, messages = len(self.tokens), self.messages
         if self.turns and self.turns[-1].reason == "cut":
-            messages = messages[:-1]
+            messages = messages.prefix(len(messages) - 1)
         is_same = other.tokens.common_prefix(self.tokens) == n
         return is_same and other.messages[: len(messages)] == messages
 
@@ -219,7 +222,7 @@ class Agent:
         return (
             is_same
             and n < len(other.messages)
-            and plain(other.messages[:n]) == plain(self.messages)
+            and plain(other.messages.prefix(n)) == plain(self.messages)
         )
 
     def read_anew(self, other: Agent) -> None:
@@ -323,10 +326,11 @@ class Agent:
         if len(whole) < len(turns):
             cut, end = turns[len(whole)]
             if cut.n_prompt < position < cut.stop and end > cut.n_messages:
-                self.messages = (*self.messages[: end - 1], {"role": "assistant", "content": None})
+                left = {"role": "assistant", "content": None}
+                self.messages = self.messages.prefix(end - 1).plus([left])
                 whole.append(replace(cut, stop=position, reason="cut"))
             else:
-                self.messages = self.messages[: cut.n_messages]
+                self.messages = self.messages.prefix(cut.n_messages)
         self.turns = tuple(whole)
         if not self.messages:
             self.tools, self.template_kwargs = None, {}
@@ -373,7 +377,7 @@ class Agent:
         value = checked_facts(ref)
         self.model = value["model"]
         self.tokens = ref.tokens
-        self.messages = tuple(value["messages"])
+        self.messages = Messages(value["messages"])
         self.given_title = value.get("title", "")
         self.tools, self.template_kwargs = value["tools"], value.get("template_kwargs", {})
         self.turns = tuple(map(_turn_of, value["turns"]))
@@ -409,15 +413,16 @@ class Agent:
         return agent
 
 
-def plain(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def plain(messages: Messages) -> Messages:
     """Return messages each of which has a content, as every template reads them."""
-    return tuple({**message, "content": message.get("content") or ""} for message in messages)
+    bare = {i: one for i, one in enumerate(messages) if not one.get("content", "")}
+    return messages.but({i: {**one, "content": ""} for i, one in bare.items()})
 
 
 def _turn_as_json(turn: TurnRecord) -> list[Any]:
     """Return a turn as the store keeps it: its numbers in order, and what it took where known."""
     value = [turn.start, turn.n_prompt, turn.stop, turn.n_messages, turn.reason]
-    return value if turn.took is None else [*value, list(astuple(turn.took))]
+    return value if turn.took is None else [*value, list(_numbers_of(turn.took))]
 
 
 def _turn_of(value: list[Any]) -> TurnRecord:

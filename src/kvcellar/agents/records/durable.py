@@ -20,7 +20,7 @@ from kvcellar.agents.records.agent import Agent
 from kvcellar.agents.records.durable_marks import Mark
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
-from kvcellar.hosting.conversation import n_alike
+from kvcellar.hosting.messages import Messages, n_alike
 from kvcellar.store import EventKind, Reference, Store
 from kvcellar.store.facts import BadFactError, items, object_of, parse_json, plain, text, whole
 from kvcellar.store.format import VERSION, DamagedError, Tensor, pack, read_from
@@ -35,7 +35,7 @@ def entry_of(agent: Agent, before: Mark | None) -> tuple[bytes, Mark]:
         before: a state that is durable; None: the entry says all.
     """
     if before is None:
-        before = Mark(agent.name, 0, 0, History(), (), (), (), None)
+        before = Mark(agent.name, 0, 0, History(), Messages(), (), (), None)
     n = before.tokens.common_prefix(agent.tokens)
     k = n_alike(
         list(zip(before.messages, before.stops, strict=True)),

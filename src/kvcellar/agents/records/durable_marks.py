@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcellar.agents.records.views import TurnRecord
 from kvcellar.history import History
-from kvcellar.hosting.conversation import Message
+from kvcellar.hosting.messages import Messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Mark:
     serial: int
     n_changes: int
     tokens: History
-    messages: tuple[Message, ...]
+    messages: Messages
     stops: tuple[int | None, ...]
     turns: tuple[TurnRecord, ...]
     tools: list[dict[str, Any]] | None

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents.records.agent import Agent
-from kvcellar.hosting.conversation import Message, n_alike
-from kvcellar.hosting.volatile import apply_rules, match_key
+from kvcellar.hosting.messages import Messages, n_alike
+from kvcellar.hosting.volatile import apply_rules
 
 MOST_NEAR = 16
 """Agents among which a conversation's nearest is looked for."""
@@ -42,7 +42,7 @@ class Place:
     is_busy: bool
 
 
-_Known = tuple[tuple[Message, ...], list[bytes]]
+_Known = tuple[Messages, list[bytes]]
 """An agent's messages, and the chain of them."""
 
 
@@ -72,7 +72,8 @@ class Places:
             tools: definitions of its tools.
             likely: id of the agent that is preferred where several have as many tokens.
         """
-        read = apply_rules(messages[:-1], tools, self._rules)
+        said = Messages(messages)
+        read = apply_rules(said.prefix(len(said) - 1), tools, self._rules)
         wanted = self._chain(read.messages, read.tools)
         known: dict[str, _Known] = {}
         found: list[tuple[Place, bool, float]] = []
@@ -90,14 +91,12 @@ class Places:
             known = (messages, self._chain(messages, agent.tools))
         return known
 
-    def _chain(
-        self, messages: Iterable[Mapping[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> list[bytes]:
+    def _chain(self, messages: Messages, tools: list[dict[str, Any]] | None) -> list[bytes]:
         digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
         chain = []
-        for message in messages:
+        for i in range(len(messages)):
             digest = digest.copy()
-            digest.update(match_key(message, self._rules).encode("utf-8", "surrogatepass"))
+            digest.update(messages.key(i, self._rules).encode("utf-8", "surrogatepass"))
             digest.update(b"\0")
             chain.append(digest.digest())
         return chain

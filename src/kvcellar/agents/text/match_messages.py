@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents.records.agent import Agent
-from kvcellar.hosting.conversation import Message, n_alike, split_begun
-from kvcellar.hosting.volatile import apply_rules, match_key
+from kvcellar.agents.records.views import TurnRecord
+from kvcellar.hosting.conversation import split_begun
+from kvcellar.hosting.messages import Messages
+from kvcellar.hosting.volatile import apply_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +27,25 @@ class Joined:
         is_appended: whether the client sent what is new alone, and the history was put before it.
         agent_id: whose history it is.
         n_turns: turns of that history up to the last answer that is common.
+        known: messages of that history.
+        turns: of that history.
         added: messages of that history that the client did not send, and that are read behind its
             own leading system messages.
     """
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Messages
     n_common: int
     is_continuing: bool
     is_appended: bool
     agent_id: str
     n_turns: int
-    added: Sequence[Mapping[str, Any]] = ()
+    known: Messages
+    turns: tuple[TurnRecord, ...]
+    added: Messages
+
+    def holds_for(self, agent: Agent) -> bool:
+        """Return true if the agent has the history that the conversation was compared with."""
+        return agent.messages is self.known and agent.turns is self.turns
 
 
 def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> Joined:
@@ -44,37 +54,50 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
     A conversation without a system message has the agent's own. Messages without an answer in them
     that share no beginning with the history, apart from its system message, are new ones behind it.
     """
+    known, given, added = agent.messages, Messages(messages), Messages()
+    n_system = n_system_of(known)
+    if n_system and not n_system_of(given):
+        added = known.prefix(n_system)
+        given = added.plus(given)
+    n = n_matched(agent, given, rules)
+
+    def joined(n_turns: int, *, is_continuing: bool = False) -> Joined:
+        met = (agent.agent_id, n_turns, known, agent.turns, added)
+        return Joined(given, n, is_continuing, False, *met)
+
+    if continues(agent, given, n):
+        return joined(len(agent.turns), is_continuing=True)
+    is_new = agent.is_conversation and n == n_system == n_system_of(given) < len(given)
+    said, _ = split_begun(given)
+    if is_new and all(message.get("role") != "assistant" for message in said):
+        whole, added = known.plus(given.behind(n)), added.plus(known.behind(n_system))
+        met = (agent.agent_id, len(agent.turns), known, agent.turns, added)
+        return Joined(whole, len(known), True, True, *met)
+    return joined(_answered(agent, n))
+
+
+def n_matched(agent: Agent, messages: Messages, rules: Collection[str]) -> int:
+    """Count the messages with which a conversation and an agent's history begin."""
+    return agent.messages.n_matched(apply_rules(messages, None, rules).messages, rules)
+
+
+def continues(agent: Agent, messages: Messages, n: int) -> bool:
+    """Return whether messages begin with all of an agent's history and go on behind it.
+
+    What was put behind the messages as tokens cannot be said in messages: it is never gone on from
+    by them.
+
+    Args:
+        agent: the agent.
+        messages: the whole conversation.
+        n: messages with which both begin, as ``n_matched`` counts them.
+    """
     known = agent.messages
     n_system = n_system_of(known)
-    added: Sequence[Mapping[str, Any]] = ()
-    if n_system and not n_system_of(messages):
-        added = known[:n_system]
-        messages = [*added, *messages]
-    mine = [match_key(message, rules) for message in known]
-    read = apply_rules(messages, None, rules).messages
-    given = [match_key(message, rules) for message in read]
-    n = n_alike(mine, given)
-    if not agent.is_conversation:
-        # What was put behind the messages as tokens cannot be said in messages: it is never gone on
-        # from by them.
-        return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n), added)
-    if n == len(mine) and len(given) > n:
-        return Joined(messages, n, True, False, agent.agent_id, len(agent.turns), added)
-    if len(known) == 1 == n_system and _goes_on(known[0], messages):
-        return Joined(messages, n, True, False, agent.agent_id, 0, added)
-    is_new = n == n_system == n_system_of(messages) < len(given)
-    said, _ = split_begun(messages)
-    if is_new and all(message.get("role") != "assistant" for message in said):
-        whole = [*known, *messages[n:]]
-        added = [*added, *known[n_system:]]
-        return Joined(whole, len(known), True, True, agent.agent_id, len(agent.turns), added)
-    return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n), added)
-
-
-def continues(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> bool:
-    """Return whether messages begin with all of an agent's history and go on behind it."""
-    joined = join(agent, messages, rules)
-    return joined.is_continuing and len(joined.messages) == len(messages)
+    if not agent.is_conversation or (n_system and not n_system_of(messages)):
+        return False
+    is_longer = n == len(known) < len(messages)
+    return is_longer or (len(known) == 1 == n_system and _goes_on(known[0], messages))
 
 
 def _goes_on(known: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -85,7 +108,7 @@ def _goes_on(known: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) ->
     return is_system and bool(mine) and str(theirs).startswith(f"{mine}\n\n")
 
 
-def n_system_of(messages: Sequence[Mapping[str, Any]] | Sequence[Message]) -> int:
+def n_system_of(messages: Sequence[Mapping[str, Any]]) -> int:
     """Count the system messages at the beginning."""
     roles = (message.get("role") for message in messages)
     return next((i for i, role in enumerate(roles) if role != "system"), len(messages))

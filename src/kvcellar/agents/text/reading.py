@@ -21,12 +21,13 @@ from kvcellar.dialects.messages import (
 )
 from kvcellar.engine.text import StopFinder
 from kvcellar.history import History
-from kvcellar.hosting.conversation import AgentTokenizer, Message
-from kvcellar.models.prompts import begun_of
-from kvcellar.models.templates import text_of_templates
+from kvcellar.hosting.messages import Message
+from kvcellar.models.text.prompts import begun_of
+from kvcellar.models.text.templates import text_of_templates
 
 if TYPE_CHECKING:
     from kvcellar.agents.records.agent import Agent
+    from kvcellar.hosting.conversation import AgentTokenizer
     from kvcellar.hosting.host import ModelHost
 
 

@@ -51,7 +51,7 @@ BACKEND = Backend(
 
 def export_program(name_or_path: str | Path, to: str | Path, **options: Any) -> ExportReport:
     """Export a checkpoint as one file; see ``exporting.export_program``, imported when called."""
-    from kvcellar.models.tokenizer import quiet
+    from kvcellar.models.text.tokenizer import quiet
 
     with quiet(lambda part: None):
         from kvcellar.backends.executorch.exporting import export_program

@@ -21,21 +21,21 @@ from kvcellar.backends.torch.loading import model_facts as torch_model_facts
 from kvcellar.errors import ConfigError, MetadataError, ModelError, StepError
 from kvcellar.home import default_home, locked
 from kvcellar.metadata import PREFIX
-from kvcellar.models.configs import config_from_dict
 from kvcellar.models.facts import ModelFacts
+from kvcellar.models.files.configs import config_from_dict
+from kvcellar.models.files.generation import sampling_defaults
+from kvcellar.models.files.hub import find_checkpoint
+from kvcellar.models.files.places import is_gguf
 from kvcellar.models.fingerprint import (
     Fingerprint,
     Progress,
     fingerprint_checkpoint,
     fingerprint_of,
 )
-from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.hub import find_checkpoint
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn
-from kvcellar.models.places import is_gguf
 from kvcellar.models.runner import BoundRunner, FloatArray, Runner
-from kvcellar.models.sizing import size_checkpoint
+from kvcellar.models.sizes.sizing import size_checkpoint
 from kvcellar.models.weights import own_kv_dtype
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
@@ -249,7 +249,7 @@ def _check_asked(path: Path, facts: Mapping[str, Any], options: LoadOptions) -> 
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
-    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`.
+    """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`.
 
     A checkpoint is counted in the type that it is exported in.
     """
@@ -323,7 +323,7 @@ def _facts(program: Program) -> Mapping[str, Any]:
 
 def _carried(program: Program) -> tuple[Any, Any, Mapping[str, float]]:
     """Read the config and the tokenizer inside, and how the model wants to be sampled."""
-    from kvcellar.models.tokenizer import load_tokenizer, quiet
+    from kvcellar.models.text.tokenizer import load_tokenizer, quiet
 
     with tempfile.TemporaryDirectory(prefix="kvcellar-") as temporary:
         folder = Path(temporary)

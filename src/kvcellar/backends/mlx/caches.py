@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_ro
 from kvcellar.backends.mlx.state_pools import GivenStates, StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import BASE, exact_cells
+from kvcellar.bookkeeping.exact import BASE, exact_cells, layer_plan
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
@@ -258,16 +258,12 @@ class MlxCache(RowMoves):
             check_shapes(layer, self.steps.groups[index], *shapes)
             positions = _flat(position) if self.steps.needs_positions() else None
             plan = self.steps.plan(layer, k.shape[2], positions)
-            exact = self.pools.exact[index]
-            own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
-            has_writes = slot == index
-            if not has_writes:  # it shares the rows of another layer
-                own, exact_writes = replace(own, writes=()), ()
+            stores = slot == index
+            own, exact_writes = layer_plan(plan, self.pools.exact[index], stores=stores)
             cells = mx.array(own.write_cells) if len(own.writes) > FEW_RUNS else None
             reads = tuple(_read(spec) for spec in own.reads)
-            one_run = _one_run(plan) if has_writes and not exact_writes else None
-            writes = tuple(exact_writes)
-            prepared = Prepared(plan, own.writes, cells, reads, writes, shapes, one_run)
+            one_run = _one_run(plan) if stores and not exact_writes else None
+            prepared = Prepared(plan, own.writes, cells, reads, exact_writes, shapes, one_run)
             self._prepared[slot] = prepared
         self.pools.of_layer[layer].ensure(prepared.plan.n_cells)
         return prepared

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.words import empty_model
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import few
+from kvcellar.models.files.checkpoint import few
 from kvcellar.models.gguf.families import FAMILIES
 from kvcellar.models.gguf.family import Family
 from kvcellar.models.gguf.reader import GgufFile, GgufTensor, wrong

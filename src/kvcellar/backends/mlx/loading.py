@@ -21,20 +21,25 @@ from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.check import CheckVerdict, demand_exact, keep_verdict, verdict_of
-from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
-from kvcellar.models.configs import positions_of
 from kvcellar.models.facts import ModelFacts
-from kvcellar.models.formats import without_format
-from kvcellar.models.generation import sampling_defaults
+from kvcellar.models.files.checkpoint import check_tokenizer_files, check_weights, read_config
+from kvcellar.models.files.configs import positions_of
+from kvcellar.models.files.formats import without_format
+from kvcellar.models.files.generation import sampling_defaults
+from kvcellar.models.files.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of, renew_facts
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.plays import LENGTH
 from kvcellar.models.runner import Runner
-from kvcellar.models.sizing import size_checkpoint
-from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet
+from kvcellar.models.sizes.sizing import size_checkpoint
+from kvcellar.models.text.tokenizer import (
+    check_vocabulary,
+    find_eos_token_ids,
+    load_tokenizer,
+    quiet,
+)
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
@@ -354,7 +359,7 @@ def check_model(options: LoadOptions) -> None:
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
-    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+    """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`."""
     return size_checkpoint(options, model_facts)
 
 

@@ -14,7 +14,7 @@ import mlx_lm.utils
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from kvcellar.errors import ModelError
-from kvcellar.models.configs import config_from_dict
+from kvcellar.models.files.configs import config_from_dict
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

@@ -15,7 +15,7 @@ from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bi
 from kvcellar.backends.reference.quantise import rotate
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import BASE
+from kvcellar.bookkeeping.exact import BASE, layer_plan
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import BackendError, ShapeError
 from kvcellar.kernel import attend, levels
@@ -194,12 +194,8 @@ class NativeCache(RowMoves):
     def _compile(
         self, layer: int, index: int, plan: StepPlan, shapes: tuple[tuple[int, ...], ...]
     ) -> Prepared:
-        exact, own, writes = self.pools.exact[index], plan, tuple[Write, ...]()
-        if exact is not None:
-            own, writes = exact.rewrite(plan)
-        if self._slots[layer] != index:  # it shares the rows of another layer
-            own, writes = replace(own, writes=()), ()
-        n_frozen = self.pools.of_layer[layer].n_frozen
+        exact, n_frozen = self.pools.exact[index], self.pools.of_layer[layer].n_frozen
+        own, writes = layer_plan(plan, exact, stores=self._slots[layer] == index)
         compiled = attend.Plan(_behind(own, n_frozen) if n_frozen else own)
         to_exact = None
         if exact is not None and writes:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kvcellar.backends.native.caches import NativeCache
 from kvcellar.backends.native.weights import WeightHolder
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
-from kvcellar.kernel import attend, layers
-from kvcellar.models.plan import ModelPlan, RopePlan
+from kvcellar.kernel import attend, experts, layers
+from kvcellar.models.plans.plan import LayerPlan, ModelPlan, RopePlan
 from kvcellar.types import IntArray
 
 FloatArray = NDArray[np.float32]
@@ -35,7 +35,7 @@ class Rotations:
         self._stretches: dict[int, NDArray[np.generic]] = {}
 
     def of(self, positions: IntArray) -> NDArray[np.generic]:
-        """Return cosines and sines ``[2, T, head_dim]``, contiguous, in the type of q and k."""
+        """Return cosines and sines ``[2, T, numbers that turn]``, contiguous, in q's type."""
         stretches, at = np.divmod(positions, _STRETCH)
         parts = [self._stretch(int(one)) for one in np.unique(stretches)]
         if len(parts) == 1:
@@ -55,6 +55,36 @@ class Rotations:
         return found
 
 
+def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.DecoderLayer:
+    """Hold the weights of a layer, and describe it to the kernel."""
+    rope = None if one.rope is None else plan.ropes[one.rope]
+    mixture = one.mixture
+    share = None if mixture is None else mixture.share
+    return layers.DecoderLayer(
+        holder.linear(one.qkv),
+        holder.linear(one.o),
+        None if one.gate_up is None else holder.linear(one.gate_up),
+        None if one.down is None else holder.linear(one.down),
+        holder.norm(one.before),
+        holder.norm(one.between),
+        holder.norm(one.q_norm),
+        holder.norm(one.k_norm),
+        *one.heads,
+        holder.dtype,
+        one.scale,
+        None if mixture is None else holder.mixture(mixture, one.gate),
+        attended=holder.norm(one.attended),
+        mixed=holder.norm(one.mixed),
+        norms_together=one.norms_together,
+        n_turned=0 if rope is None else 2 * len(rope.frequencies),
+        rope=one.rope or 0,
+        residual=one.residual,
+        gate=experts.Gate(*one.gate),
+        sinks=0 if one.sinks is None else holder.floats(one.sinks).ctypes.data,
+        share=None if share is None else holder.unchanged(share),
+    )
+
+
 class NativeDecoder:
     """A model's weights, and the kernel's call that runs a forward of it."""
 
@@ -66,29 +96,19 @@ class NativeDecoder:
         """
         self.holder = holder
         self.hidden_size, self.vocab_size = plan.facts.hidden_size, plan.facts.vocab_size
-        self._rotations = Rotations(plan.rope, holder.dtype)
-        made = [
-            layers.DecoderLayer(
-                holder.linear(one.qkv),
-                holder.linear(one.o),
-                holder.linear(one.gate_up),
-                holder.linear(one.down),
-                holder.norm(one.before),
-                holder.norm(one.between),
-                holder.norm(one.q_norm),
-                holder.norm(one.k_norm),
-                *one.heads,
-                holder.dtype,
-                one.scale,
-            )
-            for one in plan.layers
-        ]
+        self._rotations = [Rotations(one, holder.dtype) for one in plan.ropes]
+        made = [_layer(one, plan, holder) for one in plan.layers]
         self._embedding = holder.embedding(plan.embedding)
         is_tied = plan.head.weights == (plan.embedding,) and not any(plan.head.biases)
         head = self._embedding.layer() if is_tied else holder.linear(plan.head, is_most_exact=True)
-        self._last_norm = holder.vector(plan.norm.weight), plan.norm.eps
-        weight, eps = self._last_norm
-        self._parts = made, layers.Norm(weight.ctypes.data, eps), head
+        self._last_norm = plan.norm, holder.norm_weight(plan.norm)
+        self._parts = made, holder.described(*self._last_norm), head
+        scale = plan.embedding_scale
+        self._factors = {
+            "embedding_scale": holder.rounded(scale) if plan.rounds_scale else scale,
+            "logit_scale": plan.logit_scale,
+            "logit_cap": plan.logit_cap or 0.0,
+        }
         self._local = threading.local()
 
     def _embedded(self, ids: IntArray) -> layers.Decoder:
@@ -99,7 +119,8 @@ class NativeDecoder:
             n_rows = max(len(ids), _FEW)
             dtype = np.uint16 if self.holder.dtype == attend.Dtype.bfloat16 else np.float32
             rows = self._local.rows = np.empty((n_rows, self.hidden_size), dtype)
-            self._local.decoder = layers.Decoder(made, rows.ctypes.data, norm, head)
+            at = rows.ctypes.data
+            self._local.decoder = layers.Decoder(made, at, norm, head, **self._factors)
         self._embedding.look_up(ids, rows)
         found: layers.Decoder = self._local.decoder
         return found
@@ -130,7 +151,7 @@ class NativeDecoder:
         n_tokens = len(ids)
         steps = cache.compiled_steps(n_tokens, positions)
         decoder = self._embedded(ids)
-        cos, sin = self._rotations.of(positions)
+        sides = [one.of(positions) for one in self._rotations]
         logits = np.empty((len(rows), self.vocab_size), np.float32)
         features = np.empty((n_tokens, len(feature_layers) * self.hidden_size), np.float32)
         numbers = np.arange(n_tokens, dtype=np.int64)
@@ -138,8 +159,7 @@ class NativeDecoder:
             steps,
             numbers.ctypes.data,
             n_tokens,
-            cos.ctypes.data,
-            sin.ctypes.data,
+            [(cos.ctypes.data, sin.ctypes.data) for cos, sin in sides],
             rows.ctypes.data,
             len(rows),
             logits.ctypes.data,
@@ -159,19 +179,21 @@ class NativeDecoder:
         """
         made, _, _ = self._parts
         _, states = self.forward(cache, ids, positions, np.empty(0, np.int64), (len(made),))
-        weight, eps = self._last_norm
+        norm, weight = self._last_norm
         is_bf16 = self.holder.dtype == attend.Dtype.bfloat16
-        x: Any = to_bfloat16_bits(states) if is_bf16 else states
-        out, n = np.empty_like(x), self.hidden_size
+        in_floats = norm.in_floats or not is_bf16
+        x: Any = states if in_floats else to_bfloat16_bits(states)
         layers.norm(
             x.ctypes.data,
             len(ids),
             1,
-            n,
-            n,
-            self.holder.dtype,
+            self.hidden_size,
+            self.hidden_size,
+            attend.Dtype.float32 if in_floats else attend.Dtype.bfloat16,
             weight.ctypes.data,
-            eps,
-            out.ctypes.data,
+            norm.eps,
+            x.ctypes.data,
         )
-        return from_bfloat16_bits(out) if is_bf16 else out
+        if not is_bf16:
+            return states
+        return from_bfloat16_bits(to_bfloat16_bits(states) if in_floats else x)

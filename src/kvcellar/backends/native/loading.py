@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,27 +13,29 @@ from typing import Any
 from kvcellar.backends.native.decoder import NativeDecoder
 from kvcellar.backends.native.pools import SideForm
 from kvcellar.backends.native.runner import NativeRunner
-from kvcellar.backends.native.weights import Tensors, WeightHolder, tensors_of
+from kvcellar.backends.native.shapes import check_shapes
+from kvcellar.backends.native.tensors import TYPES, ExpertRows, Tensors, tensors_of
+from kvcellar.backends.native.weights import MXFP4, WeightHolder
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import blocks, levels
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models.checkpoint import (
+from kvcellar.models.facts import ModelFacts
+from kvcellar.models.files.checkpoint import (
     check_tokenizer_files,
     check_weights,
     pick_dtype,
     read_config,
 )
-from kvcellar.models.facts import ModelFacts
-from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.files.generation import sampling_defaults
+from kvcellar.models.files.hub import find_checkpoint, is_local
 from kvcellar.models.loading import DeviceMemory
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
-from kvcellar.models.plan import ModelPlan
-from kvcellar.models.plan_rules import known_plan
+from kvcellar.models.plans.plan import ModelPlan
+from kvcellar.models.plans.rules import known_plan
 from kvcellar.models.runner import Runner
-from kvcellar.models.sizing import size_checkpoint
-from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer
+from kvcellar.models.sizes.sizing import size_checkpoint
+from kvcellar.models.text.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer
 from kvcellar.models.weights import (
     BETWEEN_BLOCKS,
     FILE,
@@ -83,7 +85,9 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
     report(0.91, "reading the tokenizer")
     tokenizer = load_tokenizer(folder)
     report(0.92, "loading weights")
-    decoder = NativeDecoder(plan, WeightHolder(tensors_of(folder, plan), weights, dtype))
+    tensors = tensors_of(folder, plan)
+    check_shapes(plan, tensors)
+    decoder = NativeDecoder(plan, WeightHolder(tensors, weights, dtype))
     check_vocabulary(tokenizer, plan.facts.vocab_size, folder)
     report(1.0, "ready")
     return NativeModel(
@@ -97,7 +101,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
         max_positions=plan.facts.max_positions,
         dtype=dtype,
-        weights=weights,
+        weights=None if weights == PLAIN else weights,
         sampling=sampling_defaults(folder),
         chat_template=None,
         decoder=decoder,
@@ -127,7 +131,8 @@ def _types(folder: Path, raw: Mapping[str, Any], options: LoadOptions) -> tuple[
     """Return the type that a model computes in, and how its weights are held.
 
     Raises:
-        ConfigError: what was asked for are plain weights, which the kernel has no products for.
+        ConfigError: what was asked for are plain weights in a type that the kernel has no products
+            for.
     """
     asked = parse_weights(options.weights, options.dtype)
     stored = check_weights(folder)
@@ -139,10 +144,12 @@ def _types(folder: Path, raw: Mapping[str, Any], options: LoadOptions) -> tuple[
     dtype = pick_dtype("bfloat16" if asked == "bf16" else options.dtype, raw, stored, is_cpu=True)
     if asked is None and dtype == "bfloat16":
         asked = "bf16"
-    if asked in (None, PLAIN) or dtype == "float16":
+    asked = asked or PLAIN
+    if dtype == "float16" or (asked == PLAIN and dtype != "float32"):
         raise ConfigError(
             f"{options.name!r} would compute in {dtype} with plain weights, which the native "
-            f"backend does not; choose weights bf16, int8 or int4, or the backend torch"
+            f"backend does not; choose weights bf16, int8 or int4, dtype float32, or the backend "
+            f"torch"
         )
     return dtype, asked
 
@@ -162,11 +169,19 @@ def lack_of(options: LoadOptions) -> str:
     is_usual = options.dtype in (None, "auto") and options.weights is None
     if options.model == DEMO and options.dtype in (None, "auto") and options.weights != "bf16":
         return f"the bundled model computes in float32 by default, and here in {dtype}"
+    if weights == PLAIN:
+        return "its weights stay in float32, which torch is the default for"
     tensors = tensors_of(folder, plan)
     of_each = {name: tensors.shape(name) for name in plan.tensors}
-    plain = {kind for kind, shape in of_each.values() if len(shape) == 2} - blocks.INPUTS.keys()
+    kinds = {kind for kind, shape in of_each.values() if len(shape) == 2}
+    of_experts = {rows.kind for _, rows in _experts(tensors, plan)}
+    _beside_experts(tensors, plan)  # which has to be there
+    plain = (kinds | of_experts) - blocks.INPUTS.keys()
     if weights == FILE and plain:
         return f"its file has matrices in {', '.join(sorted(plain))}, which are not multiplied so"
+    in_blocks = (kinds | of_experts - {MXFP4}) - TYPES.keys()
+    if weights != FILE and in_blocks:
+        return f"its file has matrices in {', '.join(sorted(in_blocks))}, which are not packed anew"
     if weights == FILE and is_usual and not are_blocks(*_counted(tensors, plan, is_kept=True)):
         return "most of its file is no blocks of few bits, and is rather held as bf16"
     return ""
@@ -214,7 +229,7 @@ def check_model(options: LoadOptions) -> None:
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
-    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+    """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`."""
     return size_checkpoint(options, model_facts, has_kernel=True, count=partial(_count, options))
 
 
@@ -239,17 +254,48 @@ def _counted(
     """Count the numbers of a plan's tensors; ``is_kept`` where blocks stay as they are."""
     exact = (plan.embedding, *plan.head.weights)
     sizes, matrices = {}, {}
+
+    def block_bytes(kind: str, n_out: int, n_in: int) -> int:
+        if not is_kept or kind not in blocks.INPUTS:
+            return 0
+        return sum(blocks.block_sizes(blocks.block_type(kind), n_in, n_out)[1:])
+
     for name in plan.tensors:
         kind, shape = tensors.shape(name)
         sizes[name] = math.prod(shape)
         if len(shape) == 2:
             n_out, n_in = shape
             is_rows = name == plan.embedding and name not in plan.head.weights
-            n_bytes = 0
-            if is_kept and kind in blocks.INPUTS:
-                n_bytes = sum(blocks.block_sizes(blocks.block_type(kind), n_in, n_out)[1:])
+            n_bytes = block_bytes(kind, n_out, n_in)
             matrices[name] = Matrix(n_out, n_in, name in exact, is_rows, block_bytes=n_bytes)
-    return sizes, matrices
+    for name, rows in _experts(tensors, plan):
+        n, n_out, n_in = rows.n_experts, rows.n_out, rows.n_in
+        sizes[name] = n * n_out * n_in
+        n_bytes = n * block_bytes(rows.kind, n_out, n_in)
+        matrices[name] = Matrix(n_out, n_in, False, False, n, block_bytes=n_bytes)
+    return sizes | _beside_experts(tensors, plan), matrices
+
+
+def _beside_experts(tensors: Tensors, plan: ModelPlan) -> dict[str, int]:
+    """Count the numbers of what mixtures have beside their experts' matrices.
+
+    Raises:
+        ModelError: some is not there.
+    """
+    sizes = dict[str, int]()
+    for one in plan.mixtures:
+        biases = one.biases or ()
+        small = [name for name in one.tensors if name not in biases]
+        sizes |= {name: math.prod(tensors.shape(name)[1]) for name in small}
+        sizes |= {name: tensors.expert_biases(name, is_crossed=False).size for name in biases}
+    return sizes
+
+
+def _experts(tensors: Tensors, plan: ModelPlan) -> Iterator[tuple[str, ExpertRows]]:
+    """Yield the matrices of all experts by the plan's names; nothing is read."""
+    for one in plan.mixtures:
+        for name in (one.gate_up, one.down):
+            yield name, tensors.experts(name, is_crossed=one.is_crossed)
 
 
 def model_facts(raw: Mapping[str, Any]) -> ModelFacts:

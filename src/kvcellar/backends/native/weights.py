@@ -2,198 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.large_pages import CHUNK, LINE, mapped
+from kvcellar.backends.native.tensors import TYPES, ExpertRows, TensorRows, Tensors
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
 from kvcellar.errors import ModelError
-from kvcellar.kernel import attend, blocks, layers
+from kvcellar.kernel import attend, blocks, experts, layers
 from kvcellar.kernel import linear as products
-from kvcellar.models.checkpoint import TensorPlace, read_header, tensor_places
-from kvcellar.models.gguf.families import FAMILIES
-from kvcellar.models.gguf.reader import GgufFile, GgufTensor, read_gguf
-from kvcellar.models.plan import LinearPlan, ModelPlan, NormPlan
-from kvcellar.models.weights import BLOCK, FILE, MOST_EXACT_BITS, SHARED, is_fitted
+from kvcellar.models.plans.plan import Gate, LinearPlan, MixturePlan, NormPlan
+from kvcellar.models.weights import (
+    BLOCK,
+    FILE,
+    MOST_EXACT_BITS,
+    PLAIN,
+    SHARED,
+    bits_of,
+    can_pack,
+    is_fitted,
+)
 from kvcellar.types import IntArray
 
 Array = NDArray[Any]
 
-_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""Types of safetensors that are read, and of the arrays that hold them; bfloat16 as its bits."""
+MXFP4 = "MXFP4"
+"""Type of experts that stay as they are, whatever the others are held in."""
 
 _FITTED_BLOCK, _FITTED_BYTES = 256, 144
 """Numbers of a block of Q4_K, and its bytes in a file."""
-
-
-class TensorRows(NamedTuple):
-    """A tensor as a checkpoint stores it.
-
-    Attributes:
-        kind: type by the format's name: ``F32``, ``BF16``, ``Q4_K`` ...
-        rows: ``[n_out, n_in]`` numbers, bfloat16 as its bits, or bytes of blocks.
-        n_in: numbers of a row.
-    """
-
-    kind: str
-    rows: Array
-    n_in: int
-
-    @property
-    def n_out(self) -> int:
-        """Number of rows."""
-        return int(self.rows.shape[0])
-
-
-class Tensors(Protocol):
-    """Protocol of a checkpoint's tensors, by the names of a plan."""
-
-    def matrix(self, name: str) -> TensorRows:
-        """Map a matrix as it is stored.
-
-        Raises:
-            ModelError: there is none of that name, or of a type that is not read.
-        """
-        ...
-
-    def vector(self, name: str) -> NDArray[np.float32]:
-        """Read the numbers of a tensor of one axis; errors as of ``matrix``."""
-        ...
-
-    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return the type and the axes of a tensor, of which nothing is read.
-
-        Raises:
-            ModelError: there is none of that name.
-        """
-        ...
-
-
-def tensors_of(path: Path, plan: ModelPlan) -> Tensors:
-    """Open the tensors of a checkpoint: a folder with safetensors, or a GGUF file."""
-    return GgufTensors(read_gguf(path), plan) if path.is_file() else FolderTensors(path)
-
-
-class FolderTensors:
-    """Tensors of safetensors files, mapped."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read the headers.
-
-        Raises:
-            ModelError: a file is damaged.
-        """
-        self._folder = folder
-        self._places = tensor_places(folder)
-        self._files: dict[str, tuple[Array, Mapping[str, Any]]] = {}
-
-    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return a tensor's type and axes; see :class:`Tensors`."""
-        place = self._place(name)
-        return place.dtype, place.shape
-
-    def _place(self, name: str) -> TensorPlace:
-        place = self._places.get(name)
-        if place is None or place.dtype not in _TYPES:
-            there = "is not there" if place is None else f"is in {place.dtype}"
-            raise ModelError(
-                f"{self._folder}: the tensor {name} {there}, and the native backend reads "
-                f"{', '.join(_TYPES)}; load the model with the backend torch"
-            )
-        return place
-
-    def _numbers(self, name: str) -> tuple[str, Array]:
-        place = self._place(name)
-        if place.file not in self._files:
-            path = self._folder / place.file
-            self._files[place.file] = np.memmap(path, np.uint8, "r"), read_header(path)
-        data, header = self._files[place.file]
-        length = int.from_bytes(data[:8].tobytes(), "little")
-        start, stop = (8 + length + at for at in header[name]["data_offsets"])
-        return place.dtype, data[start:stop].view(_TYPES[place.dtype]).reshape(place.shape)
-
-    def matrix(self, name: str) -> TensorRows:
-        """Map a matrix; see :class:`Tensors`."""
-        kind, rows = self._numbers(name)
-        return TensorRows(kind, rows, int(rows.shape[-1]))
-
-    def vector(self, name: str) -> NDArray[np.float32]:
-        """Read a vector; see :class:`Tensors`."""
-        return _floats(*self._numbers(name))
-
-
-class GgufTensors:
-    """Tensors of a GGUF file, mapped, by the names that transformers has for them."""
-
-    def __init__(self, file: GgufFile, plan: ModelPlan) -> None:
-        """Look names up in the format's own table.
-
-        Raises:
-            ModelError: the architecture has forms of its own that are not read here.
-        """
-        import gguf
-
-        family, heads = FAMILIES.get(file.architecture), {one.heads for one in plan.layers}
-        if family is None or family.norm_offset or len(heads) > 1:
-            raise ModelError(
-                f"{file.path}: the native backend does not read GGUF files of the architecture "
-                f"{file.architecture!r}; load it with the backend torch"
-            )
-        self._file, self._is_turned = file, family.is_turned
-        self._heads = {"attn_q": plan.layers[0].heads[0], "attn_k": plan.layers[0].heads[1]}
-        known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-        self._names = gguf.get_tensor_name_map(known[file.architecture], len(plan.layers))
-
-    def _tensor(self, name: str) -> tuple[GgufTensor, int]:
-        """Return a tensor, and its heads where their rows are stored in pairs that turn, else 0."""
-        base, _, suffix = name.rpartition(".")
-        found = f"{self._names.get_name(base) or base}.{suffix}"
-        tensor = self._file.tensors.get(found)
-        if tensor is None:
-            raise ModelError(
-                f"{self._file.path} lacks the tensor {found}, which its plan has as {name}; load "
-                f"the model with the backend torch"
-            )
-        return tensor, self._heads.get(found.split(".")[-2], 0) if self._is_turned else 0
-
-    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return a tensor's type and axes; see :class:`Tensors`."""
-        tensor, _ = self._tensor(name)
-        return tensor.type_name, tensor.shape
-
-    def matrix(self, name: str) -> TensorRows:
-        """Map a matrix; see :class:`Tensors`."""
-        tensor, n_heads = self._tensor(name)
-        kind, n_in = tensor.type_name, tensor.shape[-1]
-        rows = _by_halves(self._file.stored(tensor), n_heads)
-        if kind in _TYPES:
-            rows = np.ascontiguousarray(rows).view(_TYPES[kind]).reshape(-1, n_in)
-        return TensorRows(kind, rows, n_in)
-
-    def vector(self, name: str) -> NDArray[np.float32]:
-        """Read a vector; see :class:`Tensors`."""
-        tensor, n_heads = self._tensor(name)
-        kind = tensor.type_name
-        if kind not in _TYPES:
-            raise ModelError(f"{self._file.path} has {name} in {kind}, where numbers are expected")
-        stored = np.ascontiguousarray(self._file.stored(tensor)).view(_TYPES[kind]).reshape(-1)
-        return _floats(kind, _by_halves(stored, n_heads))
-
-
-def _by_halves(rows: Array, n_heads: int) -> Array:
-    """Return rows whose halves turn together, of heads stored in pairs; of 0 heads as they are."""
-    if not n_heads:
-        return rows
-    pairs = rows.reshape(n_heads, -1, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _floats(kind: str, numbers: Array) -> NDArray[np.float32]:
-    return from_bfloat16_bits(numbers) if kind == "BF16" else numbers.astype(np.float32)
 
 
 class Arena:
@@ -261,7 +102,7 @@ class WeightHolder:
 
         Args:
             tensors: of the checkpoint.
-            weights: ``bf16``, ``int8``, ``int4`` or ``file``; see ``LoadOptions``.
+            weights: ``bf16``, ``int8``, ``int4``, ``file`` or ``plain``; see ``LoadOptions``.
             dtype: type of everything else: ``float32`` or ``bfloat16``.
         """
         self.arena = Arena()
@@ -276,15 +117,37 @@ class WeightHolder:
         self.kept.append(made)
         return made
 
+    def floats(self, name: str) -> NDArray[np.float32]:
+        """Keep a tensor of one axis in float32."""
+        made = np.ascontiguousarray(self._tensors.vector(name))
+        self.kept.append(made)
+        return made
+
+    def rounded(self, number: float) -> float:
+        """Return a number as the model's type has it."""
+        if self.dtype != attend.Dtype.bfloat16:
+            return number
+        return float(from_bfloat16_bits(to_bfloat16_bits(np.array([number], np.float32)))[0])
+
     def norm(self, plan: NormPlan | None) -> layers.Norm:
         """Describe a norm to the kernel, or none."""
         if plan is None:
             return layers.Norm(0, 0.0)
-        return layers.Norm(self.vector(plan.weight).ctypes.data, plan.eps)
+        return self.described(plan, self.norm_weight(plan))
 
-    def vector(self, name: str) -> Array:
-        """Hold a vector of the checkpoint in the type that is computed in."""
-        return self.numbers(self._tensors.vector(name))
+    @staticmethod
+    def described(plan: NormPlan, weight: Array) -> layers.Norm:
+        """Describe a norm whose weight is held to the kernel."""
+        return layers.Norm(weight.ctypes.data, plan.eps, plan.in_floats)
+
+    def norm_weight(self, plan: NormPlan) -> Array:
+        """Hold the weight of a norm, in the type that it multiplies in."""
+        weight = self._tensors.norm(plan)
+        if not plan.in_floats:
+            return self.numbers(weight)
+        made = np.ascontiguousarray(weight, np.float32)
+        self.kept.append(made)
+        return made
 
     def matrices(
         self, names: Sequence[str], *, is_most_exact: bool
@@ -303,20 +166,39 @@ class WeightHolder:
             return [self._blocks(one, name) for one, name in zip(found, names, strict=True)]
         rows = [_plain(one, name) for one, name in zip(found, names, strict=True)]
         n_in = found[0].n_in
-        if self._weights == "bf16":
-            held = self.arena.copy([_as_bf16(one) for one in rows])
-            self.kept.append(held)
-            weights = products.LinearWeights(
-                products.WeightFormat.bf16, n_in, len(held), held.ctypes.data
-            )
-            return [weights]
+        if self._is_plain(n_in):
+            return [self._unchanged(rows)]
         if is_fitted(self._weights, n_in, is_most_exact):
             return [self._placed("Q4_K", _fitted(one), n_in) for one in rows]
         return [self._packed(_joined(rows), MOST_EXACT_BITS)]
 
+    def _unchanged(self, rows: Sequence[Array]) -> products.LinearWeights:
+        """Hold matrices of the same inputs in the model's type, one behind the other."""
+        is_bf16 = self.dtype == attend.Dtype.bfloat16
+        held = self.arena.copy([_as_bf16(one) if is_bf16 else _as_float32(one) for one in rows])
+        self.kept.append(held)
+        form = products.WeightFormat.bf16 if is_bf16 else products.WeightFormat.f32
+        return products.LinearWeights(form, held.shape[-1], len(held), held.ctypes.data)
+
+    def _is_plain(self, n_in: int) -> bool:
+        """Return true if rows of so many numbers stay in the model's type."""
+        return self._weights in ("bf16", PLAIN) or not can_pack(n_in)
+
     def linear(self, plan: LinearPlan, *, is_most_exact: bool = False) -> layers.LinearLayer:
         """Hold linear layers of one input; errors as of ``matrices``."""
         first, *more = self.matrices(plan.weights, is_most_exact=is_most_exact)
+        return layers.LinearLayer(first, self._bias(plan), more)
+
+    def unchanged(self, plan: LinearPlan) -> layers.LinearLayer:
+        """Hold linear layers of one input in the model's type; errors as of ``matrices``."""
+        return layers.LinearLayer(self._small(plan), self._bias(plan), [])
+
+    def _small(self, plan: LinearPlan) -> products.LinearWeights:
+        rows = [_read(self._tensors.matrix(name), name) for name in plan.weights]
+        return self._unchanged([one.reshape(-1, one.shape[-1]) for one in rows])
+
+    def _bias(self, plan: LinearPlan) -> int:
+        """Hold the biases of linear layers, one behind the other; return their address, 0: none."""
         bias = 0
         if any(plan.biases):
             parts = [
@@ -326,44 +208,140 @@ class WeightHolder:
                 for name, weight in zip(plan.biases, plan.weights, strict=True)
             ]
             bias = self.numbers(np.concatenate(parts)).ctypes.data
-        return layers.LinearLayer(first, bias, more)
+        return bias
+
+    def mixture(self, plan: MixturePlan, gate: Gate) -> experts.Mixture:
+        """Hold a mixture of experts.
+
+        Raises:
+            ModelError: as of ``matrices``, or parts do not fit each other.
+        """
+        router = experts.Router(
+            self._small(plan.router),
+            plan.n_chosen,
+            is_sigmoid=False,
+            is_normalised=plan.is_normalised,
+            scale=plan.scale,
+            bias=self._bias(plan.router),
+            extra=0,
+            rounds_logits=True,
+            rounds_shares=plan.rounds_shares,
+        )
+        names, biases = (plan.gate_up, plan.down), plan.biases or (None, None)
+        found = [self._tensors.experts(name, is_crossed=plan.is_crossed) for name in names]
+        shape, inner = self._tensors.shape(plan.router.weights[0])[1], found[1].n_in
+        wanted = [(*shape[:1], 2 * inner, *shape[1:]), (*shape, inner)]
+        if [(one.n_experts, one.n_out, one.n_in) for one in found] != wanted:
+            raise ModelError(
+                f"{' and '.join(names)} are not matrices of the {shape[0]} experts that "
+                f"{plan.router.weights[0]} chooses among; copy the checkpoint again"
+            )
+        up, down = (
+            self._experts(rows, name, bias, is_crossed=plan.is_crossed)
+            for rows, name, bias in zip(found, names, biases, strict=True)
+        )
+        return experts.Mixture(router, experts.Experts(up, down, experts.Gate(*gate)))
+
+    def _experts(
+        self, rows: ExpertRows, name: str, bias: str | None, *, is_crossed: bool
+    ) -> experts.ExpertLayer:
+        """Hold a product of all experts; errors as of ``mixture``."""
+        at_bias = 0
+        if bias is not None:
+            numbers = self._tensors.expert_biases(bias, is_crossed=is_crossed)
+            if numbers.shape != (rows.n_experts, rows.n_out):
+                raise ModelError(f"{bias} is {list(numbers.shape)}, which does not fit {name}")
+            at_bias = self.numbers(numbers).ctypes.data
+        return experts.ExpertLayer(self._of_experts(rows, name), rows.n_experts, at_bias)
+
+    def _of_experts(self, rows: ExpertRows, name: str) -> products.LinearWeights:
+        """Hold experts' matrices one behind the other; return the first."""
+        each: Iterable[Array] = (rows.of(at) for at in range(rows.n_experts))
+        shape = rows.n_out, rows.n_in
+        if self._weights == FILE or (rows.kind == MXFP4 and self._weights != PLAIN):
+            _check_multiplied(rows.kind, name)
+            return self._placed_each(rows.kind, each, rows.n_experts, *shape)
+        read = _read if rows.kind == MXFP4 else _plain
+        each = (read(TensorRows(rows.kind, one, rows.n_in), name) for one in each)
+        if not self._is_plain(rows.n_in):
+            return self._packed_each(each, rows.n_experts, *shape, bits_of(self._weights))
+        is_bf16 = self.dtype == attend.Dtype.bfloat16
+        size = np.uint16 if is_bf16 else np.float32
+        held = self.arena.take(rows.n_experts * math.prod(shape) * size().itemsize).view(size)
+        self.kept.append(held)
+        whole = held.reshape(rows.n_experts, *shape)
+        for at, one in enumerate(each):
+            whole[at] = _as_bf16(one) if is_bf16 else _as_float32(one)
+        form = products.WeightFormat.bf16 if is_bf16 else products.WeightFormat.f32
+        return products.LinearWeights(form, rows.n_in, rows.n_out, held.ctypes.data)
 
     def embedding(self, name: str) -> Embedding:
         """Hold the rows of an embedding; errors as of ``matrices``."""
         (weights,) = self.matrices([name], is_most_exact=True)
-        table = self.kept[-1] if self._weights == "bf16" else None
+        is_typed = self._weights != FILE and self._is_plain(self._tensors.matrix(name).n_in)
+        table = self.kept[-1] if is_typed else None
         return Embedding(weights, table, self.dtype)
 
     def _blocks(self, one: TensorRows, name: str) -> products.LinearWeights:
-        if one.kind not in blocks.INPUTS:
-            raise ModelError(
-                f"the tensor {name} is in {one.kind}, which the kernel does not multiply as it is; "
-                f"load the model with the backend torch, or choose --weights int8"
-            )
+        _check_multiplied(one.kind, name)
         return self._placed(one.kind, one.rows, one.n_in)
 
     def _placed(self, kind: str, rows: Array, n_in: int) -> products.LinearWeights:
-        rows = np.ascontiguousarray(rows)
-        block, n_out = blocks.block_type(kind), len(rows)
+        return self._placed_each(kind, [rows], 1, len(rows), n_in)
+
+    def _placed_each(
+        self, kind: str, each: Iterable[Array], n: int, n_out: int, n_in: int
+    ) -> products.LinearWeights:
+        """Place n matrices of blocks one behind the other; return the first."""
+        block = blocks.block_type(kind)
         n_stored, n_data, n_beside = blocks.block_sizes(block, n_in, n_out)
-        assert rows.nbytes == n_stored, "a file's rows are whole blocks"
-        data, beside = self.arena.take(n_data), self.arena.take(n_beside)
+        data, beside = (self.arena.take(n * size).reshape(n, size) for size in (n_data, n_beside))
         self.kept += data, beside
-        to = data.ctypes.data, beside.ctypes.data
-        blocks.place_blocks(block, rows.ctypes.data, n_in, n_out, *to)
-        return blocks.block_weights(block, n_in, n_out, *to)
+        for at, rows in enumerate(each):
+            rows = np.ascontiguousarray(rows)
+            if rows.nbytes != n_stored:
+                raise ModelError(
+                    f"a matrix {n_out} x {n_in} in {kind} is {rows.nbytes} bytes, and takes "
+                    f"{n_stored}; copy the checkpoint again"
+                )
+            to = data[at].ctypes.data, beside[at].ctypes.data
+            blocks.place_blocks(block, rows.ctypes.data, n_in, n_out, *to)
+        return blocks.block_weights(block, n_in, n_out, data.ctypes.data, beside.ctypes.data)
 
     def _packed(self, rows: Array, bits: int) -> products.LinearWeights:
         n_out, n_in = rows.shape
-        n_blocks = -(-n_out // BLOCK)
-        data = self.arena.take(n_blocks * BLOCK * n_in * bits // 8)
-        scales = self.arena.take(2 * n_blocks * -(-n_in // SHARED[bits]) * BLOCK)
+        return self._packed_each([rows], 1, n_out, n_in, bits)
+
+    def _packed_each(
+        self, each: Iterable[Array], n: int, n_out: int, n_in: int, bits: int
+    ) -> products.LinearWeights:
+        """Pack n matrices one behind the other; return the first."""
+        n_rows = -(-n_out // BLOCK) * BLOCK
+        sizes = n_rows * n_in * bits // 8, 2 * n_rows * -(-n_in // SHARED[bits])
+        data, scales = (self.arena.take(n * size).reshape(n, size) for size in sizes)
         self.kept += data, scales
         kind = products.format_of(bits)
-        dtype = attend.Dtype["bfloat16" if rows.dtype == np.uint16 else "float32"]
-        to = data.ctypes.data, scales.ctypes.data
-        products.pack(rows.ctypes.data, dtype, kind, n_in, n_out, *to)
-        return products.LinearWeights(kind, n_in, n_out, *to)
+        for at, one in enumerate(each):
+            rows = np.ascontiguousarray(one)
+            if rows.shape != (n_out, n_in):
+                raise ModelError(f"a matrix is {list(rows.shape)} and not {[n_out, n_in]}")
+            dtype = attend.Dtype["bfloat16" if rows.dtype == np.uint16 else "float32"]
+            to = data[at].ctypes.data, scales[at].ctypes.data
+            products.pack(rows.ctypes.data, dtype, kind, n_in, n_out, *to)
+        return products.LinearWeights(kind, n_in, n_out, data.ctypes.data, scales.ctypes.data)
+
+
+def _check_multiplied(kind: str, name: str) -> None:
+    """Refuse a type of blocks that is not multiplied as it is.
+
+    Raises:
+        ModelError: so it is.
+    """
+    if kind not in blocks.INPUTS:
+        raise ModelError(
+            f"the tensor {name} is in {kind}, which the kernel does not multiply as it is; "
+            f"load the model with the backend torch, or choose --weights int8"
+        )
 
 
 def _plain(one: TensorRows, name: str) -> Array:
@@ -372,7 +350,7 @@ def _plain(one: TensorRows, name: str) -> Array:
     Raises:
         ModelError: it is in blocks.
     """
-    if one.kind not in _TYPES:
+    if one.kind not in TYPES:
         raise ModelError(
             f"the tensor {name} is in {one.kind}, which the native backend multiplies as it is and "
             f"does not pack anew; leave weights out, or load the model with the backend torch"
@@ -380,8 +358,27 @@ def _plain(one: TensorRows, name: str) -> Array:
     return one.rows.astype(np.float32) if one.kind == "F16" else one.rows
 
 
+def _read(one: TensorRows, name: str) -> Array:
+    """Return the numbers of a matrix, as ``_plain`` does, or what its blocks stand for."""
+    if one.kind not in blocks.INPUTS or one.kind in TYPES:
+        return _plain(one, name)
+    block, shape = blocks.block_type(one.kind), (one.n_in, one.n_out)
+    data, beside = (np.empty(size, np.uint8) for size in blocks.block_sizes(block, *shape)[1:])
+    to = data.ctypes.data, beside.ctypes.data
+    blocks.place_blocks(block, np.ascontiguousarray(one.rows).ctypes.data, *shape, *to)
+    outputs, found = np.arange(one.n_out), np.empty((one.n_out, one.n_in), np.float32)
+    blocks.block_weights(block, *shape, *to).gather(
+        outputs.ctypes.data, one.n_out, attend.Dtype.float32, found.ctypes.data
+    )
+    return found
+
+
 def _as_bf16(rows: Array) -> Array:
     return rows if rows.dtype == np.uint16 else to_bfloat16_bits(rows)
+
+
+def _as_float32(rows: Array) -> Array:
+    return from_bfloat16_bits(rows) if rows.dtype == np.uint16 else rows
 
 
 def _joined(rows: Sequence[Array]) -> Array:

@@ -22,7 +22,7 @@ from kvcellar.backends.reference.pools import (
 from kvcellar.backends.reference.state_pools import StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import exact_cells
+from kvcellar.bookkeeping.exact import exact_cells, layer_plan
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.states import StatePlan
@@ -172,7 +172,7 @@ class ReferenceCache:
         n_tokens = k.shape[2]
         plan = self.steps.plan(layer, n_tokens, _flat_positions(position, n_tokens))
         exact = self.pools.exact[self.steps.group_of(layer)]
-        own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
+        own, exact_writes = layer_plan(plan, exact)
         if self.steps.stores(layer):
             self._write(self.pools.of_layer[layer], plan, exact_writes, k, v)
         self.steps.wrote(layer)

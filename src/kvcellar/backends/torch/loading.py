@@ -43,23 +43,23 @@ from kvcellar.models.check import (
     torch_versions,
     verdict_of,
 )
-from kvcellar.models.checkpoint import (
+from kvcellar.models.facts import ModelFacts
+from kvcellar.models.files.checkpoint import (
     check_tokenizer_files,
     check_weights,
     pick_dtype,
     read_config,
 )
-from kvcellar.models.facts import ModelFacts
-from kvcellar.models.formats import GROUPED, format_of
-from kvcellar.models.generation import sampling_defaults
+from kvcellar.models.files.formats import GROUPED, format_of
+from kvcellar.models.files.generation import sampling_defaults
+from kvcellar.models.files.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of, known_path, renew_facts, stamps_of
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
-from kvcellar.models.plan import keep_plan
-from kvcellar.models.sizing import find_config, size_checkpoint
-from kvcellar.models.tokenizer import (
+from kvcellar.models.plans.plan import keep_plan
+from kvcellar.models.sizes.sizing import find_config, size_checkpoint
+from kvcellar.models.text.tokenizer import (
     check_vocabulary,
     find_eos_token_ids,
     load_tokenizer,
@@ -454,7 +454,7 @@ def load_eagle3(name_or_path: str | Path | None, target: LoadedModel) -> Eagle3H
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
-    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+    """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`."""
     path = find_config(options.model)
     if path.suffix != ".json":
         _read_raw(path)

@@ -175,9 +175,9 @@ class DraftModel:
                     parts.append((tree, part))
                     room -= len(part)
             tokens = np.concatenate([part for _, part in parts])
-            seq_ids = [tree.ask.request_id for tree, part in parts for _ in range(len(part))]
+            stretches = [(tree.ask.request_id, len(part)) for tree, part in parts]
             rows = np.cumsum([len(part) for _, part in parts]) - 1
-            logits = self._forward(tokens, seq_ids, rows.tolist())
+            logits = self._forward(tokens, stretches, rows.tolist())
             for (tree, part), row in zip(parts, logits, strict=True):
                 request_id = tree.ask.request_id
                 known = self._known[request_id] = self._n_known(tree) + len(part)
@@ -207,8 +207,8 @@ class DraftModel:
     def _compute_level(self, trees: Sequence[GrowingTree]) -> None:
         """Run one forward of every tree's last level and grow the next from it."""
         try:
-            tokens, seq_ids = propose_levels(self._cache, trees)
-            logits = self._forward(tokens, seq_ids, range(len(tokens)))
+            tokens, stretches = propose_levels(self._cache, trees)
+            logits = self._forward(tokens, stretches, range(len(tokens)))
         except BaseException:
             for tree in trees:
                 self._trees.pop(tree.ask.request_id, None)
@@ -223,10 +223,13 @@ class DraftModel:
             start += len(level)
 
     def _forward(
-        self, tokens: Sequence[int] | IntArray, seq_ids: Sequence[int], rows: Sequence[int]
+        self,
+        tokens: Sequence[int] | IntArray,
+        stretches: Sequence[tuple[int, int]],
+        rows: Sequence[int],
     ) -> FloatArray:
         try:
-            positions = self._cache.begin_step(seq_ids)
+            positions = self._cache.begin_step(stretches)
             logits = self._runner.forward(tokens, positions, rows)
         except BaseException:
             self._cache.cancel_step()

@@ -170,8 +170,8 @@ class Eagle3Drafter:
             self._take(trees[i], [-1], guesses, i)
         while growing := [i for i in growing if self._is_worth_more(trees[i])]:
             above = [rows[i][trees[i].parents[node]] for i in growing for node in trees[i].level]
-            tokens, seq_ids = propose_levels(self._cache, [trees[i] for i in growing])
-            positions = self._cache.begin_step(seq_ids)
+            tokens, stretches = propose_levels(self._cache, [trees[i] for i in growing])
+            positions = self._cache.begin_step(stretches)
             guesses = self._runner.go_on(tokens, guesses, above, positions, self._width)
             start = 0
             for i in growing:
@@ -193,17 +193,17 @@ class Eagle3Drafter:
     def _read(self, trees: Sequence[GrowingTree]) -> Guesses:
         """Take all pairs that are new; return what the head says behind each sequence's last."""
         tokens: list[int] = []
-        seq_ids: list[int] = []
+        stretches: list[tuple[int, int]] = []
         rows: list[int] = []
         parts = []
         for tree in trees:
             known = self._known[tree.ask.request_id]
             at = known.first + known.n_pairs + 1
             tokens += tree.ask.tokens[at : at + known.n_joined].tolist()
-            seq_ids += [tree.ask.request_id] * known.n_joined
+            stretches.append((tree.ask.request_id, known.n_joined))
             rows.append(len(tokens) - 1)
             parts.append(known.joined)
-        positions = self._cache.begin_step(seq_ids)
+        positions = self._cache.begin_step(stretches)
         guesses = self._runner.read(tokens, parts, positions, rows, self._width)
         for tree in trees:
             known = self._known[tree.ask.request_id]
@@ -224,7 +224,7 @@ class Eagle3Drafter:
     def _compute(self, ask: DraftRequest, known: _Pairs, n: int) -> None:
         """Take the next ``n`` pairs of a sequence that has many."""
         at = known.first + known.n_pairs + 1
-        positions = self._cache.begin_step([ask.request_id] * n)
+        positions = self._cache.begin_step([(ask.request_id, n)])
         self._runner.read(ask.tokens[at : at + n].tolist(), [known.joined[:n]], positions, [], 1)
         known.n_pairs += n
         known.joined = known.joined[n:]

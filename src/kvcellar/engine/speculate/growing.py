@@ -106,25 +106,27 @@ def make_room(
     return going
 
 
-def propose_levels(cache: TreeCache, trees: Sequence[GrowingTree]) -> tuple[list[int], list[int]]:
+def propose_levels(
+    cache: TreeCache, trees: Sequence[GrowingTree]
+) -> tuple[list[int], list[tuple[int, int]]]:
     """Append every tree's last level to its tree in a draft's cache, for one forward of them all.
 
     Returns:
-        (tokens, seq_ids) of the flat batch: a tree after the other.
+        The tokens of the flat batch, and its stretches: a tree after the other.
 
     Raises:
         CacheFullError: trees before the one that found no room have their level in the cache.
     """
     tokens: list[int] = []
-    seq_ids: list[int] = []
+    stretches: list[tuple[int, int]] = []
     for tree in trees:
         at = {node: i for i, node in enumerate(tree.cached)}
         parents = [at.get(tree.parents[node], -1) for node in tree.level]
         cache.propose(parents, tree.ask.request_id)
         tree.cached += tree.level
         tokens += [tree.tokens[node] for node in tree.level]
-        seq_ids += [tree.ask.request_id] * len(tree.level)
-    return tokens, seq_ids
+        stretches.append((tree.ask.request_id, len(tree.level)))
+    return tokens, stretches
 
 
 def drop_trees(cache: TreeCache, trees: Sequence[GrowingTree]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.models.configs import rope_of
+from kvcellar.models.files.configs import rope_of
 
 MOST_HELD_TWICE = 1 << 24
 """Numbers of a float32 head whose matrices are held for the CPU kernel too, in 8 bits."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcellar.errors import ConfigError, ModelError
-from kvcellar.models.checkpoint import check_weights, read_config, stored_bytes
 from kvcellar.models.eagle3.config import MOST_HELD_TWICE, read_eagle3_config
-from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint
+from kvcellar.models.files.checkpoint import check_weights, read_config, stored_bytes
+from kvcellar.models.files.hub import DEMO_FOLDER, find_checkpoint
 from kvcellar.models.options import DEMO
 from kvcellar.models.weights import BLOCK, GROUP, packed_bytes
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec

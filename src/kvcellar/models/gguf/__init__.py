@@ -1,4 +1,4 @@
 """GGUF files: what is in them, and what transformers is told of it.
 
-Imports the gguf library; no runtime comes in.
+Imports tokenizers and NumPy; neither the gguf library nor a runtime comes in.
 """

@@ -19,6 +19,7 @@ def _mixtral(file: GgufFile, raw: Raw) -> None:
     if file.whole("llama.expert_count"):
         raw |= {
             "model_type": "mixtral",
+            "sliding_window": None,
             "num_local_experts": file.whole("llama.expert_count"),
             "num_experts_per_tok": file.whole("llama.expert_used_count"),
         }
@@ -147,6 +148,7 @@ _MIXED = {
     "qwen2moe": Family(
         "qwen2_moe",
         {**of.EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"norm_topk_prob": False},
     ),
     "qwen3moe": Family("qwen3_moe", of.EXPERTS, {"norm_topk_prob": True}),
     "qwen3vlmoe": Family("qwen3_moe", of.EXPERTS, {"norm_topk_prob": True}, reads=_OF_IMAGES),

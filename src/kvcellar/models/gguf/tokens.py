@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from kvcellar.errors import ModelError
 from kvcellar.models.gguf.reader import GgufFile, wrong
 from kvcellar.models.gguf.splits import OPENED, SPLITS, WHOLE
-from kvcellar.models.loaded_tokenizer import LoadedTokenizer
+from kvcellar.models.text.loaded_tokenizer import LoadedTokenizer
 
 _LISTS = ("tokens", "merges", "scores", "token_type")
 _TEMPLATE = "tokenizer.chat_template"
@@ -253,15 +253,20 @@ def _byte_level(file: GgufFile, said: dict[str, Any]) -> Tokenizer:
             f"another, the model would be asked something else; take its own safetensors"
         )
     vocabulary = _numbered(said["tokens"])
-    merges = [tuple(merge.split(" ")) for merge in said["merges"]]
-    for merge in merges:
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
-            raise wrong(
-                file.path,
-                f"has the merge {' '.join(merge)[:80]!r}, which is not of two tokens of its own "
-                f"that make a third",
-            )
-    backend = Tokenizer(models.BPE(vocabulary, _pairs(said), ignore_merges=cut in WHOLE))
+    try:
+        backend = Tokenizer(models.BPE(vocabulary, _pairs(said), ignore_merges=cut in WHOLE))
+    except Exception as error:  # of many kinds, tokenizers' own
+        for merge in said["merges"]:
+            if (
+                merge.count(" ") != 1
+                or not {*merge.split(" "), merge.replace(" ", "")} <= vocabulary.keys()
+            ):
+                raise wrong(
+                    file.path,
+                    f"has the merge {merge[:80]!r}, which is not of two tokens of its own that "
+                    f"make a third",
+                ) from error
+        raise
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in rule),

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.dialects import Call, CallPart
-from kvcellar.server.answer.dialogue import CallEvent, ChatEvent, Ended, Started
+from kvcellar.server.answer.dialogue import ChatEvent, Ended, Started
 from kvcellar.server.schemas.base import QuestionBody
 from kvcellar.server.stream.replies import Frames
 
@@ -31,16 +31,16 @@ def header_text(text: str) -> str:
     return " ".join(text.split()).encode("ascii", "replace").decode()
 
 
-def call_delta(event: CallEvent | CallPart) -> dict[str, Any]:
+def call_delta(part: CallPart) -> dict[str, Any]:
     """Return a piece of a call as streams of chat completions have it."""
-    if not event.text:
+    if not part.text:
         return {
-            "index": event.index,
-            "id": event.call.call_id,
+            "index": part.index,
+            "id": part.call.call_id,
             "type": "function",
-            "function": {"name": event.call.name, "arguments": ""},
+            "function": {"name": part.call.name, "arguments": ""},
         }
-    return {"index": event.index, "function": {"arguments": event.text}}
+    return {"index": part.index, "function": {"arguments": part.text}}
 
 
 def calls_of(calls: Sequence[Call]) -> list[dict[str, Any]]:

@@ -7,32 +7,31 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from kvcellar.agents import ModelHost, Turn, TurnEnd, without_salt
+from kvcellar.agents import ModelHost, PlannedTurn, Turn, TurnEnd, without_salt
 from kvcellar.dialects import (
     AnswerParser,
     Call,
+    CallPart,
     Part,
     ReasoningPart,
     TextPart,
     is_whole,
 )
-from kvcellar.engine import Guide, TokenEvent
-from kvcellar.engine.generate import Finish, GeneratedToken
+from kvcellar.engine import GeneratedToken, Guide
+from kvcellar.engine.generating import Finish
 from kvcellar.errors import ModelError
 from kvcellar.grammar.beginning import begin_guide
 from kvcellar.grammar.grammars import MOST_CALLS, Constraint
 from kvcellar.history import History
 from kvcellar.hosting.text_limits import size_of
 from kvcellar.hosting.thread_lanes import OTHER_BYTES
-from kvcellar.models.prompts import begun_of
+from kvcellar.models.text.prompts import begun_of
 from kvcellar.server.answer.dialogue import (
-    CallEvent,
     ChatEvent,
     Ended,
+    PartEvent,
     Question,
-    ReasoningEvent,
     Started,
-    TextEvent,
 )
 from kvcellar.server.answer.to_template import Wording, word
 from kvcellar.server.answer.tools import chosen
@@ -57,12 +56,12 @@ async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEve
             turn, wording = await word(service, host, question)
             held = await _held(service, host, question)
             async with service.conversations.seat(turn, question.whose) as seat:
-                said = _Answer(service, host, question, turn, wording, held, seat)
-                await said.begin()
-                async with service.agents.turns.running(turn) as running:
+                said = _Answer(service, host, question, wording, held, seat)
+                turn = await said.begin()
+                async with service.agents.turns.running(turn, host) as running:
                     async for event in running.events:
                         running.take(event)
-                        if isinstance(event, TokenEvent):
+                        if isinstance(event, GeneratedToken):
                             for one in said.take(event):
                                 yield one
                             check_calls(said.parser)
@@ -83,9 +82,9 @@ async def read_prompt(service: Service, question: Question) -> History:
         if host.tokenizer is None:
             raise ModelError(f"model {host.name!r} has no tokenizer, so it reads no messages")
         turn, _ = await word(service, host, question)
-        agent_id = await service.conversations.meant(turn, question.whose)
+        turn = await service.conversations.meant(turn, question.whose)
         messages, tools = turn.messages or (), turn.tools
-        kwargs = turn.template_kwargs
+        kwargs, agent_id = turn.template_kwargs, turn.agent_id or None
 
         def read() -> History:
             turns = service.agents.turns
@@ -102,7 +101,7 @@ async def whole(
     ends: dict[int, Ended] = {}
     async with MergedStream.of(*(answer(service, question) for question in questions)) as events:
         async for number, event in events:
-            if isinstance(event, TextEvent | ReasoningEvent) and event.token is not None:
+            if isinstance(event, PartEvent) and event.token is not None:
                 tokens[number].append(event.token)
             elif isinstance(event, Ended):
                 ends[number] = event
@@ -194,7 +193,6 @@ class _Answer:
         service: Service,
         host: ModelHost,
         question: Question,
-        turn: Turn,
         wording: Wording,
         held: Constraint | None,
         seat: Seat,
@@ -203,7 +201,6 @@ class _Answer:
         self._service = service
         self._host = host
         self._question = question
-        self._turn = turn
         self._wording = wording
         self._held = held
         self._seat = seat
@@ -220,14 +217,14 @@ class _Answer:
 
     # The turn ----------------------------------------------------------------------------------
 
-    async def begin(self) -> None:
-        """Say in the turn how it is to be answered."""
+    async def begin(self) -> Turn:
+        """Return the turn that is to be run: with how it is answered."""
         self._pinned = await self._pinned_prefix()
         is_held = self._held is not None and self._held.begin is not None
         is_bounded = self._wording.wish.budget is not None and self._reading.dialect.thought
         is_guided = is_held or is_bounded
-        self._turn.params = replace(self._question.params, guide=self._guide if is_guided else None)
-        self._turn.on_start = self._on_start
+        params = replace(self._question.params, guide=self._guide if is_guided else None)
+        return replace(self._seat.turn, params=params, on_start=self._on_start)
 
     async def _pinned_prefix(self) -> History | None:
         """Return tokens of the messages that the longest pin covers; None: of all messages."""
@@ -237,7 +234,7 @@ class _Answer:
             return History()
         if n >= len(question.messages):
             return None
-        turn = self._turn
+        turn = self._seat.turn
         messages, tools, kwargs = turn.messages or (), turn.tools, turn.template_kwargs
         n += len(messages) - len(question.messages)  # what came in front
 
@@ -252,23 +249,24 @@ class _Answer:
         cost = size_of(messages, tools).cost + OTHER_BYTES
         return await self._service.agents.work.run(cost, begin)
 
-    def _on_start(self, prompt: History, n_cached: int) -> None:
+    def _on_start(self, planned: PlannedTurn, n_cached: int) -> None:
         """Take note of the prompt, or refuse it, before it is queued."""
-        service, host = self._service, self._host
-        service.check_fits(host, prompt)
+        service, host, prompt = self._service, self._host, planned.prompt
+        service.check_context(host, prompt)
         wanted = len(prompt) + (self._question.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
         self.parser = self._reading.parser()
         n_pinned = len(prompt)
         if self._pinned is not None:
             n_pinned = prompt.common_prefix(self._pinned)
-        name, turn = service.models.public(host.name), self._turn
-        agent_id = without_salt(turn.agent_id)
-        self._start = Started(agent_id, name, len(prompt), n_cached, n_pinned, self._notice())
+        self._pinned = prompt.prefix(n_pinned)
+        name, agent_id = service.models.public(host.name), without_salt(planned.turn.agent_id)
+        notice = self._notice(planned.notice)
+        self._start = Started(agent_id, name, len(prompt), n_cached, n_pinned, notice)
 
-    def _notice(self) -> str | None:
+    def _notice(self, of_turn: str | None) -> str | None:
         """Return what the client should know of whose turn it is, and whether it is kept."""
-        said = (self._turn.notice, self._seat.notice)
+        said = (of_turn, self._seat.notice)
         return without_salt("; ".join(one for one in said if one)) or None
 
     def _guide(self) -> Guide:
@@ -285,22 +283,22 @@ class _Answer:
 
     # What it says ------------------------------------------------------------------------------
 
-    def take(self, event: TokenEvent) -> list[ChatEvent]:
+    def take(self, token: GeneratedToken) -> list[ChatEvent]:
         """Turn the next token into events; with the first one, that the prompt is in."""
-        now, token = time.perf_counter(), event.token
+        now = time.perf_counter()
         self._service.metrics.token(self._host.name, self._started_s, self._last_s, now)
         is_first, self._last_s = self._last_s is None, now
         self._n_seen += len(token.text)
         said: list[ChatEvent] = [self._start] if is_first and self._start is not None else []
         is_thought = self.parser.is_in_reasoning
-        events = [self._event_of(part) for part in self.parser.push(token.text)]
+        parts = self.parser.push(token.text)
         is_thought |= self.parser.is_in_reasoning
-        self._n_thought += is_thought or any(isinstance(one, ReasoningEvent) for one in events)
-        if len(events) == 1 and isinstance(events[0], TextEvent | ReasoningEvent):
-            events[0] = replace(events[0], token=token)
-        elif token.logprob is not None:
-            said.append(ReasoningEvent("", token) if is_thought else TextEvent("", token))
-        return [*said, *events]
+        self._n_thought += is_thought or any(isinstance(one, ReasoningPart) for one in parts)
+        if len(parts) == 1 and not isinstance(parts[0], CallPart):
+            return [*said, PartEvent(parts[0], token)]
+        if token.logprob is not None:
+            said.append(PartEvent(ReasoningPart("") if is_thought else TextPart(""), token))
+        return [*said, *map(self._event_of, parts)]
 
     async def end(self, event: TurnEnd) -> list[ChatEvent]:
         """Turn the end of the turn into events: what was held back, and the end of the answer.
@@ -315,12 +313,11 @@ class _Answer:
             raise ApiError(503, message, "cache_full", retry_after_s=5)
         rest = event.finish.text[self._n_seen :]  # held back for a stop text that never came
         parts = (*self.parser.push(rest), *self.parser.flush())
-        said = [self._event_of(part) for part in parts]
+        said = list(map(self._event_of, parts))
         check_calls(self.parser, event.finish.finish)
-        n_pinned = self._start.pinned_tokens if self._start else 0
-        if n_pinned:
+        if self._pinned:
             ttl_s = max(pin.ttl_s for pin in self._question.pins)
-            await self._service.pins.pin(self._host, self._turn.prompt.prefix(n_pinned), ttl_s)
+            await self._service.pins.pin(self._host, self._pinned, ttl_s)
         self._seat.has_answered = True
         return [*said, self._ended(event)]
 
@@ -331,6 +328,7 @@ class _Answer:
         asked, wish = self._question, self._wording.wish
         notes = [*wish.notes, *asked.tools.notes(), *asked.left_out.notes(), *held_notes]
         notes += self._guide_troubles
+        joined = self._seat.turn.joined
         return Ended(
             reason=reason_of(self.parser, finish),
             cause=finish.cause,
@@ -348,16 +346,14 @@ class _Answer:
             model=self._service.models.public(self._host.name),
             params=self._question.params.for_model(self._host.sampling),
             pinned_tokens=start.pinned_tokens if start else 0,
-            notice=self._notice(),
-            added=[*self._wording.lent, *self._seat.added],
+            notice=self._notice(event.notice),
+            added=[*self._wording.lent, *(joined.added if joined is not None else ())],
         )
 
-    def _event_of(self, part: Part) -> ChatEvent:
-        if isinstance(part, TextPart):
-            return TextEvent(part.text)
-        if isinstance(part, ReasoningPart):
-            return ReasoningEvent(part.text)
-        return CallEvent(part.index, self._as_called(part.call), part.text)
+    def _event_of(self, part: Part) -> PartEvent:
+        if isinstance(part, CallPart):
+            part = replace(part, call=self._as_called(part.call))
+        return PartEvent(part)
 
     def _as_called(self, call: Call) -> Call:
         """Return a call by the name that its client has for the tool."""

@@ -10,13 +10,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.agents import ModelHost, Turn, without_salt
-from kvcellar.engine import Choice, FinishEvent, PromptEvent, SamplingParams, TokenEvent
+from kvcellar.agents import ModelHost, PlannedTurn, Turn, without_salt
+from kvcellar.engine import Choice, FinishEvent, GeneratedToken, PromptEvent, SamplingParams
 from kvcellar.engine import Request as EngineRequest
-from kvcellar.engine.generate import GeneratedToken
 from kvcellar.history import History
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
-from kvcellar.models.prompts import encode_plain
+from kvcellar.models.text.prompts import encode_plain
 from kvcellar.server.answer.answer_facts import header_text
 from kvcellar.server.answer.infilling import prompt_between
 from kvcellar.server.answer.logprobs import pieces_of
@@ -83,7 +82,8 @@ class Continuations:
         head: what answers and chunks begin with.
         choices: the continuations, once the prompts are read.
         notes: what the answers are not held to.
-        turn: of the agent that continues, once there is one; it says whose answer it became.
+        agent_id: whose answer it became, once that is known.
+        notice: what the client should know of that.
     """
 
     body: CompletionRequest
@@ -92,7 +92,8 @@ class Continuations:
     head: Mapping[str, Any]
     choices: list[Continuation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    turn: Turn | None = None
+    agent_id: str | None = None
+    notice: str | None = None
 
     @property
     def only(self) -> Continuation:
@@ -110,17 +111,15 @@ class Continuations:
         """Headers that say whose turn it is, where it is an agent's."""
         if self.whose.name is None:
             return {}
-        turn, name = self.turn, self.whose.name
-        said = {"x-agent-id": without_salt(name if turn is None else turn.agent_id)}
-        if turn is not None and turn.notice is not None:
-            said["x-agent-notice"] = header_text(without_salt(turn.notice))
+        said = {"x-agent-id": without_salt(self.agent_id or self.whose.name)}
+        if self.notice is not None:
+            said["x-agent-notice"] = header_text(without_salt(self.notice))
         return said
 
     @property
     def extra(self) -> dict[str, Any]:
         """Facts that the protocol has no field for."""
-        turn = self.turn
-        said = {} if turn is None or turn.notice is None else {"notice": without_salt(turn.notice)}
+        said = {} if self.notice is None else {"notice": without_salt(self.notice)}
         return {
             **said,
             "ignored": list(self.body.ignored),
@@ -213,7 +212,7 @@ async def _plain(
     service: Service, host: ModelHost, choice: Continuation, body: CompletionRequest
 ) -> AsyncGenerator[Pieces, None]:
     """Continue a prompt that is nobody's."""
-    service.check_fits(host, choice.prompt)
+    service.check_context(host, choice.prompt)
     wanted = len(choice.prompt) + (choice.params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
     asked = EngineRequest(
@@ -226,12 +225,12 @@ async def _plain(
     started_s, last_s = time.perf_counter(), None
     async with await host.service.submit(asked) as stream:
         async for event in stream:
-            if isinstance(event, TokenEvent):
+            if isinstance(event, GeneratedToken):
                 now = time.perf_counter()
                 service.metrics.token(host.name, started_s, last_s, now)
                 last_s = now
-                choice.tokens.append(event.token)
-                yield [event.token]
+                choice.tokens.append(event)
+                yield [event]
             elif isinstance(event, PromptEvent):
                 choice.scores = event.scores
                 if body.echo and body.logprobs is not None:
@@ -291,25 +290,27 @@ async def _of_agent(
     """Continue a prompt behind an agent's history, which grows by it."""
     choice = batch.only
 
-    def on_start(tokens: History, n_cached: int) -> None:
-        service.check_fits(host, tokens)
-        choice.n_prompt = len(tokens)
+    def on_start(planned: PlannedTurn, n_cached: int) -> None:
+        service.check_context(host, planned.prompt)
+        choice.n_prompt = len(planned.prompt)
+        batch.agent_id, batch.notice = planned.turn.agent_id, planned.notice
 
-    batch.turn = turn = Turn(
+    turn = Turn(
         tokens=choice.prompt,
         params=choice.params,
         model=host.name,
         deadline_s=service.config.wait_s,
         on_start=on_start,
     )
-    async with service.conversations.seat(turn, batch.whose):
-        async with service.agents.turns.running(turn) as running:
+    async with service.conversations.seat(turn, batch.whose) as seat:
+        async with service.agents.turns.running(seat.turn, host) as running:
             async for event in running.events:
                 running.take(event)
-                if isinstance(event, TokenEvent):
-                    choice.tokens.append(event.token)
-                    yield [event.token]
+                if isinstance(event, GeneratedToken):
+                    choice.tokens.append(event)
+                    yield [event]
         choice.end = running.end.finish
+        batch.agent_id, batch.notice = running.end.agent_id, running.end.notice
         await service.check_finish(host, choice.end)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents import AgentUsage
-from kvcellar.dialects import Call, is_whole
+from kvcellar.dialects import Call, Part, is_whole
 from kvcellar.engine import SamplingParams
-from kvcellar.engine.generate import GeneratedToken
+from kvcellar.engine.generating import GeneratedToken
 from kvcellar.grammar.form import ResponseFormat
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.thinking import Thinking
@@ -83,32 +83,15 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class TextEvent:
-    """A token, and the text that became certain with it, which may be none.
+class PartEvent:
+    """A part of the answer that became certain, and the token by which it did.
 
-    Where the answer may have calls or reasoning, a token may have no text and a text no token: what
-    is held back for a mark that may begin is another's text.
+    Where the answer may have calls or reasoning, a token may have an empty part and a part no
+    token: what is held back for a mark that may begin is another's text.
     """
 
-    text: str
+    part: Part
     token: GeneratedToken | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningEvent:
-    """A token of what the model thinks, and the text that became certain with it, as with text."""
-
-    text: str
-    token: GeneratedToken | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CallEvent:
-    """A piece of a call; the first one of each call is empty."""
-
-    index: int
-    call: Call
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +100,7 @@ class Ended:
 
     Attributes:
         reason: ``stop``, ``length`` or ``tool_calls``; the last where all calls are whole.
-        cause: why, as ``engine.generate.Finish`` has it.
+        cause: why, as ``engine.generating.Finish`` has it.
         stop_text: the stop text that ended it, if one did.
         text: all text that is in no call and no reasoning.
         calls: all calls.
@@ -154,4 +137,4 @@ class Ended:
         return bool(self.calls) and not is_whole(self.calls[-1])
 
 
-ChatEvent = Started | TextEvent | ReasoningEvent | CallEvent | Ended
+ChatEvent = Started | PartEvent | Ended

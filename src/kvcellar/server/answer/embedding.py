@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvcellar.engine.embedding import Embedder, TextEmbedder
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
-from kvcellar.models.pooling import Pooling
+from kvcellar.models.files.pooling import Pooling
 from kvcellar.server.errors import ApiError, ContextExceeded
 from kvcellar.server.state.service import Service
 

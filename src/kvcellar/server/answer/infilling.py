@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvcellar.agents import ModelHost
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
-from kvcellar.models.infill import fill_prompt, fill_tokens
+from kvcellar.models.text.infill import fill_prompt, fill_tokens
 from kvcellar.server.errors import ApiError
 from kvcellar.server.state.service import Service
 

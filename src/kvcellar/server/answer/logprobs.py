@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcellar.agents import ModelHost
 from kvcellar.engine import Choice, Detokenizer
-from kvcellar.engine.generate import GeneratedToken
+from kvcellar.engine.generating import GeneratedToken
 from kvcellar.engine.token_bytes import token_bytes
 
 LEAST = -9999.0

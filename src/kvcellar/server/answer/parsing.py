@@ -12,7 +12,7 @@ from starlette.requests import Request
 from kvcellar.agents import ModelHost
 from kvcellar.dialects.messages import read_arguments
 from kvcellar.engine import SamplingParams
-from kvcellar.models.prompts import begun_of
+from kvcellar.models.text.prompts import begun_of
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.answer.media import MEDIA, LeftOut, join_parts
 from kvcellar.server.answer.tools import ToolChoice, told

@@ -10,8 +10,9 @@ from kvcellar.agents import ModelHost, RuleChange, Turn, in_order, n_system_of
 from kvcellar.agents.text.reading import Reading, knows_calls, knows_tools
 from kvcellar.dialects import dialect_for
 from kvcellar.dialects.messages import say_tools, without_tools
+from kvcellar.hosting.messages import Messages
 from kvcellar.hosting.text_limits import refuse_bytes, size_of
-from kvcellar.models.prompts import begun_of
+from kvcellar.models.text.prompts import begun_of
 from kvcellar.server.answer.dialogue import Question
 from kvcellar.server.answer.thinking import Wish, wish_of
 from kvcellar.server.answer.tools import chosen, with_plain_names
@@ -88,13 +89,13 @@ async def word(service: Service, host: ModelHost, question: Question) -> tuple[T
 
 def _worded(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], wording: Wording
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+) -> tuple[Messages, list[dict[str, Any]] | None]:
     """Return messages and tools as a template takes them."""
     plain = [wording.reading.of_message(with_plain_names(message)) for message in messages]
     listed = [dict(tool) for tool in tools] or None
     if listed and not wording.knows_tools:
-        return say_tools(plain, listed, wording.reading.dialect), None
-    return plain, listed
+        return Messages(say_tools(plain, listed, wording.reading.dialect)), None
+    return Messages(plain), listed
 
 
 async def _lent(service: Service, host: ModelHost, question: Question) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvcellar.engine.generate import Generation
+from kvcellar.engine.generating import Generation
 from kvcellar.engine.sampling import DEFAULTABLE, SamplingParams
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
 

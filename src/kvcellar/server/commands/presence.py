@@ -17,9 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import psutil
-from filelock import lock_descriptor
-
 from kvcellar.errors import StoreError
 from kvcellar.home import SERVER_LOCK, open_own, owner_in, write_owner
 from kvcellar.version import __version__
@@ -94,6 +91,9 @@ def _take(fd: int, path: Path) -> None:
     Raises:
         StoreError: a server has it.
     """
+    import psutil
+    from filelock import lock_descriptor
+
     for _ in range(_TRIES):
         if lock_descriptor(fd, blocking=False):
             return
@@ -120,6 +120,9 @@ def find_server(folder: Path) -> Presence | None:
     found = _read(path)
     if found is None or not found.token or found.node != platform.node():
         return None
+    import psutil
+    from filelock import lock_descriptor
+
     if not psutil.pid_exists(found.pid):
         return None
     with contextlib.suppress(OSError):

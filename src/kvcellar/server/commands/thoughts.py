@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, dialect_for
-from kvcellar.models.templates import reads_reasoning
+from kvcellar.models.text.templates import reads_reasoning
 
 Piece = dict[str, str]
 """A piece of an answer: ``text``, ``thought``, or ``call``: of a call as people read it."""

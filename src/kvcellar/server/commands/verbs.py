@@ -8,18 +8,17 @@ save is as ``{"report": [share, what]}``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvcellar.agents import AgentManager, ModelHost, Turn, TurnEnd
+from kvcellar.agents import AgentManager, ModelHost, Turn, salt_of
 from kvcellar.agents.text.reading import conversation_apart, reading_of
 from kvcellar.engine import (
     FinishEvent,
+    GeneratedToken,
     Generation,
     Request,
-    TokenEvent,
 )
 from kvcellar.errors import EngineClosedError, ModelError, PromptError
 from kvcellar.history import History
@@ -196,27 +195,27 @@ async def turn(
     """
     params = params_of(sampling)
     agent = await agents.directory.find(agent_id)
-    async with agents.models.use(model or agent.model) as host:
+    async with agents.models.use(model or agent.model) as own:
+        host = own.isolated(salt_of(agent.agent_id))
         reading = reading_of(host, agent.messages, agent.tools, dialect=dialect)
         read = ReadAnswer(reading)
         asked = Turn(
             agent_id,
             text,
             params=replace(params, stop=stops_for(reading, params.stop)),
-            model=model,
             deadline_s=deadline_s,
-            on_start=None if on_start is None else lambda prompt, _: on_start(host, prompt),
+            on_start=None
+            if on_start is None
+            else lambda planned, _: on_start(host, planned.prompt),
             progress=reporter(tell),
             reading=reading,
         )
-        end: TurnEnd | None = None
-        async with contextlib.aclosing(agents.turns.generate(asked)) as events:
-            async for event in events:
-                if isinstance(event, TokenEvent):
-                    _tell_all(tell, read.push(event.token.text))
-                else:
-                    end = event
-    assert end is not None, "a turn ends"
+        async with agents.turns.running(asked, host) as running:
+            async for event in running.events:
+                running.take(event)
+                if isinstance(event, GeneratedToken):
+                    _tell_all(tell, read.push(event.text))
+    end = running.end
     _check_ended(end.finish)
     _tell_all(tell, read.end(end.finish.text))
     usage, miss = end.usage, end.usage.miss
@@ -284,8 +283,8 @@ async def complete(
         finish: FinishEvent | None = None
         async with await host.service.submit(request) as events:
             async for event in events:
-                if isinstance(event, TokenEvent):
-                    _tell_all(tell, read.push(event.token.text))
+                if isinstance(event, GeneratedToken):
+                    _tell_all(tell, read.push(event.text))
                 elif isinstance(event, FinishEvent):
                     finish = event
     assert finish is not None, "a request ends with a finish"

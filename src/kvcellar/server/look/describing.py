@@ -12,13 +12,13 @@ from typing import Any
 from kvcellar.dialects import dialect_for
 from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import KVCellarError
-from kvcellar.models.hub import find_checkpoint
-from kvcellar.models.infill import fill_tokens
+from kvcellar.models.files.hub import find_checkpoint
 from kvcellar.models.options import no_progress
 from kvcellar.models.runner import HiddenRunner
-from kvcellar.models.sizing import size_model
-from kvcellar.models.templates import templates_of
-from kvcellar.models.tokenizer import load_tokenizer
+from kvcellar.models.sizes.sizing import size_model
+from kvcellar.models.text.infill import fill_tokens
+from kvcellar.models.text.templates import templates_of
+from kvcellar.models.text.tokenizer import load_tokenizer
 from kvcellar.server.state.models import ServedModels
 
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))

@@ -32,7 +32,7 @@ from kvcellar.agents.text.live_text import AnswerPieces, Begun, LiveEvent
 from kvcellar.agents.text.reading import reading_of
 from kvcellar.agents.text.transcripts import write_transcript
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
-from kvcellar.engine import GeneratedToken, PromptProgress, TokenEvent
+from kvcellar.engine import GeneratedToken, PromptProgress
 from kvcellar.errors import StoreError
 from kvcellar.server.answer.answer_facts import call_delta, calls_of, note, usage_extra
 from kvcellar.server.answer.chat import check_calls, reason_of
@@ -436,23 +436,23 @@ async def _events(
                 params=params,
                 priority=body.priority,
                 deadline_s=service.config.wait_s,
-                on_start=lambda tokens, n_cached: service.check_fits(host, tokens),
+                on_start=lambda planned, _: service.check_context(host, planned.prompt),
                 reading=reading,
             )
             pieces: list[Part] = []
-            async with service.agents.turns.running(turn) as running:
+            async with service.agents.turns.running(turn, host) as running:
                 parser, n_read = None, 0
                 async for event in running.events:
                     running.take(event)
-                    if isinstance(event, TokenEvent):
+                    if isinstance(event, GeneratedToken):
                         parts: list[Part] = []
                         if parser is None:  # the prompt is known
                             parser = reading.parser()
                             parts += _reopened(parser)
-                        n_read += len(event.token.text)
-                        parts += parser.push(event.token.text)
+                        n_read += len(event.text)
+                        parts += parser.push(event.text)
                         pieces += parts
-                        yield _TurnToken(parts, event.token)
+                        yield _TurnToken(parts, event)
                         check_calls(parser)
             end, parser = running.end, parser or reading.parser()
             is_stopped = end.finish.reason == "cancelled" and not service.is_closing

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvcellar.dialects import CallPart, Part, TextPart
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.grammar.form import ResponseFormat
@@ -25,14 +26,12 @@ from kvcellar.server.answer.answer_facts import (
 )
 from kvcellar.server.answer.chat import answer, read_prompt, whole
 from kvcellar.server.answer.dialogue import (
-    CallEvent,
     ChatEvent,
     Ended,
+    PartEvent,
     PinWish,
     Question,
-    ReasoningEvent,
     Started,
-    TextEvent,
 )
 from kvcellar.server.answer.media import MEDIA, THOUGHT, LeftOut
 from kvcellar.server.answer.parsing import READS_AGENT, whose_of
@@ -424,13 +423,16 @@ class MessageFrames(AnswerFrames):
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event."""
-        if isinstance(item, TextEvent):
-            return self._text(item.text) if item.text else b""
-        if isinstance(item, ReasoningEvent):
-            return self._think(item.text) if item.text else b""
-        if isinstance(item, CallEvent):
-            return self._called(item)
+        if isinstance(item, PartEvent):
+            return self._part(item.part)
         return self._start(item) if isinstance(item, Started) else await self._end(item)
+
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, CallPart):
+            return self._called(part)
+        if not part.text:
+            return b""
+        return self._text(part.text) if isinstance(part, TextPart) else self._think(part.text)
 
     def _start(self, event: Started) -> bytes:
         counts = _counts(event.prompt_tokens, event.cached_tokens, event.pinned_tokens)
@@ -464,14 +466,14 @@ class MessageFrames(AnswerFrames):
             return begun
         return begun + self._delta({"type": "thinking_delta", "thinking": text})
 
-    def _called(self, event: CallEvent) -> bytes:
-        begun, call = b"", event.call
-        if event.index != self._open:
+    def _called(self, part: CallPart) -> bytes:
+        begun, call = b"", part.call
+        if part.index != self._open:
             block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
-            begun = self._begin(block, event.index)
-        if not event.text:
+            begun = self._begin(block, part.index)
+        if not part.text:
             return begun
-        return begun + self._delta({"type": "input_json_delta", "partial_json": event.text})
+        return begun + self._delta({"type": "input_json_delta", "partial_json": part.text})
 
     async def _end(self, event: Ended) -> bytes:
         message = await _ended(self._request, self._body, self._message_id, self._thread, event)

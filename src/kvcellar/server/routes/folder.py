@@ -89,7 +89,7 @@ async def _done(service: Service, verb: str, given: dict[str, Any], tell: Tell) 
             service.agents,
             tell,
             **given,
-            on_start=service.check_fits,
+            on_start=service.check_context,
             deadline_s=service.config.wait_s,
             dialect=service.config.dialect,
         )

@@ -12,10 +12,10 @@ from kvcellar.agents import ModelHost
 from kvcellar.engine import Engine, SamplingParams
 from kvcellar.engine.token_bytes import TokenBytes, token_bytes
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
-from kvcellar.models.controls import encode_text
-from kvcellar.models.prompts import encode_plain
-from kvcellar.models.templates import templates_of
-from kvcellar.models.tokenizer import opening_tokens
+from kvcellar.models.text.controls import encode_text
+from kvcellar.models.text.prompts import encode_plain
+from kvcellar.models.text.templates import templates_of
+from kvcellar.models.text.tokenizer import opening_tokens
 from kvcellar.server.answer.answer_facts import ignored_of
 from kvcellar.server.answer.chat import read_prompt
 from kvcellar.server.answer.dialogue import Question

@@ -11,7 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.dialects import dialect_for
+from kvcellar.dialects import CallPart, Part, ReasoningPart, TextPart, dialect_for
+from kvcellar.engine import GeneratedToken
 from kvcellar.server.answer.answer_facts import (
     AnswerFrames,
     agent_facts,
@@ -27,13 +28,11 @@ from kvcellar.server.answer.answer_facts import (
 from kvcellar.server.answer.chat import answer, read_prompt, whole
 from kvcellar.server.answer.completions import score_prompt
 from kvcellar.server.answer.dialogue import (
-    CallEvent,
     ChatEvent,
     Ended,
+    PartEvent,
     Question,
-    ReasoningEvent,
     Started,
-    TextEvent,
 )
 from kvcellar.server.answer.logprobs import ChatLogprobs, prompt_logprobs
 from kvcellar.server.answer.media import LeftOut
@@ -333,16 +332,12 @@ class ChatFrames(AnswerFrames):
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event of a choice."""
-        if isinstance(item, ReasoningEvent) and not self._shows_reasoning:
-            return b""
-        if isinstance(item, TextEvent | ReasoningEvent):
-            return self._text(number, item)
+        if isinstance(item, PartEvent):
+            return self._part(number, item.part, item.token)
         if isinstance(item, Started):
             self._notices[number] = item.notice
             said = {} if item.notice is None else {"kvcellar": agent_facts(item)}
             return self._chunk(number, {"role": "assistant", "content": ""}, said)
-        if isinstance(item, CallEvent):
-            return self._chunk(number, {"tool_calls": [call_delta(item)]})
         self._ends[number] = item
         is_new = item.notice not in (None, self._notices.get(number))
         said = {"kvcellar": agent_facts(item)} if is_new else {}
@@ -359,18 +354,22 @@ class ChatFrames(AnswerFrames):
         value = {**self._head, "choices": [], "usage": usage, "kvcellar": extra}
         return frame(value) + frame("[DONE]")
 
-    def _text(self, number: int, event: TextEvent | ReasoningEvent) -> bytes:
+    def _part(self, number: int, part: Part, token: GeneratedToken | None) -> bytes:
+        if isinstance(part, CallPart):
+            return self._chunk(number, {"tool_calls": [call_delta(part)]})
+        if isinstance(part, ReasoningPart) and not self._shows_reasoning:
+            return b""
         logprobs = None
-        if event.token is not None and event.token.logprob is not None:
+        if token is not None and token.logprob is not None:
             if number not in self._logprobs:
                 models = service_of(self._request).models
                 host = models.registry.host(models.resolve(self._head["model"]))
                 self._logprobs[number] = ChatLogprobs(host)
-            logprobs = self._logprobs[number].of([event.token])
-        if not event.text and logprobs is None:
+            logprobs = self._logprobs[number].of([token])
+        if not part.text and logprobs is None:
             return b""
-        is_said = isinstance(event, TextEvent)
-        delta = {"content": event.text} if is_said else _thought(event.text)
+        is_said = isinstance(part, TextPart)
+        delta = {"content": part.text} if is_said else _thought(part.text)
         return self._chunk(number, delta, logprobs=logprobs)
 
     def _chunk(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from kvcellar.agents import (
     AgentManager,
@@ -52,21 +51,18 @@ class Whose:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """Agent of a request, and how it was found.
+    """Turn of a request with its agent, and how that was found.
 
     Attributes:
-        agent_id: an agent that nobody else uses meanwhile, or a named one, which takes turns.
-        is_new: whether it was made for this request.
-        is_appended: whether the client sent what is new alone.
-        added: messages that the client did not send, as ``Joined`` has them.
+        turn: with the whole conversation that is to be answered, of an agent that nobody else uses
+            meanwhile, or of a named one, which takes turns.
+        is_new: whether the agent was made for this request.
         notice: what the client should know of the choice, in a sentence.
         has_answered: set by whoever finished the turn; a new agent without it is forgotten.
     """
 
-    agent_id: str
+    turn: Turn
     is_new: bool = False
-    is_appended: bool = False
-    added: Sequence[Mapping[str, Any]] = ()
     notice: str | None = None
     has_answered: bool = field(default=False)
 
@@ -88,8 +84,6 @@ class Conversations:
     async def seat(self, turn: Turn, whose: Whose) -> AsyncIterator[Seat]:
         """Find the agent that a turn belongs to, and keep it for as long as the block lasts.
 
-        The turn has its agent then, and the whole conversation that is to be answered.
-
         Args:
             turn: what the client sent, as the agents know it.
             whose: what the client said of whom it is for.
@@ -104,34 +98,30 @@ class Conversations:
         else:
             found = self._unnamed(turn, whose.session, whose.salt)
         async with found as seat:
-            turn.agent_id = seat.agent_id
-            _keep_settings(turn, is_appended=seat.is_appended)
             yield seat
 
-    async def meant(self, turn: Turn, whose: Whose) -> str | None:
+    async def meant(self, turn: Turn, whose: Whose) -> Turn:
         """Put what a named agent's history adds to a conversation into its turn.
 
         It is what ``seat`` would do at this moment; nothing is made, changed or waited for.
 
         Returns:
-            The agent whose history it goes on from; None where no agent is named, or the agent
-            would be made.
+            The turn, of the agent whose history it goes on from; as it was where no agent is named,
+            or the agent would be made.
 
         Raises:
             UnknownAgentError: there is none of that name, and nobody asked to have it made.
         """
         if whose.name is None:
-            return None
+            return turn
         if await self._agents.directory.has(whose.name):
             joined = await self._agents.lookup.join(
                 whose.name, turn.messages or (), model=turn.model
             )
-            _go_on(turn, joined)
-            _keep_settings(turn, is_appended=joined.is_appended)
-            return joined.agent_id
+            return _of(joined.agent_id, turn, joined)
         if whose.may_create:
             checked_id(whose.name)
-            return None
+            return turn
         raise await self._unknown(whose.name)
 
     # Named -------------------------------------------------------------------------------------
@@ -147,7 +137,7 @@ class Conversations:
                         raise await self._unknown(name)
                     is_new = await self._make(name, turn.model)
                 if not turn.messages:
-                    seat = Seat(agent_id, is_new)
+                    seat = Seat(_of(agent_id, turn), is_new)
                 else:
                     joined = await self._agents.lookup.join(name, turn.messages, model=turn.model)
                     if not joined.is_continuing:
@@ -155,10 +145,9 @@ class Conversations:
                     if joined.agent_id != agent_id:  # a branch: as soon as it is free
                         agent_id = joined.agent_id
                         continue
-                    _go_on(turn, joined)
-                    turn.is_continuing = True
-                    seat = Seat(agent_id, is_new, joined.is_appended, joined.added)
-                    seat.notice = _notice(name, agent_id, is_appended=joined.is_appended)
+                    own = replace(_of(agent_id, turn, joined), is_continuing=True)
+                    notice = _notice(name, agent_id, is_appended=joined.is_appended)
+                    seat = Seat(own, is_new, notice)
                 try:
                     yield seat
                 finally:
@@ -169,8 +158,7 @@ class Conversations:
         agent_id = info.agent_id
         async with self._alone(agent_id):
             notice = _notice(name, agent_id, is_appended=False)
-            _go_on(turn, joined)
-            seat = Seat(agent_id, is_new=True, added=joined.added, notice=notice)
+            seat = Seat(_of(agent_id, turn, joined), is_new=True, notice=notice)
             try:
                 yield seat
             finally:
@@ -227,7 +215,7 @@ class Conversations:
     ) -> AsyncIterator[Seat]:
         """Make an agent for one answer; without an answer it is forgotten again."""
         self._prune()
-        seat = Seat(own_id, is_new=True)
+        seat = Seat(_of(own_id, turn), is_new=True)
         await self._begin_own(own_id, after, turn.model)
         try:
             await self._expect(own_id, turn)
@@ -255,17 +243,18 @@ class Conversations:
     async def _unnamed(self, turn: Turn, session: str | None, salt: str) -> AsyncIterator[Seat]:
         session = None if session is None else f"{salt} {session}"
         seat = await self._find(turn, session, salt)
+        agent_id = seat.turn.agent_id
         if session is not None:
-            self._sessions[session] = seat.agent_id
+            self._sessions[session] = agent_id
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         try:
             yield seat
         finally:
-            self._taken.discard(seat.agent_id)
+            self._taken.discard(agent_id)
             if seat.is_new and not seat.has_answered:
-                await self._forget(seat.agent_id)
+                await self._forget(agent_id)
 
     async def _find(self, turn: Turn, session: str | None, salt: str) -> Seat:
         self._prune()
@@ -278,7 +267,7 @@ class Conversations:
             is_taken = place.is_busy or place.agent_id in self._taken
             if place.is_end and is_own and not is_taken:
                 self._taken.add(place.agent_id)
-                return Seat(place.agent_id)
+                return Seat(_of(place.agent_id, turn))
             new_id = self._new_id(salt)
             with contextlib.suppress(KVCellarError):  # it changed, or went, meanwhile
                 await self._agents.lifecycle.fork(
@@ -289,7 +278,7 @@ class Conversations:
                     is_passing=True,
                 )
                 await self._expect(new_id, turn, likely=place.agent_id)
-                return Seat(new_id, is_new=True)
+                return Seat(_of(new_id, turn), is_new=True)
             self._taken.discard(new_id)
         new_id = self._new_id(salt)
         try:
@@ -298,7 +287,7 @@ class Conversations:
             self._taken.discard(new_id)
             raise
         await self._expect(new_id, turn)
-        return Seat(new_id, is_new=True)
+        return Seat(_of(new_id, turn), is_new=True)
 
     async def _expect(self, agent_id: str, turn: Turn, likely: str | None = None) -> None:
         """Find out what a new agent's first turn comes close to, so that it can say why not."""
@@ -336,20 +325,21 @@ class Conversations:
             await self._agents.lifecycle.forget(agent_id)
 
 
-def _go_on(turn: Turn, joined: Joined) -> None:
-    """Have a turn answer the whole of a conversation, what the client left out included."""
-    turn.messages = [dict(message) for message in joined.messages]
+def _of(agent_id: str, turn: Turn, joined: Joined | None = None) -> Turn:
+    """Return a client's turn as one of an agent, what the client left out included.
 
-
-def _keep_settings(turn: Turn, *, is_appended: bool) -> None:
-    """Leave an agent its tools, and what its template was given, where what is new comes alone.
-
-    Else the client says them all.
+    The agent keeps its tools, and what its template was given, where what is new comes alone; else
+    the client says them all.
     """
-    if turn.is_chat and turn.tools is None and not is_appended:
-        turn.tools = []
-    if turn.is_chat and not turn.template_kwargs:
-        turn.template_kwargs = None if is_appended else {}
+    turn = replace(turn, agent_id=agent_id)
+    if not turn.is_chat:
+        return turn
+    if joined is not None:
+        turn = replace(turn, messages=joined.messages, joined=joined)
+        if joined.is_appended:
+            return replace(turn, template_kwargs=turn.template_kwargs or None)
+    tools = [] if turn.tools is None else turn.tools
+    return replace(turn, tools=tools, template_kwargs=turn.template_kwargs or {})
 
 
 def _notice(name: str, agent_id: str, *, is_appended: bool) -> str | None:

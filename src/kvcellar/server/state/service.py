@@ -133,7 +133,7 @@ class Service:
         """Wait for what ``keep`` was given; ``end_answers`` ends it."""
         await asyncio.gather(*self._kept, return_exceptions=True)
 
-    def check_fits(self, host: ModelHost, tokens: Sized) -> None:
+    def check_context(self, host: ModelHost, tokens: Sized) -> None:
         """Refuse a prompt that can never be answered, before anything is computed.
 
         Where the prompt fits, its answer may have fewer tokens than were asked for: it ends with

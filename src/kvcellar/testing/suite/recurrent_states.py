@@ -157,14 +157,14 @@ class RecurrentStates(Scenarios):
         with open_driver(self.adapter, recurrent, kind, n_slots=3) as d:
             d.forward((0, 5), (1, 2))
             with d.refuses(CacheFullError):
-                d.cache.begin_step([0, 1])
+                d.cache.begin_step([(0, 1), (1, 1)])
             d.forward((1, 2))
             d.forward((0, 1))
             d.keep_point(0)
             d.forward((0, 1))
             assert not d.cache.can_extend(1)
             with d.refuses(CacheFullError):
-                d.cache.begin_step([0])
+                d.cache.begin_step([(0, 1)])
             d.drop_point(6)
             d.forward((0, 1))
 

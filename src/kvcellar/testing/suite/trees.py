@@ -106,14 +106,14 @@ class Trees(Scenarios):
             with d.refuses(StepError):
                 d.begin((0, 2))
             with d.refuses(CacheFullError):
-                d.cache.begin_step([1] * 12)
+                d.cache.begin_step([(1, 12)])
             d.forward((0, n), (1, 2))
             with d.refuses(ProposalError):
                 d.cache.commit([0, 1])
             with d.refuses(ProposalError):
                 d.cache.commit([2])
             with d.refuses(StepError):
-                d.cache.begin_step([0])
+                d.cache.begin_step([(0, 1)])
             d.commit([0, 2])
             d.forward((0, 1), (1, 1))
 

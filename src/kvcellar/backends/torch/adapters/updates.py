@@ -16,7 +16,7 @@ from kvcellar.backends.torch.bind.active_adapters import Active, Rows, is_active
 from kvcellar.backends.torch.cpu.parts import Parts
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.adapters import WEIGHTS, Adapter
-from kvcellar.models.checkpoint import few
+from kvcellar.models.files.checkpoint import few
 from kvcellar.types import IntArray
 
 _WRAPPED = (("model.language_model.", "model."), ("language_model.model.", "model."))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count, islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +66,7 @@ class TorchBatchCache(TorchCache, Sequences):
             )
         index = self.steps.group_of(layer)
         if not self.steps.awaits(layer):
-            self.begin_step(np.repeat(self.rows, k.shape[2]))
+            self.begin_step([(row, k.shape[2]) for row in self.rows])
         flat_k, flat_v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
         if self.is_rotated:
             flat_k = rotate(flat_k.float())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from kvcellar.backends.torch.cache.state_pools import (
 )
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
+from kvcellar.bookkeeping.exact import layer_plan
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
@@ -272,9 +273,7 @@ class TorchCache(RowMoves, StateKeeper):
         plan = self.steps.plan(layer, n_tok, positions)
         self.pools.before_step(index, plan)
         exact = self.pools.exact[index]
-        own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
-        if slot != index:  # it shares the rows of another layer
-            own, exact_writes = replace(own, writes=()), ()
+        own, exact_writes = layer_plan(plan, exact, stores=slot == index)
         is_read = not group.is_latent or self.pools.of_layer[layer].is_joined
         pool = self.pools.of_layer[layer]
         if q is not None and choice.takes(k.device, q):

@@ -52,7 +52,7 @@ from kvcellar.backends.torch.cpu.sorted_experts import hold_sorted_experts
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
 from kvcellar.models.facts import ModelFacts
-from kvcellar.models.plan import ModelPlan
+from kvcellar.models.plans.plan import ModelPlan
 from kvcellar.models.weights import FILE, MOST_EXACT_BITS, can_pack, is_fitted, is_packed
 
 
@@ -67,7 +67,7 @@ class Held:
         n_compiled: decoder layers that are two calls of the kernel each for a few tokens.
         parts: modules of the model that are the kernel's, by name.
         why_none: what kept parts from being looked for; None: nothing did.
-        plan: of the model, where the decoder is all of it and a plan can say so.
+        plan: of the model, where one can say what it is.
     """
 
     decoder: KernelDecoder | None
@@ -117,8 +117,7 @@ def hold_weights(
     _check(model, weights)
     holder = _Holder(model, weights, blocks or {})
     n_weights = n_numbers(model)
-    parts, whole, why_none = find_parts(model, holder.linears, known)
-    plan = None if whole is None or facts is None else plan_of(model, whole, parts, facts)
+    parts, whole, plan, why_none = find_parts(model, holder.linears, known, facts)
     holder.hold_embeddings()
     for name in outermost(parts):
         holder.put(name, build(name, model.get_submodule(name), parts, holder.make))
@@ -198,17 +197,22 @@ def _check(model: Any, weights: str) -> None:
 
 
 def find_parts(
-    model: Any, linears: Mapping[str, tuple[int, int, bool]], known: Path | None
-) -> tuple[dict[str, Part], Whole | None, str | None]:
-    """Find parts all of whose linear layers can be held; the model as a whole; or why not.
+    model: Any,
+    linears: Mapping[str, tuple[int, int, bool]],
+    known: Path | None,
+    facts: ModelFacts | None = None,
+) -> tuple[dict[str, Part], Whole | None, ModelPlan | None, str | None]:
+    """Find parts whose linear layers can all be held; the model as a whole; its plan; or why not.
 
     Args:
         model: of transformers, on a CPU.
         linears: inputs, outputs and whether there is a bias, of layers that can be held, by name.
         known: where parts are kept once they are found; None: they are found again.
+        facts: of the model, for its plan; None: none is made.
     """
     key = key_of(model, linears)
-    kept = None if known is None else read_parts(known, key)
+    is_planned = facts is not None
+    kept = None if known is None else read_parts(known, key, with_plan=is_planned)
     if kept is not None:
         return *kept, None
     sizes = {id(model.get_submodule(name)): size for name, size in linears.items()}
@@ -216,11 +220,12 @@ def find_parts(
         finder = PartFinder(model, lambda module: sizes.get(id(module)))
         finder.find()
         parts, whole = finder.parts, find_whole(finder)
+        plan = None if facts is None else plan_of(model, finder, facts)
     except Exception as error:  # whatever does not like random numbers: it runs as it is
-        return {}, None, f"{type(error).__name__}: {error}"
+        return {}, None, None, f"{type(error).__name__}: {error}"
     if known is not None:
-        keep_parts(known, key, parts, whole)
-    return parts, whole, None
+        keep_parts(known, key, parts, whole, plan, is_planned=is_planned)
+    return parts, whole, plan, None
 
 
 class _Holder:

@@ -28,13 +28,14 @@ from kvcellar.backends.torch.cpu.parts import (
 from kvcellar.backends.torch.cpu.recurrent import MixerPart
 from kvcellar.backends.torch.cpu.rotations import Rotation
 from kvcellar.models.known import keep, read_kept
+from kvcellar.models.plans.plan import ModelPlan
 
-VERSION = 3
+VERSION = 5
 """Version of how parts are found and written; those of another one are found again."""
 
 _KINDS = {kind.__name__: kind for kind in (NormPart, MlpPart, AttentionPart, LayerPart, MixerPart)}
 
-Found = tuple[dict[str, Part], Whole | None]
+Found = tuple[dict[str, Part], Whole | None, ModelPlan | None]
 
 
 def key_of(network: Any, linears: Mapping[str, Any]) -> str:
@@ -53,22 +54,50 @@ def _class_of(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def read_parts(path: Path, key: str) -> Found | None:
-    """Return parts that were kept under a key; None where there are none."""
+def read_parts(path: Path, key: str, *, with_plan: bool = False) -> Found | None:
+    """Return parts that were kept under a key, and the plan.
+
+    Args:
+        path: where they are kept.
+        key: what they depend on.
+        with_plan: whether parts that were kept before a plan was looked for count as none.
+
+    Returns:
+        None where there are none.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         told = read_kept(path)
-        if told["key"] != key:
+        if told["key"] != key or (with_plan and not told["is_planned"]):
             return None
         parts = {name: _part(kind, fields) for name, (kind, fields) in told["parts"].items()}
         whole = told["whole"]
-        return parts, None if whole is None else Whole(**_tuples(whole))
+        plan = None if told["plan"] is None else ModelPlan.from_json(told["plan"])
+        return parts, None if whole is None else Whole(**_tuples(whole)), plan
     return None
 
 
-def keep_parts(path: Path, key: str, parts: Parts, whole: Whole | None) -> None:
-    """Keep parts under a key; a folder that cannot be written is no error."""
+def keep_parts(
+    path: Path,
+    key: str,
+    parts: Parts,
+    whole: Whole | None,
+    plan: ModelPlan | None = None,
+    *,
+    is_planned: bool = False,
+) -> None:
+    """Keep parts under a key; a folder that cannot be written is no error.
+
+    Args:
+        path: where to.
+        key: what they depend on.
+        parts: by name.
+        whole: what the network is made of, where it is nothing else.
+        plan: of the model.
+        is_planned: whether a plan was looked for.
+    """
     told = {name: (type(part).__name__, asdict(part)) for name, part in parts.items()}
-    keep(path, {"key": key, "parts": told, "whole": None if whole is None else asdict(whole)})
+    said = {"key": key, "parts": told, "whole": None if whole is None else asdict(whole)}
+    keep(path, said | {"plan": None if plan is None else plan.to_json(), "is_planned": is_planned})
 
 
 def _part(kind: str, fields: dict[str, Any]) -> Part:

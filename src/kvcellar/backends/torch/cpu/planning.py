@@ -1,120 +1,526 @@
-"""The plan of a network that the CPU kernel runs whole; see :mod:`kvcellar.models.plan`."""
+"""The plan of a network, read off a run of it; see :mod:`kvcellar.models.plans.plan`.
+
+A trial (``find/trial.py``) keeps what every module was given and what it said. A plan is a claim
+about these: that one module's result is another one's input, that a sum is of these two, that a
+norm adds so much to its weight. Each is tried on the numbers, in float32 and, where rounding
+decides, in bfloat16; what no plan can say of has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
 
-from kvcellar.backends.torch.cpu.decoder import Whole
-from kvcellar.backends.torch.cpu.parts import (
-    AttentionPart,
-    LayerPart,
-    MlpPart,
-    NormPart,
-    Parts,
+from kvcellar.backends.torch.cpu.find.finding import PartFinder, is_such_a_norm
+from kvcellar.backends.torch.cpu.find.trial import (
+    IDS,
+    AnyExperts,
+    Attended,
+    LinearStandIn,
+    ModuleCall,
+    Trial,
 )
+from kvcellar.backends.torch.cpu.mixtures import find_gate
+from kvcellar.backends.torch.cpu.parts import MlpPart, read_eps
+from kvcellar.backends.torch.cpu.planning_mixtures import find_mixture
+from kvcellar.backends.torch.cpu.rotations import Rotation, possible_rotations
 from kvcellar.models.facts import ModelFacts
-from kvcellar.models.plan import LayerPlan, LinearPlan, ModelPlan, NormPlan, RopePlan
+from kvcellar.models.plans.plan import (
+    GELU_TANH,
+    SILU,
+    Gate,
+    LayerPlan,
+    LinearPlan,
+    MixturePlan,
+    ModelPlan,
+    NormPlan,
+    RopePlan,
+)
 
 _PLACES = (0, 1, 2, 3, 17, 255, 1000, 4095)
 """Positions at which frequencies are held against the module that they were read of."""
 
+_NEAR = 1e-4
+"""Relative distance within which a factor that was measured is a number of the config."""
 
-def plan_of(network: Any, whole: Whole, parts: Parts, facts: ModelFacts) -> ModelPlan | None:
+
+class _UnsaidError(Exception):
+    """A network does something that a plan cannot say."""
+
+
+def plan_of(network: Any, finder: PartFinder, facts: ModelFacts) -> ModelPlan | None:
     """Make the plan of a network, before its parts are replaced.
 
     Args:
         network: of transformers, on a CPU.
-        whole: what it is made of.
-        parts: by name.
+        finder: that has run it, and found its parts.
         facts: of the model.
 
     Returns:
         The plan; None where the network has something that a plan cannot say.
     """
-    names = {id(one): name for name, one in reversed(list(network.named_parameters()))}
-    planner = _Planner(network, parts, names)
-    rope = _rope_of(network.get_submodule(whole.rotary)) if facts.rope.is_fixed else None
-    layers = [planner.layer(name) for name in whole.layers]
-    norm = planner.norm(whole.norm)
-    embedding = network.get_submodule(whole.embedding)
-    is_plain = type(embedding).forward is nn.Embedding.forward
-    if rope is None or norm is None or not is_plain:
+    if not facts.rope.is_fixed or facts.states or facts.others:
         return None
-    known = [layer for layer in layers if layer is not None]
-    if len(known) != len(layers):
+    try:
+        return _Planner(network, finder).plan(facts)
+    except _UnsaidError:
         return None
-    head = planner.linear("", [whole.head])
-    return ModelPlan(facts, names[id(embedding.weight)], tuple(known), norm, head, rope)
 
 
 class _Planner:
-    """Names the tensors of a network's parts."""
+    """Names the tensors of a network, and says what it makes of them."""
 
-    def __init__(self, network: Any, parts: Parts, names: dict[int, str]) -> None:
-        self._network, self._parts, self._names = network, parts, names
+    def __init__(self, network: Any, finder: PartFinder) -> None:
+        self._network, self._finder, self._exact = network, finder, finder.exact
+        self._rounded = finder.own if finder.own is not finder.exact else finder.in_bfloat16()
+        self._names = {id(one): name for name, one in reversed(list(network.named_parameters()))}
+        self._ropes: list[RopePlan] = []
 
-    def linear(self, within: str, names: Sequence[str]) -> LinearPlan:
-        """Plan linear layers whose outputs lie one behind the other."""
-        modules = [self._network.get_submodule(_in(within, name)) for name in names]
-        biases = [None if one.bias is None else self._names[id(one.bias)] for one in modules]
-        return LinearPlan(tuple(self._names[id(one.weight)] for one in modules), tuple(biases))
+    def plan(self, facts: ModelFacts) -> ModelPlan:
+        """Make the plan.
 
-    def norm(self, name: str) -> NormPlan | None:
-        """Plan a norm; None where its weight is none of the network's tensors."""
-        part = self._parts[name]
-        if not isinstance(part, NormPart) or not part.is_own:
-            return None
-        own = next(self._network.get_submodule(name).parameters())
-        return NormPlan(self._names[id(own)], part.eps)
-
-    def layer(self, name: str) -> LayerPlan | None:
-        """Plan a decoder layer; None where it has an activation or a mixture of its own."""
-        part = self._parts[name]
-        assert isinstance(part, LayerPart), "the whole of a network is layers"
-        attention = self._parts[_in(name, part.attention)]
-        mlp = self._parts.get(_in(name, part.mlp))
-        if not isinstance(attention, AttentionPart) or not isinstance(mlp, MlpPart) or mlp.act:
-            return None
-        at, of_mlp = _in(name, part.attention), _in(name, part.mlp)
-        before, between = (self.norm(_in(name, one)) for one in (part.before, part.between))
-        q, k = [self.norm(_in(at, one)) for one in attention.norms or ()] or (None, None)
-        if before is None or between is None or (attention.norms and (q is None or k is None)):
-            return None
-        return LayerPlan(
-            before=before,
-            qkv=self.linear(at, attention.qkv),
-            q_norm=q,
-            k_norm=k,
-            o=self.linear(at, [attention.o]),
-            between=between,
-            gate_up=self.linear(of_mlp, mlp.gate_up),
-            down=self.linear(of_mlp, [mlp.down]),
-            heads=attention.heads,
-            scale=attention.scaling,
+        Raises:
+            _UnsaidError: there is none.
+        """
+        attended = self._exact.attended
+        names = [one.module.rpartition(".")[0] for one in attended]
+        if not names or len(set(names)) != len(names) or len(names) != facts.n_layers:
+            raise _UnsaidError
+        x = self._call(names[0]).first()
+        embedding, scale, rounds = self._embedding(names[0])
+        layers = []
+        for name, one in zip(names, attended, strict=True):
+            if not _is_one(self._call(name).first(), x):
+                raise _UnsaidError
+            layers.append(self._layer(name, one))
+            x = _said(self._call(name))
+        found = self._who_takes(list(self._exact.calls), x, self._is_norm)
+        head = self._who_takes(list(self._exact.calls), self._call(found).result, self._is_linear)
+        logit_scale, cap = self._logits(self._call(head).result)
+        return ModelPlan(
+            facts=facts,
+            embedding=embedding,
+            layers=tuple(layers),
+            norm=self._norm(found),
+            head=self._linear([head]),
+            ropes=tuple(self._ropes),
+            embedding_scale=scale,
+            rounds_scale=rounds,
+            logit_scale=logit_scale,
+            logit_cap=cap,
         )
 
+    # From one module to the next ----------------------------------------------------------------
 
-def _in(within: str, name: str) -> str:
-    return f"{within}.{name}" if within else name
+    def _call(self, name: str, trial: Trial | None = None) -> ModuleCall:
+        """Return the only call of a module."""
+        calls = (trial or self._exact).calls.get(name, ())
+        if len(calls) != 1:
+            raise _UnsaidError
+        return calls[0]
 
+    def _is_norm(self, name: str) -> bool:
+        own = list(self._exact.module(name).parameters())
+        return len(own) == 1 and own[0].dim() == 1
 
-def _rope_of(rotary: Any) -> RopePlan | None:
-    """Read frequencies off a rotary embedding; None where they do not say what it makes."""
-    frequencies = getattr(rotary, "inv_freq", None)
-    scale = getattr(rotary, "attention_scaling", 1.0)
-    if not isinstance(frequencies, torch.Tensor) or not isinstance(scale, float | int):
+    def _is_linear(self, name: str) -> bool:
+        return isinstance(self._exact.module(name), LinearStandIn)
+
+    def _who_takes(self, names: Sequence[str], x: Any, is_kind: Any) -> str:
+        """Return the module of a kind that is given x and nothing else."""
+        for name in names:
+            calls = self._exact.calls[name]
+            if len(calls) == 1 and is_kind(name) and _is_one(calls[0].first(), x):
+                return name
+        raise _UnsaidError
+
+    def _norm_to(self, names: Sequence[str], x: Any) -> str | None:
+        """Return the norm whose result is x; None: there is none."""
+        found = (name for name in names if _is_one(self._exact.calls[name][0].result, x))
+        return next(found, None)
+
+    def _norm_of(self, names: Sequence[str], x: Any) -> str | None:
+        """Return the norm that is given x; None: there is none."""
+        found = (name for name in names if _is_one(self._exact.calls[name][0].first(), x))
+        return next(found, None)
+
+    def _linear(self, names: Sequence[str]) -> LinearPlan:
+        """Plan linear layers whose outputs lie one behind the other."""
+        modules = [self._network.get_submodule(name) for name in names]
+        own = [list(one.parameters(recurse=False)) for one in modules]
+        if any(isinstance(one, nn.Linear) is False for one in modules):
+            raise _UnsaidError  # its matrix may be turned
+        biases = [self._names[id(one[1])] if len(one) > 1 else None for one in own]
+        return LinearPlan(tuple(self._names[id(one[0])] for one in own), tuple(biases))
+
+    # Parts --------------------------------------------------------------------------------------
+
+    def _norm(self, name: str) -> NormPlan:
+        """Plan a norm."""
+        module = self._exact.module(name)
+        (own,) = module.parameters()
+        dim = own.shape[0]
+        try:
+            eps = read_eps(module, dim)
+        except Exception:  # it takes something else than one tensor
+            raise _UnsaidError from None
+        for offset, in_floats in itertools.product((0.0, 1.0), (False, True)):
+            if all(
+                is_such_a_norm(
+                    trial, name, _PlannedNorm(trial.module(name), eps, offset, in_floats)
+                )
+                for trial in (self._exact, self._rounded)
+            ):
+                (weight,) = self._network.get_submodule(name).parameters()
+                return NormPlan(self._names[id(weight)], eps, offset, in_floats)
+        raise _UnsaidError
+
+    def _optional(self, name: str | None) -> NormPlan | None:
+        return None if name is None else self._norm(name)
+
+    def _layer(self, name: str, one: Attended) -> LayerPlan:
+        """Plan a decoder layer."""
+        call, at = self._call(name), one.module
+        x, given, said = call.first(), self._call(at).first(), _said(self._call(at))
+        inside = [each for each in self._exact.calls if each.startswith(f"{name}.")]
+        mlps = [each for each in inside if isinstance(self._finder.parts.get(each), MlpPart)]
+        experts = [each for each in inside if isinstance(self._exact.module(each), AnyExperts)]
+        blocks = [each.rpartition(".")[0] for each in experts] or mlps
+        norms = [
+            each
+            for each in inside
+            if self._is_norm(each) and not each.startswith((f"{at}.", *(f"{m}." for m in blocks)))
+        ]
+        if len(blocks) != 1 or any(len(self._exact.calls[each]) != 1 for each in norms):
+            raise _UnsaidError
+        if not all(f"{each}.".startswith(f"{blocks[0]}.") for each in mlps):
+            raise _UnsaidError
+        before = None if _is_one(given, x) else self._norm_to(norms, given)
+        if before is None and not _is_one(given, x):
+            raise _UnsaidError
+        if before is not None and not _is_one(self._call(before).first(), x):
+            raise _UnsaidError
+        mixer = self._call(blocks[0])
+        between = self._norm_to(norms, mixer.first())
+        middle = mixer.first() if between is None else self._call(between).first()
+        attended, residual = self._added(norms, said, x, middle)
+        mixed, other = self._added(norms, _said(mixer), middle, _said(call))
+        if residual != other:
+            raise _UnsaidError
+        return LayerPlan(
+            before=self._optional(before),
+            between=self._optional(between),
+            **self._mixture(experts[0], mlps) if experts else self._mlp(mlps[0]),
+            attended=self._optional(attended),
+            mixed=self._optional(mixed),
+            residual=residual,
+            **self._attention(one, given, said),
+        )
+
+    def _added(
+        self, norms: Sequence[str], said: Any, x: Any, total: Any
+    ) -> tuple[str | None, float]:
+        """Return which norm comes before what is said is added to x, and times what it is."""
+        norm = self._norm_of(norms, said)
+        added = said if norm is None else self._call(norm).result
+        if not all(isinstance(each, Tensor) for each in (added, x, total)):
+            raise _UnsaidError
+        factor = self._known(_ratio(total - x, added))
+        if not self._exact.alike(x + added * factor, total):
+            raise _UnsaidError
+        return norm, factor
+
+    def _mixture(self, experts: str, mlps: Sequence[str]) -> dict[str, Any]:
+        """Plan a mixture and the MLP beside it, as fields of a layer."""
+        found = find_mixture(self._network, self._exact, self._rounded, experts, mlps)
+        if found is None:
+            raise _UnsaidError
+        gate = self._gate(found.gate)
+        fields = {"gate_up": None, "down": None, "gate": gate}
+        if found.mlp is not None:
+            fields = self._mlp(found.mlp)
+        if fields["gate"] != gate:
+            raise _UnsaidError
+        weight, *bias = found.router
+        router = LinearPlan((weight,), (bias[0] if bias else None,))
+        up, down = (f"{experts}.{each}_proj" for each in ("gate_up", "down"))
+        mixture = MixturePlan(
+            router=router,
+            n_chosen=found.n_chosen,
+            is_normalised=found.is_normalised,
+            rounds_shares=found.rounds_shares,
+            gate_up=up,
+            down=down,
+            scale=found.scale,
+            biases=(f"{up}_bias", f"{down}_bias") if found.has_biases else None,
+            is_crossed=found.is_crossed,
+            share=None if found.share is None else self._linear([found.share]),
+        )
+        return {**fields, "mixture": mixture}
+
+    def _mlp(self, name: str) -> dict[str, Any]:
+        """Plan a gated MLP, as fields of a layer."""
+        part = self._finder.parts[name]
+        assert isinstance(part, MlpPart), "it was looked for"
+        gate: Gate | None = SILU
+        if part.act is not None:
+            act: Any = self._exact.module(f"{name}.{part.act}")
+
+            def between(x: Tensor) -> Tensor:
+                first, second = x.chunk(2, -1)
+                made: Tensor = act(first) * second
+                return made
+
+            gate, _ = find_gate(between, is_interleaved=False)
+        if gate is None:
+            raise _UnsaidError
+        gate = self._gate(gate)
+        up = self._linear([f"{name}.{each}" for each in part.gate_up])
+        return {"gate_up": up, "down": self._linear([f"{name}.{part.down}"]), "gate": gate}
+
+    def _gate(self, found: Gate) -> Gate:
+        """Return a gate that was measured, with the numbers that it is known to have."""
+        for known in (SILU, GELU_TANH):
+            if max(abs(a - b) for a, b in zip(found, known, strict=True)) < _NEAR:
+                return known
+        alpha, cubic, shift, limit = (self._known(one) if one else 0.0 for one in found)
+        return alpha, cubic, shift, limit
+
+    def _attention(self, one: Attended, given: Any, said: Any) -> dict[str, Any]:
+        """Plan attention, as fields of a layer."""
+        at, trial = one.module, self._exact
+        mixes = [f"{at}.{each}" for each in self._finder.mixes(at)]
+        calls = {each: self._call(each) for each in mixes}
+        n_heads, n_kv_heads, dim = one.q.shape[1], one.k.shape[1], int(one.q.shape[-1])
+        if one.k.shape != one.v.shape or one.k.shape[-1] != dim or not mixes:
+            raise _UnsaidError
+        if not self._finder.ignores_the_past(at, one):
+            raise _UnsaidError
+        behind = one.result.transpose(1, 2)
+        is_last = (each for each in mixes if _flat(calls[each].result, said))
+        o = next((each for each in is_last if _flat(calls[each].first(), behind)), None)
+        others = [each for each in mixes if each != o and _is_one(calls[each].first(), given)]
+        if o is None or len(others) + 1 != len(mixes):
+            raise _UnsaidError
+        sizes = [n_heads, n_kv_heads, n_kv_heads]
+        (call,) = trial.calls[at]
+        sides = [each for each in (*call.args, *call.kwargs.values()) if type(each) is tuple]
+        for qkv in itertools.permutations(others):
+            joined = torch.cat([calls[each].result for each in qkv], -1)
+            if joined.shape[-1] != sum(sizes) * dim:
+                break
+            q, k, v = joined.view(1, len(IDS), -1, dim).split(sizes, 2)
+            if not _flat(v, one.v.transpose(1, 2)):
+                continue
+            (q_norm, q, together), (k_norm, k, k_together) = (
+                self._normed(at, q),
+                self._normed(at, k),
+            )
+            rotation = self._rotation(q, k, one, sides[0] if sides else None)
+            if rotation is None or (q_norm and k_norm and together != k_together):
+                continue
+            return {
+                "qkv": self._linear(qkv),
+                "o": self._linear([o]),
+                "q_norm": self._optional(q_norm),
+                "k_norm": self._optional(k_norm),
+                "heads": (n_heads, n_kv_heads, dim),
+                "scale": one.scale,
+                "norms_together": together or k_together,
+                "rope": self._rope(sides[0], rotation.n_turned) if rotation.n_turned else None,
+                "sinks": self._sinks(one),
+            }
+        raise _UnsaidError
+
+    def _normed(self, at: str, rows: Tensor) -> tuple[str | None, Tensor, bool]:
+        """Return what norms rows ``[1, T, heads, dim]``, its results, and if all heads together."""
+        n_heads, dim = rows.shape[2:]
+        for name in [each for each in self._exact.calls if each.startswith(f"{at}.")]:
+            for call in self._exact.calls[name] if self._is_norm(name) else ():
+                x, result = call.first(), call.result
+                if x is None or x.numel() != rows.numel() or not isinstance(result, Tensor):
+                    continue
+                if x.shape[-1] == n_heads * dim and _flat(x, rows):
+                    return name, result.reshape(rows.shape), n_heads > 1
+                if x.shape[-1] != dim:
+                    continue
+                if _flat(x, rows):
+                    return name, result.reshape(rows.shape), False
+                if x.dim() == 4 and _flat(x.transpose(1, 2), rows):
+                    return name, result.transpose(1, 2), False
+        return None, rows, False
+
+    def _rotation(self, q: Tensor, k: Tensor, one: Attended, sides: Any) -> Rotation | None:
+        """Return how q and k ``[1, T, heads, dim]`` are turned; None: as the kernel does not."""
+        for rotation in possible_rotations(sides, q.shape[-1]):
+            if rotation.is_paired or rotation.layout == "repeated":
+                continue
+            turned = [each.clone(memory_format=torch.contiguous_format) for each in (q, k)]
+            for each in turned:
+                rotation.apply(each, sides)
+            heads = [each.transpose(1, 2) for each in turned]
+            if self._exact.alike(heads, [one.q, one.k]):
+                return rotation
         return None
-    places = torch.tensor(_PLACES)
-    with torch.inference_mode():
-        sides = rotary(torch.empty(0, dtype=torch.float32), places[None])
-    angles = places[:, None].float().numpy() * frequencies.float().numpy()
-    both = np.concatenate((angles, angles), axis=1).astype(np.float64)
-    for side, of in zip(sides, (np.cos, np.sin), strict=True):
-        if side.shape != (1, *both.shape) or not np.allclose(side[0], of(both) * scale, atol=1e-5):
+
+    def _sinks(self, one: Attended) -> str | None:
+        """Return the tensor of a logit per head."""
+        if not one.has_sinks:
             return None
-    return RopePlan(tuple(map(float, frequencies.tolist())), float(scale))
+        own = self._network.get_submodule(one.module).named_parameters(recurse=False)
+        found = [each for name, each in own if each.shape == one.q.shape[1:2] and "sink" in name]
+        if len(found) != 1:
+            raise _UnsaidError
+        (sinks,) = found
+        return str(self._names[id(sinks)])
+
+    def _rope(self, sides: Any, n_turned: int) -> int:
+        """Return the number of the rotary positions that make cosines and sines."""
+        for name, calls in self._exact.calls.items():
+            for call in calls:
+                is_it = type(call.result) is tuple and self._exact.alike(call.result, sides)
+                if not is_it or any(self._exact.module(name).parameters()):
+                    continue
+                for rope in self._ropes_of(self._exact.module(name), call, n_turned):
+                    if rope not in self._ropes:
+                        self._ropes.append(rope)
+                    return self._ropes.index(rope)
+        raise _UnsaidError
+
+    def _ropes_of(self, module: Any, call: ModuleCall, n_turned: int) -> Iterator[RopePlan]:
+        """Read frequencies off a rotary embedding, where they say what it makes of a call."""
+        places = torch.tensor(_PLACES)[None]
+
+        def moved(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            return torch.empty(0) if one.is_floating_point() else places
+
+        args = [moved(one) for one in call.args]
+        kwargs = {name: moved(one) for name, one in call.kwargs.items()}
+        with torch.inference_mode():
+            sides = [side.double().numpy() for side in module(*args, **kwargs)]
+        scales = {1.0, *(v for v in vars(module).values() if isinstance(v, float))}
+        for frequencies in module.buffers():
+            if frequencies.shape != (n_turned // 2,):
+                continue
+            angles = places[0, :, None].float().numpy() * frequencies.float().numpy()
+            doubled = np.concatenate((angles, angles), axis=1)
+            once = sides[0].shape[-1] == angles.shape[1]
+            turns = (angles if once else doubled).astype(np.float64)
+            for scale in scales:
+                want = np.cos(turns) * scale, np.sin(turns) * scale
+                if all(
+                    side.shape == (1, *turns.shape) and np.allclose(side[0], of, atol=1e-5)
+                    for side, of in zip(sides, want, strict=True)
+                ):
+                    yield RopePlan(tuple(map(float, frequencies.tolist())), scale)
+
+    # Around the layers --------------------------------------------------------------------------
+
+    def _embedding(self, layer: str) -> tuple[str, float, bool]:
+        """Return the tensor of the embedding, the factor on its rows, and if that is rounded."""
+        for name in self._exact.calls:
+            module = self._exact.module(name)
+            ids = self._exact.calls[name][0].first()
+            if not isinstance(module, nn.Embedding) or not _flat(ids, torch.tensor(IDS)):
+                continue
+            rows = [_rows(trial, name) for trial in (self._exact, self._rounded)]
+            given = [self._call(layer, trial).first() for trial in (self._exact, self._rounded)]
+            x = [one for one in given if one is not None and one.shape == rows[0].shape]
+            if len(x) != len(given):
+                raise _UnsaidError
+            scale = self._known(_ratio(x[0], rows[0]))
+            if not self._exact.alike(rows[0] * scale, x[0]):
+                raise _UnsaidError
+            factor = torch.tensor(scale)
+            is_same = {
+                rounds: self._rounded.alike(
+                    rows[1] * (factor.to(rows[1].dtype) if rounds else scale), x[1]
+                )
+                for rounds in (False, True)
+            }
+            if not any(is_same.values()):
+                raise _UnsaidError
+            weight = self._network.get_submodule(name).weight
+            return self._names[id(weight)], scale, not is_same[False]
+        raise _UnsaidError
+
+    def _logits(self, said: Tensor) -> tuple[float, float | None]:
+        """Return the factor on what the head says, and the cap on that."""
+        result = self._exact.result
+        scale = self._known(_ratio(result, said))
+        if self._exact.alike(said * scale, result):
+            return scale, None
+        for cap in self._numbers():
+            if cap > 0 and self._exact.alike(cap * torch.tanh(said / cap), result):
+                return 1.0, cap
+        raise _UnsaidError
+
+    def _numbers(self) -> Iterator[float]:
+        """Yield the numbers of the network's config."""
+        config = self._network.config.get_text_config()
+        for value in vars(config).values():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield float(value)
+
+    def _known(self, factor: float) -> float:
+        """Return a factor that was measured as the config has it, where it does."""
+        known = [1.0]
+        for number in self._numbers():
+            if number > 0:
+                known += [number, 1 / number, number**0.5]
+        near = [one for one in known if abs(one - factor) <= _NEAR * abs(factor)]
+        return min(near, key=lambda one: abs(one - factor)) if near else factor
+
+
+class _PlannedNorm:
+    """RMSNorm as a plan says it, by torch."""
+
+    def __init__(self, own: nn.Module, eps: float, offset: float, in_floats: bool) -> None:
+        (self._weight,) = own.parameters()
+        self._eps, self._offset, self._in_floats = eps, offset, in_floats
+
+    def __call__(self, x: Tensor) -> Tensor:
+        floats = x.float()
+        floats = floats * torch.rsqrt(floats.square().mean(-1, keepdim=True) + self._eps)
+        if self._in_floats:
+            return (floats * (self._weight.float() + self._offset)).to(x.dtype)
+        return floats.to(x.dtype) * (self._weight + self._offset)
+
+
+def _said(call: ModuleCall) -> Any:
+    """Return the first of what a module said."""
+    return call.result[0] if isinstance(call.result, tuple) else call.result
+
+
+def _is_one(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+
+
+def _flat(a: Any, b: Any) -> bool:
+    """Return true if two tensors have the same numbers, in whatever shapes."""
+    is_one = isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel() == b.numel()
+    return is_one and torch.equal(a.reshape(-1), b.reshape(-1))
+
+
+def _rows(trial: Trial, name: str) -> Tensor:
+    """Return the rows that an embedding looks up, before anything is made of them."""
+    module: Any = trial.module(name)
+    with torch.inference_mode():
+        return F.embedding(torch.tensor([IDS]), module.weight)
+
+
+def _ratio(a: Tensor, b: Tensor) -> float:
+    """Return how many times b is a, by the larger half of b's numbers."""
+    a, b = a.double().flatten(), b.double().flatten()
+    if a.numel() != b.numel():
+        raise _UnsaidError
+    is_large = b.abs() >= b.abs().median()
+    return float((a[is_large] / b[is_large]).median())

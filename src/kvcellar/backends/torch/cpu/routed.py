@@ -56,11 +56,14 @@ class KernelMixture(nn.Module):
         return out
 
 
-class _RecordingExperts:
+class RecordingExperts:
     """Experts that keep what they are asked for, and answer with random rows."""
+
+    n_calls = 0
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Keep tokens, what they chose and their shares."""
+        self.n_calls += 1
         self.x, self.chosen, self.shares = x, chosen, shares
         self.answer = torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype)
         return self.answer
@@ -81,7 +84,7 @@ def find_router(block: Any, experts: Any) -> tuple[native.Router, list[Tensor]] 
     weights = [p for p in others if p.shape[0] == experts.num_experts]
     if len(weights) != 1 or weights[0].dtype != torch.bfloat16:
         return None
-    asked = _RecordingExperts()
+    asked = RecordingExperts()
     generator = torch.Generator().manual_seed(4)
     x = torch.randn((1, TOKENS, weights[0].shape[1]), generator=generator).bfloat16()
     vars(experts)["forward"] = asked
@@ -100,7 +103,7 @@ def find_router(block: Any, experts: Any) -> tuple[native.Router, list[Tensor]] 
 
 
 def _routers(
-    block: Any, weight: nn.Parameter, asked: _RecordingExperts
+    block: Any, weight: nn.Parameter, asked: RecordingExperts
 ) -> Iterator[tuple[native.Router, list[Tensor]]]:
     """Yield routers that a block may have, and what they read besides its weights."""
     n_experts, hidden = weight.shape
@@ -129,7 +132,7 @@ def _routers(
         yield native.Router(weights, n_chosen, scale=scale, **made), beside
 
 
-def _choose(router: native.Router, asked: _RecordingExperts) -> tuple[Tensor, Tensor]:
+def _choose(router: native.Router, asked: RecordingExperts) -> tuple[Tensor, Tensor]:
     """Return what a router chooses for the same tokens, in the order of experts."""
     x, shape = asked.x.contiguous(), asked.chosen.shape
     chosen, shares = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
@@ -143,7 +146,7 @@ def _sorted(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, shares.float().gather(-1, order)
 
 
-def _agrees(router: native.Router, asked: _RecordingExperts) -> bool:
+def _agrees(router: native.Router, asked: RecordingExperts) -> bool:
     """Return true if nearly all tokens choose the same, and with the same shares."""
     want, found = _sorted(asked.chosen, asked.shares), _choose(router, asked)
     is_same = (want[0] == found[0]).all(-1)

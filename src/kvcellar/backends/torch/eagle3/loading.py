@@ -14,14 +14,14 @@ from kvcellar.backends.torch.eagle3.network import Eagle3Network
 from kvcellar.backends.torch.load.weights import DTYPES
 from kvcellar.backends.torch.run.model import TorchModel
 from kvcellar.errors import ConfigError, ModelError
-from kvcellar.models.checkpoint import check_weights, few, read_config, read_json
 from kvcellar.models.eagle3.config import (
     Eagle3Config,
     default_feature_layers,
     read_eagle3_config,
 )
 from kvcellar.models.eagle3.finding import DEMO_HEAD_FOLDER, find_head
-from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.files.checkpoint import check_weights, few, read_config, read_json
+from kvcellar.models.files.hub import DEMO_FOLDER
 from kvcellar.models.model import LoadedModel
 
 _EMBEDDING = "embed_tokens.weight"

@@ -83,7 +83,7 @@ def hold_on_card(
         )
     holder = _CardHolder(model, weights, device, blocks or {})
     n_weights = n_numbers(model)
-    parts, _, why_none = find_parts(model, holder.linears, known)
+    parts, _, _, why_none = find_parts(model, holder.linears, known)
     parts = {name: part for name, part in parts.items() if not isinstance(part, MixerPart)}
     holder.hold_embeddings()
     holder.hold_parts(parts)

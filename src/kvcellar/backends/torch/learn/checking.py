@@ -35,11 +35,11 @@ from kvcellar.models.check import (
     torch_versions,
     unit_of,
 )
-from kvcellar.models.configs import config_from_dict, rope_of
 from kvcellar.models.facts import ModelFacts
+from kvcellar.models.files.configs import config_from_dict, rope_of
 from kvcellar.models.plays import make_texts
 from kvcellar.models.runner import FloatArray, Runner
-from kvcellar.models.tokenizer import quiet
+from kvcellar.models.text.tokenizer import quiet
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray
 

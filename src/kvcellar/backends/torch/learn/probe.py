@@ -32,8 +32,8 @@ from kvcellar.backends.torch.learn.visibility import MaskFunction, read_mask
 from kvcellar.backends.torch.learn.watched_cache import WatchedCache
 from kvcellar.backends.torch.load.networks import empty_network, not_called, unforeseen
 from kvcellar.errors import KVCellarError, ModelError
-from kvcellar.models.configs import positions_of, rope_of
 from kvcellar.models.facts import LayerFacts, ModelFacts
+from kvcellar.models.files.configs import positions_of, rope_of
 from kvcellar.models.latents import Latents
 
 NAME = "kvcellar_probe"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcellar.backends.torch.load.files import OpenFiles
 from kvcellar.errors import ModelError
-from kvcellar.models.formats import AWQ, COMPRESSED, GPTQ, GROUPED, MLX, WeightFormat
+from kvcellar.models.files.formats import AWQ, COMPRESSED, GPTQ, GROUPED, MLX, WeightFormat
 
 _AWQ_TURNS = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place of each of eight outputs in one of AWQ's words."""

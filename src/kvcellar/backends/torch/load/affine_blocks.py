@@ -21,7 +21,7 @@ from kvcellar.backends.torch.cpu.blocks import (
 from kvcellar.backends.torch.load.affine import Affine, affine_matrices
 from kvcellar.backends.torch.load.files import OpenFiles
 from kvcellar.backends.torch.load.mlx_names import name_of, stacks_of
-from kvcellar.models.formats import MLX, WeightFormat
+from kvcellar.models.files.formats import MLX, WeightFormat
 from kvcellar.models.weights import GROUP
 
 

@@ -19,7 +19,7 @@ from kvcellar.backends.torch.load.affine_blocks import StoredMatrix, kept_of
 from kvcellar.backends.torch.load.gguf import blocks_of
 from kvcellar.backends.torch.load.networks import empty_networks
 from kvcellar.models.facts import ModelFacts
-from kvcellar.models.formats import GROUPED, format_of
+from kvcellar.models.files.formats import GROUPED, format_of
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.weights import Matrix
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import TensorPlace, tensor_places
+from kvcellar.models.files.checkpoint import TensorPlace, tensor_places
 
 AT_A_TIME = 1 << 20
 """Numbers that are made plain at a time."""

@@ -21,7 +21,7 @@ from kvcellar.backends.torch.load.gguf_names import Stored, Turn, stored_as
 from kvcellar.backends.torch.load.stored import PlainTensor
 from kvcellar.errors import ModelError
 from kvcellar.kernel.blocks import INPUTS
-from kvcellar.models.checkpoint import few
+from kvcellar.models.files.checkpoint import few
 from kvcellar.models.gguf.families import FAMILIES
 from kvcellar.models.gguf.reader import GgufFile, GgufTensor, wrong
 

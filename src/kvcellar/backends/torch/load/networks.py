@@ -23,8 +23,8 @@ from kvcellar.backends.torch.cpu.mixtures import reads_shipped
 from kvcellar.backends.torch.load.recurrent_kernels import choose_by_device
 from kvcellar.backends.torch.load.weights import load_weights
 from kvcellar.errors import ModelError
-from kvcellar.models.configs import whole_config
-from kvcellar.models.formats import MXFP4, format_of, without_format
+from kvcellar.models.files.configs import whole_config
+from kvcellar.models.files.formats import MXFP4, format_of, without_format
 
 log = logging.getLogger(__name__)
 

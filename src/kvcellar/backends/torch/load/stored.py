@@ -21,7 +21,7 @@ from kvcellar.backends.torch.load.affine import Affine, affine_matrices
 from kvcellar.backends.torch.load.files import AT_A_TIME, OpenFiles
 from kvcellar.backends.torch.load.mlx_names import for_transformers
 from kvcellar.errors import ModelError
-from kvcellar.models.formats import MLX, WeightFormat
+from kvcellar.models.files.formats import MLX, WeightFormat
 
 _SCALES = ("_scale_inv", "_scale")
 """Behind the name of a tensor: its scales."""

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from kvcellar.backends.torch.load.gguf import gguf_tensors
 from kvcellar.backends.torch.load.stored import plain_tensors, stand_in
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import few
-from kvcellar.models.formats import MLX, MXFP4, WeightFormat
+from kvcellar.models.files.checkpoint import few
+from kvcellar.models.files.formats import MLX, MXFP4, WeightFormat
 from kvcellar.models.gguf.reader import read_gguf
 
 DTYPES = {

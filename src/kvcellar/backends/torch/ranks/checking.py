@@ -35,7 +35,7 @@ from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import InexactModelWarning, gap_of, torch_versions, unit_of
 from kvcellar.models.known import keep, known_path, read_kept
 from kvcellar.models.runner import FloatArray
-from kvcellar.models.tokenizer import quiet
+from kvcellar.models.text.tokenizer import quiet
 from kvcellar.registry import make_seq_session
 
 ALLOWED = 1e-3
@@ -135,7 +135,7 @@ def _logits(what: Load, network: Any, leader: Leader | None) -> FloatArray:
         given: tuple[Any, ...] = (*of_model, session, (), length, NO_ADAPTERS, leader)
         runner = TorchRunner(*given, has_graphs=False)
         for start, stop in zip((0, *_ENDS), _ENDS, strict=False):
-            at = session.cache.begin_step([0] * (stop - start))
+            at = session.cache.begin_step([(0, stop - start)])
             found.append(runner.forward(tokens[start:stop], at, range(stop - start)))
     return np.concatenate(found)
 

@@ -36,7 +36,7 @@ from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import KVCellarError
 from kvcellar.models.facts import ModelFacts
-from kvcellar.models.tokenizer import quiet
+from kvcellar.models.text.tokenizer import quiet
 from kvcellar.states import StatePlan
 from kvcellar.types import StepPlan
 

@@ -17,12 +17,12 @@ import transformers
 from safetensors.torch import load_file
 
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import read_json
-from kvcellar.models.hub import find_checkpoint
+from kvcellar.models.files.checkpoint import read_json
+from kvcellar.models.files.hub import find_checkpoint
+from kvcellar.models.files.pooling import Pooling, pooling_of
 from kvcellar.models.options import ProgressFn
-from kvcellar.models.pooling import Pooling, pooling_of
 from kvcellar.models.runner import FloatArray
-from kvcellar.models.tokenizer import load_tokenizer, quiet
+from kvcellar.models.text.tokenizer import load_tokenizer, quiet
 
 _BATCH_TOKENS = 8192
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU}

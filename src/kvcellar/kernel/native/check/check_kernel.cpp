@@ -386,7 +386,7 @@ double one_of_blocks() {
 // A mixture over memory of exact sizes, some of whose tokens chose experts that are not there.
 double one_mixture() {
   using F = WeightFormat;
-  const F format = one_of({F::bf16, F::f16, F::int8, F::int4, F::coded, F::mxfp4, F::nibbles, F::bytes});
+  const F format = one_of({F::bf16, F::f16, F::f32, F::int8, F::int4, F::coded, F::mxfp4, F::nibbles, F::bytes});
   const Steps steps = one_of({Steps::halves, Steps::pairs, Steps::counts, Steps::floats});
   const bool is_grouped = format == F::nibbles || format == F::bytes;
   const Dtype dtype = rng() % 2 ? Dtype::f32 : Dtype::bf16;
@@ -411,7 +411,8 @@ double one_mixture() {
     LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
     const int64_t n_scales = n_experts * weights.n_blocks * weights.n_scales * kBlockRows;
     if (weights.is_plain) {
-      weights.data = memory(2 * n_experts * n_in * n_out, format == F::f16 ? Dtype::f16 : Dtype::bf16);
+      const Dtype of = format == F::f16 ? Dtype::f16 : format == F::f32 ? Dtype::f32 : Dtype::bf16;
+      weights.data = memory(weights.plain_bytes * n_experts * n_in * n_out, of);
     } else {
       const int64_t bytes = weights.n_blocks * weights.block_bytes;
       char* data = memory(n_experts * bytes, Dtype::int8);
@@ -590,15 +591,17 @@ bool one_model(const DecoderLayer& layer, const Memory& cos, const Memory& sin, 
   const LayerStep step{&plan, &pool, has_exact ? &exact_plan : nullptr, has_exact ? &exact : nullptr, 0.f};
   const LayerStep steps[2] = {step, step};
   const int64_t feature_layers[2] = {0, 2};
-  const Decoder decoder{{layer, layer}, embedding.data, {norm.data, 1e-5f}, head.layer};
+  const float cap = rng() % 2 ? 3.f : 0.f;
+  const Decoder decoder{{layer, layer}, embedding.data, {norm.data, 1e-5f}, head.layer, 1.f, 0.5f, cap};
   auto* said = reinterpret_cast<float*>(logits.data);
   auto* seen = reinterpret_cast<float*>(features.data);
-  const DecoderCall call{steps, n_tokens, id, cos.data, sin.data, n_rows, row, said, 2, feature_layers, seen};
+  const Sides sides{cos.data, sin.data};
+  const DecoderCall call{steps, n_tokens, id, &sides, n_rows, row, said, 2, feature_layers, seen};
   for (const Level now : levels()) {
     set_level(now);
     run_decoder(decoder, call, 2);
     for (int64_t i = 0; i < n_rows * n_vocab; ++i)
-      if (!std::isfinite(said[i])) return false;
+      if (!std::isfinite(said[i]) || (cap != 0.f && std::fabs(said[i]) > cap)) return false;
     for (int64_t t = 0; t < n_tokens; ++t)
       for (int64_t i = 0; i < hidden; ++i) {
         uint32_t bits = 0;
@@ -623,20 +626,51 @@ double one_decoder() {
   Memory norms[4] = {Memory(hidden * size), Memory(hidden * size), Memory(dim * size), Memory(dim * size)};
   Memory x(n_tokens * hidden * size), cos(n_tokens * dim * size), sin(n_tokens * dim * size);
   for (Memory* memory : {&norms[0], &norms[1], &norms[2], &norms[3], &x, &cos, &sin}) fill(*memory, dtype);
-  const bool has_norms = rng() % 2;
-  const DecoderLayer layer{qkv.layer,
-                           o.layer,
-                           gate_up.layer,
-                           down.layer,
-                           {norms[0].data, 1e-5f},
-                           {norms[1].data, 1e-5f},
-                           {has_norms ? norms[2].data : nullptr, 1e-5f},
-                           {has_norms ? norms[3].data : nullptr, 1e-5f},
-                           n_heads,
-                           n_kv_heads,
-                           dim,
-                           dtype,
-                           0.2f};
+  const bool has_norms = rng() % 2, together = rng() % 2, is_behind = rng() % 2;
+  Memory floats(hidden * 4), of_q(n_heads * dim * size), of_k(n_kv_heads * dim * size);
+  fill(floats, Dtype::f32);
+  for (Memory* memory : {&of_q, &of_k}) fill(*memory, dtype);
+  DecoderLayer layer{qkv.layer,
+                     o.layer,
+                     gate_up.layer,
+                     down.layer,
+                     {norms[0].data, 1e-5f},
+                     {norms[1].data, 1e-5f},
+                     {has_norms ? norms[2].data : nullptr, 1e-5f},
+                     {has_norms ? norms[3].data : nullptr, 1e-5f},
+                     n_heads,
+                     n_kv_heads,
+                     dim,
+                     dtype,
+                     0.2f};
+  if (is_behind) {  // norms behind, which round once, in the place of those before
+    layer.before = layer.between = {};
+    layer.attended = layer.mixed = {floats.data, 1e-5f, true};
+  }
+  if (has_norms && together) {
+    layer.norms_together = true;
+    layer.q = {of_q.data, 1e-5f};
+    layer.k = {of_k.data, 1e-5f};
+  }
+  if (rng() % 2) layer.n_turned = 2 * between(0, dim / 2);
+  if (rng() % 2) layer.gate = {1.59577f, 0.0713548f, 0.f, 0.f};
+  if (rng() % 2) layer.residual = 0.25f;
+  const int64_t n_experts = between(1, 4);  // all of which a token chooses: no rounding decides which
+  LayerMemory router(hidden, n_experts, dtype), share(hidden, 1, dtype);
+  LayerMemory ups(hidden, n_experts * 2 * inner, dtype), downs(inner, n_experts * hidden, dtype);
+  if (rng() % 2) {
+    const auto bf16 = [](int64_t n_in, int64_t n_out, const Memory& data) {
+      return make_linear_weights(WeightFormat::bf16, n_in, n_out, data.data, nullptr);
+    };
+    layer.has_mixture = true;
+    layer.mixture.router.weights = router.layer.weights;
+    layer.mixture.router.n_chosen = n_experts;
+    layer.mixture.experts = {{bf16(hidden, 2 * inner, ups.data), n_experts, ups.layer.bias},
+                             {bf16(inner, hidden, downs.data), n_experts, downs.layer.bias},
+                             layer.gate};
+    if (rng() % 2) layer.share = share.layer;
+    if (!layer.share.weights.data && rng() % 2) layer.gate_up = layer.down = {};
+  }
   if (!one_model(layer, cos, sin, n_tokens)) return 1;
   Memory joined(n_tokens * n_joined * size), attended(n_tokens * n_heads * dim * size);
   Memory out(n_tokens * hidden * size);

@@ -28,7 +28,7 @@ void bind_mixture(nb::module_& m) {
           "rounds_logits"_a, "rounds_shares"_a,
           "Describe a router.\n\n"
           "Args:\n"
-          "    weights: of 16 bits, from hidden states to a logit for each expert.\n"
+          "    weights: plain, from hidden states to a logit for each expert.\n"
           "    n_chosen: experts of a token, those with the highest scores.\n"
           "    is_sigmoid: scores are each logit's sigmoid, and else the softmax of all.\n"
           "    is_normalised: shares are divided by their sum.\n"

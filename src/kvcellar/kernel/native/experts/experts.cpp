@@ -21,6 +21,7 @@ constexpr int64_t kLeastBytes = 1 << 15;                          // of the last
 constexpr int64_t kAloneBytes = 1 << 18;                          // below, waking a thread costs more than it brings
 constexpr int64_t kFewPacked = 32;  // rows up to which packed weights are met as they are where there is a matrix unit
 constexpr int64_t kPieceRows = 16;
+constexpr int64_t kMostPairs = 4096;  // of a mixture's tokens and experts together: their rows lie in memory meanwhile
 
 std::atomic<int64_t> all_read{0}, all_chosen{0};
 
@@ -64,7 +65,8 @@ struct Order {
 
 LinearWeights weights_of(const ExpertLayer& layer, int64_t expert) {
   LinearWeights weights = layer.weights;
-  const int64_t bytes = weights.is_plain ? 2 * weights.n_in * weights.n_out : weights.n_blocks * weights.block_bytes;
+  const int64_t bytes =
+      weights.is_plain ? weights.plain_bytes * weights.n_in * weights.n_out : weights.n_blocks * weights.block_bytes;
   const int64_t scales = expert * weights.n_blocks * weights.n_scales * kBlockRows;
   weights.data = static_cast<const char*>(weights.data) + expert * bytes;
   if (weights.scales) weights.scales += scales;
@@ -364,12 +366,18 @@ void choose(const Router& router, const void* x, int64_t n_tokens, Dtype dtype, 
 }
 
 void run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads) {
-  const int64_t n_chosen = mixture.router.n_chosen, n = n_tokens * n_chosen;
+  const int64_t n_chosen = mixture.router.n_chosen, piece = std::max<int64_t>(1, kMostPairs / n_chosen);
+  const int64_t n = std::min(piece, n_tokens) * n_chosen;
   char* memory = choice_buffer.get(12 * n);
   auto* experts = reinterpret_cast<int64_t*>(memory);
   auto* shares = reinterpret_cast<float*>(memory + 8 * n);
-  choose(mixture.router, x, n_tokens, dtype, experts, shares, n_threads);
-  run_experts(mixture.experts, x, {experts, shares, n_tokens, n_chosen}, dtype, out, n_threads);
+  for (int64_t first = 0; first < n_tokens; first += piece) {
+    const int64_t count = std::min(piece, n_tokens - first);
+    const char* from = static_cast<const char*>(x) + first * mixture.router.weights.n_in * size_of(dtype);
+    char* to = static_cast<char*>(out) + first * mixture.experts.down.weights.n_out * size_of(dtype);
+    choose(mixture.router, from, count, dtype, experts, shares, n_threads);
+    run_experts(mixture.experts, from, {experts, shares, count, n_chosen}, dtype, to, n_threads);
+  }
 }
 
 ExpertCounts expert_counts() { return {all_read, all_chosen}; }

@@ -36,7 +36,7 @@ void run_experts(const Experts& experts, const void* x, const Choice& choice, Dt
 
 // By what a token chooses: softmax or sigmoid of logits, of which the highest are chosen.
 struct Router {
-  LinearWeights weights;         // bf16 [n_experts, hidden]
+  LinearWeights weights;         // plain [n_experts, hidden]
   const void* bias = nullptr;    // of the logits, in the type of the rows, or none
   const float* extra = nullptr;  // [n_experts], added where experts are chosen and not where they are weighed, or none
   int64_t n_chosen = 0;

@@ -85,8 +85,14 @@ void bind_decoder(nb::module_& m) {
 
   nb::class_<Norm>(m, "Norm", "Address of a norm's weight, 0: no norm; and what is added to the mean.")
       .def(
-          "__init__", [](Norm* self, uintptr_t weight, float eps) { new (self) Norm{at(weight), eps}; }, "weight"_a,
-          "eps"_a);
+          "__init__",
+          [](Norm* self, uintptr_t weight, float eps, bool in_floats) { new (self) Norm{at(weight), eps, in_floats}; },
+          "weight"_a, "eps"_a, "in_floats"_a = false,
+          "Describe a norm.\n\n"
+          "Args:\n"
+          "    weight: address; 0: no norm.\n"
+          "    eps: what is added to the mean of squares.\n"
+          "    in_floats: the weight is float32 whatever the rows are, and results are rounded once.");
 
   nb::class_<DecoderLayer>(m, "DecoderLayer",
                            "A decoder layer, which for a few tokens is two calls around its attention. All rows lie\n"
@@ -95,9 +101,12 @@ void bind_decoder(nb::module_& m) {
           "__init__",
           [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o, const LinearLayer* gate_up,
              const LinearLayer* down, const Norm& before, const Norm& between, const Norm& q, const Norm& k,
-             int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, Dtype dtype, float scale, const Mixture* mixture) {
-            if (mixture ? gate_up || down : !gate_up || !down)
-              throw ConfigError("a decoder layer has gate_up and down, or a mixture");
+             int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, Dtype dtype, float scale, const Mixture* mixture,
+             const Norm* attended, const Norm* mixed, bool norms_together, int64_t n_turned, int64_t rope,
+             float residual, const Gate* gate, uintptr_t sinks, const LinearLayer* share) {
+            if (!gate_up != !down || (!gate_up && !mixture))
+              throw ConfigError("a decoder layer has gate_up and down, or a mixture, or both");
+            if (share && !(gate_up && mixture)) throw ConfigError("a share is an MLP's beside a mixture");
             const LinearLayer none{};
             new (self) DecoderLayer{qkv,
                                     o,
@@ -113,16 +122,28 @@ void bind_decoder(nb::module_& m) {
                                     dtype,
                                     scale,
                                     mixture != nullptr,
-                                    mixture ? *mixture : Mixture{}};
+                                    mixture ? *mixture : Mixture{},
+                                    share ? *share : none,
+                                    attended ? *attended : Norm{},
+                                    mixed ? *mixed : Norm{},
+                                    norms_together,
+                                    n_turned,
+                                    rope,
+                                    residual,
+                                    gate ? *gate : Gate{},
+                                    at<const float>(sinks)};
           },
           "qkv"_a, "o"_a, "gate_up"_a.none(), "down"_a.none(), "before"_a, "between"_a, "q"_a, "k"_a, "n_heads"_a,
-          "n_kv_heads"_a, "head_dim"_a, "dtype"_a, "scale"_a, "mixture"_a.none() = nb::none(),
+          "n_kv_heads"_a, "head_dim"_a, "dtype"_a, "scale"_a, "mixture"_a.none() = nb::none(), nb::kw_only(),
+          "attended"_a.none() = nb::none(), "mixed"_a.none() = nb::none(), "norms_together"_a = false,
+          "n_turned"_a = -1, "rope"_a = 0, "residual"_a = 1.f, "gate"_a.none() = nb::none(), "sinks"_a = 0,
+          "share"_a.none() = nb::none(),
           "Describe a layer.\n\n"
           "Args:\n"
           "    qkv: q, k and v joined.\n"
           "    o: behind the attention.\n"
-          "    gate_up: gate and up joined; None with a mixture.\n"
-          "    down: the last one of the MLP; None with a mixture.\n"
+          "    gate_up: gate and up joined; None: there is no MLP.\n"
+          "    down: the last one of the MLP; None: there is none.\n"
           "    before: norm of the layer's input.\n"
           "    between: norm of what comes after attention.\n"
           "    q: norm of q's heads.\n"
@@ -132,9 +153,19 @@ void bind_decoder(nb::module_& m) {
           "    head_dim: numbers of a head.\n"
           "    dtype: float32 or bfloat16, of everything but packed weights.\n"
           "    scale: factor on the attention's logits, for a :class:`Decoder`.\n"
-          "    mixture: in place of an MLP.\n\n"
+          "    mixture: in place of an MLP, or added to what that says.\n"
+          "    attended: norm of what the attention says, before it is added; None: there is none.\n"
+          "    mixed: norm of what the MLP says, before it is added; None: there is none.\n"
+          "    norms_together: all heads of q are normed together, and all of k.\n"
+          "    n_turned: the first so many numbers of a head are rotated; -1: all.\n"
+          "    rope: which of a forward's rotations.\n"
+          "    residual: factor on what is added.\n"
+          "    gate: of the MLP; None: silu.\n"
+          "    sinks: address of float32 ``[n_heads]``; 0: none.\n"
+          "    share: beside a mixture, from the MLP's input to a logit whose sigmoid it is multiplied\n"
+          "        with; None: it is added as it is.\n\n"
           "Raises:\n"
-          "    ConfigError: an MLP and a mixture, or neither of them.")
+          "    ConfigError: neither an MLP nor a mixture, or a share of what is not both.")
       .def(
           "before",
           [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos, uintptr_t sin, uintptr_t qkv) {
@@ -155,28 +186,33 @@ void bind_decoder(nb::module_& m) {
   nb::class_<Decoder>(m, "Decoder", "A causal model, of which a forward of a few tokens is one call.")
       .def(
           "__init__",
-          [](Decoder* self, const nb::sequence& layers, uintptr_t embedding, const Norm& norm,
-             const LinearLayer& head) {
-            new (self) Decoder{{}, at(embedding), norm, head};
+          [](Decoder* self, const nb::sequence& layers, uintptr_t embedding, const Norm& norm, const LinearLayer& head,
+             float embedding_scale, float logit_scale, float logit_cap) {
+            new (self) Decoder{{}, at(embedding), norm, head, embedding_scale, logit_scale, logit_cap};
             for (const nb::handle layer : layers) self->layers.push_back(nb::cast<const DecoderLayer&>(layer));
             if (self->layers.empty()) throw ConfigError("a decoder has layers");
           },
-          "layers"_a, "embedding"_a, "norm"_a, "head"_a,
+          "layers"_a, "embedding"_a, "norm"_a, "head"_a, nb::kw_only(), "embedding_scale"_a = 1.f,
+          "logit_scale"_a = 1.f, "logit_cap"_a = 0.f,
           nb::sig("def __init__(self, layers: collections.abc.Sequence[DecoderLayer], embedding: int, norm: Norm, "
-                  "head: LinearLayer) -> None"),
+                  "head: LinearLayer, *, embedding_scale: float = 1.0, logit_scale: float = 1.0, "
+                  "logit_cap: float = 0.0) -> None"),
           "Describe a model.\n\n"
           "Args:\n"
           "    layers: one or more.\n"
           "    embedding: address of ``[n_vocab, hidden]``, in the layers' type; 0: the head's weights,\n"
           "        of all but 16 bits.\n"
           "    norm: of the last layer's result.\n"
-          "    head: from there to logits.\n\n"
+          "    head: from there to logits.\n"
+          "    embedding_scale: factor on rows of the embedding, in the layers' type.\n"
+          "    logit_scale: factor on logits.\n"
+          "    logit_cap: ``cap * tanh(logit / cap)`` of what that makes; 0.0: none.\n\n"
           "Raises:\n"
           "    ConfigError: no layers.")
       .def(
           "run",
-          [](const Decoder& decoder, const nb::sequence& steps, uintptr_t ids, int64_t n_tokens, uintptr_t cos,
-             uintptr_t sin, uintptr_t rows, int64_t n_rows, uintptr_t logits,
+          [](const Decoder& decoder, const nb::sequence& steps, uintptr_t ids, int64_t n_tokens,
+             const nb::sequence& ropes, uintptr_t rows, int64_t n_rows, uintptr_t logits,
              const std::vector<int64_t>& feature_layers, uintptr_t features) {
             std::vector<LayerStep> found;
             found.reserve(decoder.layers.size());
@@ -184,11 +220,16 @@ void bind_decoder(nb::module_& m) {
               found.push_back({nb::cast<Plan*>(step[0]), nb::cast<const Pool*>(step[1]), nb::cast<Plan*>(step[2]),
                                nb::cast<const Pool*>(step[3]), nb::cast<float>(step[4])});
             if (found.size() != decoder.layers.size()) throw ConfigError("a forward needs a step for each layer");
+            std::vector<Sides> sides;
+            for (const nb::handle rope : ropes)
+              sides.push_back({at(nb::cast<uintptr_t>(rope[0])), at(nb::cast<uintptr_t>(rope[1]))});
+            for (const DecoderLayer& layer : decoder.layers)
+              if (layer.n_turned && layer.rope >= static_cast<int64_t>(sides.size()))
+                throw ConfigError("a forward needs the rotations of each layer");
             const DecoderCall call{found.data(),
                                    n_tokens,
                                    at<const int64_t>(ids),
-                                   at(cos),
-                                   at(sin),
+                                   sides.data(),
                                    n_rows,
                                    at<const int64_t>(rows),
                                    at<float>(logits),
@@ -198,10 +239,11 @@ void bind_decoder(nb::module_& m) {
             const nb::gil_scoped_release release;
             run_decoder(decoder, call, 0);
           },
-          "steps"_a, "ids"_a, "n_tokens"_a, "cos"_a, "sin"_a, "rows"_a, "n_rows"_a, "logits"_a, "feature_layers"_a,
+          "steps"_a, "ids"_a, "n_tokens"_a, "ropes"_a, "rows"_a, "n_rows"_a, "logits"_a, "feature_layers"_a,
           "features"_a,
           nb::sig("def run(self, steps: collections.abc.Sequence[tuple[Plan, Pool, Plan | None, Pool | None, float]], "
-                  "ids: int, n_tokens: int, cos: int, sin: int, rows: int, n_rows: int, logits: int, "
+                  "ids: int, n_tokens: int, ropes: collections.abc.Sequence[tuple[int, int]], rows: int, "
+                  "n_rows: int, logits: int, "
                   "feature_layers: collections.abc.Sequence[int], features: int) -> None"),
           "Run a forward. Ids and rows have to be there: nothing is checked.\n\n"
           "Args:\n"
@@ -209,8 +251,8 @@ void bind_decoder(nb::module_& m) {
           "        on logits, 0.0 for none.\n"
           "    ids: int64 ``[n_tokens]``.\n"
           "    n_tokens: tokens.\n"
-          "    cos: ``[n_tokens, head_dim]`` in the layers' type.\n"
-          "    sin: ``[n_tokens, head_dim]`` in the layers' type.\n"
+          "    ropes: what layers may be rotated by: addresses of cosines and of sines, ``[n_tokens,\n"
+          "        numbers of a head that are rotated]`` in the layers' type.\n"
           "    rows: int64 ``[n_rows]``, the tokens whose logits are wanted.\n"
           "    n_rows: how many.\n"
           "    logits: float32 ``[n_rows, n_vocab]``.\n"

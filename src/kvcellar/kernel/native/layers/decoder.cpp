@@ -2,6 +2,8 @@
 
 #include "layers/decoder.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "core/buffer.h"
@@ -11,7 +13,7 @@
 namespace kvcellar {
 namespace {
 
-thread_local Buffer rows_buffer, attention_buffer, model_buffer;
+thread_local Buffer rows_buffer, attention_buffer, model_buffer, floats_buffer;
 
 int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
@@ -30,6 +32,68 @@ class Pieces {
   int64_t size_;
   char* at_;
 };
+
+void to_floats(const void* from, Dtype dtype, int64_t n, float* to) {
+  if (dtype == Dtype::f32) {
+    std::memcpy(to, from, sizeof(float) * static_cast<size_t>(n));
+    return;
+  }
+  const auto* numbers = static_cast<const uint16_t*>(from);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(numbers[i]) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+}
+
+void to_halves(const float* from, int64_t n, uint16_t* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    to[i] = static_cast<uint16_t>(from[i] == from[i] ? rounded : bits >> 16 | 0x40);
+  }
+}
+
+// Of rows in place, or to others; nothing where there is no norm.
+void apply(const Norm& by, const Rows& x, void* out, int64_t out_token_stride, int n_threads) {
+  if (!by.in_floats || x.dtype == Dtype::f32) return norm(x, by.weight, by.eps, out, out_token_stride, n_threads);
+  constexpr int64_t kPiece = 1 << 14;
+  const int64_t n = x.n_rows * x.dim, tokens = std::max<int64_t>(1, kPiece / n);
+  spread(x.n_tokens, tokens, 1, x.n_tokens > tokens ? workers_for(n_threads) : 1, [&](int64_t first, int64_t stop) {
+    auto* row = reinterpret_cast<float*>(floats_buffer.get(n * static_cast<int64_t>(sizeof(float))));
+    for (int64_t t = first; t < stop; ++t) {
+      to_floats(static_cast<const uint16_t*>(x.data) + t * x.token_stride, x.dtype, n, row);
+      ops().rows->norm({row, 1, x.n_rows, x.dim, n, Dtype::f32}, by.weight, by.eps, row, n, 0, 1);
+      to_halves(row, n, static_cast<uint16_t*>(out) + t * out_token_stride);
+    }
+  });
+}
+
+void multiply_by(void* x, float factor, int64_t n, Dtype dtype) {
+  if (factor != 1.f) ops().rows->weigh(&x, &factor, 1, n, dtype, x);
+}
+
+// Multiplies rows x [n_tokens, dim] with the sigmoid of their logits.
+void multiply_by_sigmoid(const void* logits, void* x, int64_t n_tokens, int64_t dim, Dtype dtype) {
+  for (int64_t t = 0; t < n_tokens; ++t) {
+    float logit;
+    to_floats(static_cast<const char*>(logits) + t * size_of(dtype), dtype, 1, &logit);
+    multiply_by(static_cast<char*>(x) + t * dim * size_of(dtype), 1.f / (1.f + std::exp(-logit)), dim, dtype);
+  }
+}
+
+bool is_silu(const Gate& gate) {
+  return gate.alpha == 1.f && gate.cubic == 0.f && gate.shift == 0.f && gate.limit == 0.f;
+}
+
+// x [n_tokens, 2, dim] -> [n_tokens, dim].
+void gate_by(const Gate& by, const Rows& x, void* out, int n_threads) {
+  if (is_silu(by)) return gate(x, out, n_threads);
+  constexpr int64_t kPiece = 1 << 15;
+  const int64_t tokens = std::max<int64_t>(1, kPiece / (2 * x.dim));
+  spread(x.n_tokens, tokens, 1, x.n_tokens > tokens ? workers_for(n_threads) : 1,
+         [&](int64_t first, int64_t stop) { ops().rows->gate_by(x, by, out, first, stop); });
+}
 
 }  // namespace
 
@@ -57,37 +121,61 @@ void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens
   const int64_t dim = layer.head_dim, n_rotated = layer.n_heads + layer.n_kv_heads;
   const Dtype dtype = layer.dtype;
   void* normed = Pieces(dtype, n_tokens * n_in, 1).take(n_tokens * n_in);
-  norm({const_cast<void*>(x), n_tokens, 1, n_in, n_in, dtype}, layer.before.weight, layer.before.eps, normed, n_in,
-       n_threads);
-  run(layer.qkv, normed, n_tokens, dtype, qkv, n_threads);
+  const Rows rows{const_cast<void*>(x), n_tokens, 1, n_in, n_in, dtype};
+  if (layer.before.weight) apply(layer.before, rows, normed, n_in, n_threads);
+  run(layer.qkv, layer.before.weight ? normed : x, n_tokens, dtype, qkv, n_threads);
   void* k = static_cast<char*>(qkv) + layer.n_heads * dim * size_of(dtype);
-  if (layer.q.weight)
-    norm({qkv, n_tokens, layer.n_heads, dim, n_out, dtype}, layer.q.weight, layer.q.eps, qkv, n_out, n_threads);
-  if (layer.k.weight)
-    norm({k, n_tokens, layer.n_kv_heads, dim, n_out, dtype}, layer.k.weight, layer.k.eps, k, n_out, n_threads);
-  rotate({qkv, n_tokens, n_rotated, dim, n_out, dtype}, cos, sin, n_threads);
+  const auto norm_heads = [&](const Norm& by, void* heads, int64_t n_heads) {
+    const int64_t n_rows = layer.norms_together ? 1 : n_heads, width = layer.norms_together ? n_heads * dim : dim;
+    if (by.weight) apply(by, {heads, n_tokens, n_rows, width, n_out, dtype}, heads, n_out, n_threads);
+  };
+  norm_heads(layer.q, qkv, layer.n_heads);
+  norm_heads(layer.k, k, layer.n_kv_heads);
+  if (layer.n_turned < 0 || layer.n_turned == dim) {
+    rotate({qkv, n_tokens, n_rotated, dim, n_out, dtype}, cos, sin, n_threads);
+    return;
+  }
+  for (int64_t head = 0; layer.n_turned && head < n_rotated; ++head) {
+    void* first = static_cast<char*>(qkv) + head * dim * size_of(dtype);
+    rotate({first, n_tokens, 1, layer.n_turned, n_out, dtype}, cos, sin, n_threads);
+  }
 }
 
 void after_attention(const DecoderLayer& layer, const void* x, const void* attended, int64_t n_tokens, void* out,
                      int n_threads) {
-  const int64_t hidden = layer.o.weights.n_out, inner = layer.has_mixture ? 0 : layer.down.weights.n_in;
+  const bool has_mlp = layer.gate_up.weights.data != nullptr, has_both = has_mlp && layer.has_mixture;
+  const int64_t hidden = layer.o.weights.n_out, inner = has_mlp ? layer.down.weights.n_in : 0;
   const int64_t n = n_tokens * hidden;
   const Dtype dtype = layer.dtype;
-  Pieces pieces(dtype, 2 * n + 3 * n_tokens * inner, 4);
+  Pieces pieces(dtype, 2 * n + 3 * n_tokens * inner + (has_both ? n + n_tokens : 0), 6);
   void *mid = pieces.take(n), *normed = pieces.take(n);
   void *both = pieces.take(2 * n_tokens * inner), *gated = pieces.take(n_tokens * inner);
   const RowOps& rows = *ops().rows;
+  const auto add_to_sum = [&](void* said, const Norm& by, const void* sum) {
+    if (by.weight) apply(by, {said, n_tokens, 1, hidden, hidden, dtype}, said, hidden, n_threads);
+    multiply_by(said, layer.residual, n, dtype);
+    rows.add(said, sum, n, dtype);
+  };
   run(layer.o, attended, n_tokens, dtype, mid, n_threads);
-  rows.add(mid, x, n, dtype);
-  norm({mid, n_tokens, 1, hidden, hidden, dtype}, layer.between.weight, layer.between.eps, normed, hidden, n_threads);
-  if (layer.has_mixture) {
-    run_mixture(layer.mixture, normed, n_tokens, dtype, out, n_threads);
-  } else {
+  add_to_sum(mid, layer.attended, x);
+  if (layer.between.weight)
+    apply(layer.between, {mid, n_tokens, 1, hidden, hidden, dtype}, normed, hidden, n_threads);
+  else
+    normed = mid;
+  if (layer.has_mixture) run_mixture(layer.mixture, normed, n_tokens, dtype, out, n_threads);
+  if (has_mlp) {
+    void* said = has_both ? pieces.take(n) : out;
     run(layer.gate_up, normed, n_tokens, dtype, both, n_threads);
-    gate({both, n_tokens, 2, inner, 2 * inner, dtype}, gated, n_threads);
-    run(layer.down, gated, n_tokens, dtype, out, n_threads);
+    gate_by(layer.gate, {both, n_tokens, 2, inner, 2 * inner, dtype}, gated, n_threads);
+    run(layer.down, gated, n_tokens, dtype, said, n_threads);
+    if (layer.share.weights.data) {
+      void* logits = pieces.take(n_tokens);
+      run(layer.share, normed, n_tokens, dtype, logits, n_threads);
+      multiply_by_sigmoid(logits, said, n_tokens, hidden, dtype);
+    }
+    if (has_both) rows.add(out, said, n, dtype);
   }
-  rows.add(out, mid, n, dtype);
+  add_to_sum(out, layer.mixed, mid);
 }
 
 namespace {
@@ -104,23 +192,12 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const DecoderCa
   const char* v = k + layer.n_kv_heads * dim * size_of(dtype);
   const Strides joined{dim, n_joined};
   const Layout layout{layer.n_heads, dtype, dtype, joined, joined, joined, {dim, n_out}};
-  before_attention(layer, x, n_tokens, call.cos, call.sin, q, n_threads);
+  const Sides sides = layer.n_turned ? call.ropes[layer.rope] : Sides{nullptr, nullptr};
+  before_attention(layer, x, n_tokens, sides.cos, sides.sin, q, n_threads);
   if (step.exact_plan) step.exact_plan->write(*step.exact_pool, layout, k, v, n_threads);
   step.plan->write(*step.pool, layout, k, v, n_threads);
-  step.plan->attend(*step.pool, layout, {q, attended, layer.scale, step.softcap, nullptr}, n_threads);
+  step.plan->attend(*step.pool, layout, {q, attended, layer.scale, step.softcap, layer.sinks}, n_threads);
   after_attention(layer, x, attended, n_tokens, x, n_threads);
-}
-
-void to_floats(const void* from, Dtype dtype, int64_t n, float* to) {
-  if (dtype == Dtype::f32) {
-    std::memcpy(to, from, sizeof(float) * static_cast<size_t>(n));
-    return;
-  }
-  const auto* numbers = static_cast<const uint16_t*>(from);
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(numbers[i]) << 16;
-    std::memcpy(to + i, &bits, sizeof bits);
-  }
 }
 
 }  // namespace
@@ -137,6 +214,7 @@ void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads)
   if (!embedding) gather(decoder.head.weights, call.ids, call.n_tokens, dtype, x, n_threads);
   for (int64_t t = 0; embedding && t < call.n_tokens; ++t)
     std::memcpy(x + t * row_bytes, embedding + call.ids[t] * row_bytes, static_cast<size_t>(row_bytes));
+  multiply_by(x, decoder.embedding_scale, call.n_tokens * hidden, dtype);
   const auto n_layers = static_cast<int64_t>(decoder.layers.size());
   for (int64_t layer = 0; layer <= n_layers; ++layer) {
     for (int64_t i = 0; i < call.n_features; ++i)
@@ -147,11 +225,15 @@ void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads)
   if (call.n_rows == 0) return;
   for (int64_t r = 0; r < call.n_rows; ++r)
     std::memcpy(last + r * row_bytes, x + call.rows[r] * row_bytes, static_cast<size_t>(row_bytes));
-  norm({last, call.n_rows, 1, hidden, hidden, dtype}, decoder.norm.weight, decoder.norm.eps, last, hidden, n_threads);
+  apply(decoder.norm, {last, call.n_rows, 1, hidden, hidden, dtype}, last, hidden, n_threads);
   run(decoder.head, last, call.n_rows, dtype, logits, n_threads);
   constexpr int64_t kPiece = 1 << 15;
   spread(n_logits, kPiece, kPiece, workers_for(n_threads), [&](int64_t first, int64_t stop) {
-    to_floats(static_cast<const char*>(logits) + first * size_of(dtype), dtype, stop - first, call.logits + first);
+    float* to = call.logits + first;
+    to_floats(static_cast<const char*>(logits) + first * size_of(dtype), dtype, stop - first, to);
+    const float scale = decoder.logit_scale, cap = decoder.logit_cap;
+    for (int64_t i = 0; scale != 1.f && i < stop - first; ++i) to[i] *= scale;
+    for (int64_t i = 0; cap != 0.f && i < stop - first; ++i) to[i] = cap * std::tanh(to[i] / cap);
   });
 }
 

@@ -26,17 +26,27 @@ void run(const LinearLayer& layer, const void* x, int64_t n_tokens, Dtype dtype,
 struct Norm {
   const void* weight = nullptr;  // none: no norm
   float eps = 0.f;
+  bool in_floats = false;  // the weight is f32 whatever the rows are, and results are rounded once
 };
 
-// x + o(attention(rotate(qkv(norm(x))))), and of that x + down(gate(gate_up(norm(x)))), or x + mixture(norm(x)).
+// x + o(attention(rotate(qkv(norm(x))))), and of that x + down(gate(gate_up(norm(x)))), or x + mixture(norm(x)), or both
+// summed. What is added to x is normed, where there are such norms, and multiplied before.
 struct DecoderLayer {
-  LinearLayer qkv, o, gate_up, down;
+  LinearLayer qkv, o, gate_up, down;  // no data in the last two: no MLP
   Norm before, between, q, k;
   int64_t n_heads, n_kv_heads, head_dim;
   Dtype dtype;               // f32 or bf16, of everything but packed weights
   float scale;               // of the attention's logits
-  bool has_mixture = false;  // in place of gate_up and down
+  bool has_mixture = false;  // in place of gate_up and down, or beside them
   Mixture mixture{};
+  LinearLayer share{};          // beside a mixture: a logit, whose sigmoid the MLP is multiplied with; no data: none
+  Norm attended{}, mixed{};     // of what the attention says, and of what the MLP says
+  bool norms_together = false;  // all heads of q together, and all of k, and else each by itself
+  int64_t n_turned = -1;        // of a head's numbers the first so many are rotated; -1: all
+  int64_t rope = 0;             // which of a call's rotations
+  float residual = 1.f;         // factor on what is added to x
+  Gate gate{};
+  const float* sinks = nullptr;  // [n_heads], or none
 };
 
 // x [n_tokens, hidden] -> q, k and v [n_tokens, n_heads + 2 n_kv_heads, head_dim], rotated.
@@ -53,6 +63,8 @@ struct Decoder {
   const void* embedding;  // [n_vocab, hidden], in the layers' type, or none: the head's weights, packed or coded
   Norm norm;
   LinearLayer head;
+  float embedding_scale = 1.f;             // in the layers' type
+  float logit_scale = 1.f, logit_cap = 0;  // of the head's results; cap tanh(x / cap), 0: none
 };
 
 // What one layer writes and reads in a forward, of heads of one size; exact cells beside it or none.
@@ -64,11 +76,16 @@ struct LayerStep {
   float softcap;  // of the attention's logits, 0: none
 };
 
+// Cosines and sines [n_tokens, numbers of a head that are rotated], in the layers' type.
+struct Sides {
+  const void *cos, *sin;
+};
+
 struct DecoderCall {
   const LayerStep* steps;  // one per layer
   int64_t n_tokens;
-  const int64_t* ids;     // [n_tokens], in the vocabulary
-  const void *cos, *sin;  // [n_tokens, head_dim], in the layers' type
+  const int64_t* ids;  // [n_tokens], in the vocabulary
+  const Sides* ropes;  // what layers may be rotated by
   int64_t n_rows;
   const int64_t* rows;  // [n_rows], tokens whose logits are wanted
   float* logits;        // [n_rows, n_vocab]

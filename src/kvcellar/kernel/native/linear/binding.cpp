@@ -34,7 +34,8 @@ void bind_linear(nb::module_& m) {
       .value("int8", WeightFormat::int8)
       .value("int4", WeightFormat::int4)
       .value("coded", WeightFormat::coded)
-      .value("mxfp4", WeightFormat::mxfp4);  // grouped ones are described by block_weights
+      .value("mxfp4", WeightFormat::mxfp4)
+      .value("f32", WeightFormat::f32);  // grouped ones are described by block_weights
 
   nb::enum_<BlockType>(m, "BlockType", "Types of blocks of GGUF files.")
       .value("q4_0", BlockType::q4_0)

@@ -141,6 +141,10 @@ void place_numbers(const uint8_t* numbers, bool has_halves, uint8_t* to) {
   }
 }
 
+// Bytes below which one thread places: milliseconds, and where another process has a core, a second thread that
+// loses it is waited for far longer.
+constexpr int64_t kOfOneThread = 8 << 20;
+
 // place(output, its place among 16, their numbers, what stands beside them) of all outputs; zeros behind the last one.
 template <class Place>
 void place_rows(const LinearWeights& weights, uint8_t* data, uint8_t* beside, int n_threads, const Place& place) {
@@ -154,7 +158,8 @@ void place_rows(const LinearWeights& weights, uint8_t* data, uint8_t* beside, in
     }
     for (int64_t r = 0; r < n_rows; ++r) place(first + r, r, to, beside_to);
   };
-  spread(weights.n_blocks, 8, 1, workers_for(n_threads), [&](int64_t first, int64_t stop) {
+  const bool is_small = weights.n_blocks * weights.block_bytes < kOfOneThread;
+  spread(weights.n_blocks, 8, 1, is_small ? 1 : workers_for(n_threads), [&](int64_t first, int64_t stop) {
     for (int64_t block = first; block < stop; ++block) place_block(block);
   });
 }
@@ -171,7 +176,7 @@ LinearWeights make_block_weights(BlockType type, int64_t n_in, int64_t n_out, co
 }
 
 int64_t data_bytes_of(const LinearWeights& weights) {
-  return weights.is_plain ? 2 * weights.n_out * weights.n_in : weights.n_blocks * weights.block_bytes;
+  return weights.is_plain ? weights.plain_bytes * weights.n_out * weights.n_in : weights.n_blocks * weights.block_bytes;
 }
 
 int64_t beside_bytes_of(const LinearWeights& weights) {

@@ -37,7 +37,9 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
                                   const void* beside) {
   LinearWeights weights{format, n_in, n_out, data};
   const bool is_coded = format == WeightFormat::coded;
-  weights.is_plain = format == WeightFormat::bf16 || format == WeightFormat::f16;
+  if (format == WeightFormat::bf16 || format == WeightFormat::f16) weights.plain_bytes = 2;
+  if (format == WeightFormat::f32) weights.plain_bytes = 4;
+  weights.is_plain = weights.plain_bytes > 0;
   const bool is_mxfp4 = format == WeightFormat::mxfp4, is_int4 = format == WeightFormat::int4;
   weights.is_packed = format == WeightFormat::int8 || is_int4 || is_mxfp4;
   weights.is_wide = format == WeightFormat::int8;
@@ -52,7 +54,7 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
   weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
   const int64_t half_bytes = kBlockRows * n_in / 2;
   weights.block_bytes = is_coded                       ? sizeof(CodedHead) + 3 * half_bytes
-                        : weights.is_plain             ? 4 * half_bytes
+                        : weights.is_plain             ? 2 * weights.plain_bytes * half_bytes
                         : format == WeightFormat::int8 ? 2 * half_bytes
                                                        : half_bytes;
   return weights;
@@ -164,7 +166,7 @@ void linear(const LinearCall& call, int n_threads) {
 
 bool can_multiply(const LinearWeights& weights) {
   return ops().linear->multiply && weights.n_in % kGroupInputs == 0 && !weights.is_grouped &&
-         weights.format != WeightFormat::f16;
+         (!weights.is_plain || weights.format == WeightFormat::bf16);
 }
 
 void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out, int n_threads) {

@@ -32,6 +32,7 @@ enum class WeightFormat : int32_t {
   bytes = 7,       // 0 to 255
   fine_bytes = 8,  // the same, in groups of 16
   f16 = 9,
+  f32 = 10,
 };
 
 // What stands beside grouped weights, of 16 outputs: float16 scales of a group, or scales and minima; or for 256 inputs
@@ -59,7 +60,7 @@ struct CodedHead {
 // Where an input's byte lies among 64 of coded weights. Of each translation unit its own.
 static constexpr int64_t coded_place(int64_t i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
 
-// bf16 and f16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
+// bf16, f16 and f32: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
 // for each group of 32 inputs and each 4 of them the weights of all 16 outputs, 4 at a time, as
 // unsigned numbers around 128 or 8. int4 puts 4 inputs into the low halves of 64 bytes and the next
 // 4 into the high ones. `scales` are float16 [blocks, n_scales, 16]. mxfp4 has the halves of int4, which are numbers of
@@ -81,6 +82,7 @@ struct LinearWeights {
   bool is_wide = false;                                 // their products are too large for words
   int64_t n_groups = 0, n_blocks = 0, block_bytes = 0;  // a block: 16 outputs
   int64_t n_scales = 0;                                 // of an output
+  int64_t plain_bytes = 0;                              // of a number that is plain
   int64_t n_sums = 0;                                   // of a token's inputs
   int64_t beside_bytes = 0;                             // of a block
 };

@@ -39,7 +39,8 @@ class ManyWords {
   };
 
   static bool fits(const LinearCall& call) {
-    return call.in == Dtype::bf16 && call.result == Dtype::bf16 && call.weights.format != WeightFormat::f16;
+    const bool is_bf16 = !call.weights.is_plain || call.weights.format == WeightFormat::bf16;
+    return call.in == Dtype::bf16 && call.result == Dtype::bf16 && is_bf16;
   }
 
   ManyWords(const LinearCall& call, const LinearInputs& inputs)

@@ -270,25 +270,51 @@ inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n,
   }
 }
 
-// Plain weights: bf16 or f16.
+// Plain weights: bf16, f16 or f32.
 template <WeightFormat kFormat>
-inline Vec load_plain(const uint16_t* p) {
-  return kFormat == WeightFormat::f16 ? load_half(p) : load_bf16(p);
+struct Plain {
+  using Number = uint16_t;
+};
+template <>
+struct Plain<WeightFormat::f32> {
+  using Number = float;
+};
+template <WeightFormat kFormat>
+inline Vec load_plain(const typename Plain<kFormat>::Number* p) {
+  if constexpr (kFormat == WeightFormat::f32)
+    return load(p);
+  else
+    return kFormat == WeightFormat::f16 ? load_half(p) : load_bf16(p);
 }
-inline float plain_at(WeightFormat format, const uint16_t* p) {
-  return format == WeightFormat::f16 ? half_to_float(*p) : bf16_to_float(*p);
+template <WeightFormat kFormat>
+inline float plain_at(const typename Plain<kFormat>::Number* p) {
+  if constexpr (kFormat == WeightFormat::f32)
+    return *p;
+  else
+    return kFormat == WeightFormat::f16 ? half_to_float(*p) : bf16_to_float(*p);
+}
+// The i-th number of weights whose format is not known before.
+inline float plain_at(const LinearWeights& weights, int64_t i) {
+  const auto* halves = static_cast<const uint16_t*>(weights.data) + i;
+  switch (weights.format) {
+    case WeightFormat::f32: return static_cast<const float*>(weights.data)[i];
+    case WeightFormat::f16: return half_to_float(*halves);
+    default: return bf16_to_float(*halves);
+  }
 }
 
 // kRows outputs of kTokens tokens, plain, to out[token * kBlockRows]. The sums depend on neither.
 template <int kTokens, int kRows, WeightFormat kFormat>
-inline void dot_plain(const uint16_t* w, int64_t n, const float* x, float* out) {
+inline void dot_plain(const typename Plain<kFormat>::Number* w, int64_t n, const float* x, float* out) {
+  using Number = typename Plain<kFormat>::Number;
+  constexpr auto kSize = static_cast<int64_t>(sizeof(Number));
   Vec sums[kRows][kTokens][2];
   for (auto& row : sums)
     for (auto& token : row) token[0] = token[1] = all(0.f);
   int64_t i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
     // Behind a row's end come those that are not read now.
-    const uint16_t* now = w + i + (i + kAheadBytes / 2 < n ? 0 : (kRows - 1) * n);
+    const Number* now = w + i + (i + kAheadBytes / kSize < n ? 0 : (kRows - 1) * n);
     for (int r = 0; r < kRows; ++r) fetch_ahead(now + r * n);
     for (int half = 0; half < 2; ++half) {
       Vec y[kTokens];
@@ -302,7 +328,7 @@ inline void dot_plain(const uint16_t* w, int64_t n, const float* x, float* out) 
   for (int r = 0; r < kRows; ++r) {
     for (int t = 0; t < kTokens; ++t) {
       float total = sum(add(sums[r][t][0], sums[r][t][1]));
-      for (int64_t j = i; j < n; ++j) total += plain_at(kFormat, w + r * n + j) * x[t * n + j];
+      for (int64_t j = i; j < n; ++j) total += plain_at<kFormat>(w + r * n + j) * x[t * n + j];
       out[t * kBlockRows + r] = total;
     }
   }
@@ -320,7 +346,7 @@ template <int kTokens, WeightFormat kFormat>
 inline void block_plain(const LinearCall& call, const float* x, int64_t token, int64_t block) {
   const int64_t n = call.weights.n_in, first = block * kBlockRows;
   const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
-  const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
+  const auto* w = static_cast<const typename Plain<kFormat>::Number*>(call.weights.data) + first * n;
   float out[kTokens][kBlockRows];
   constexpr int kRows = kTokens > 1 ? kRowsTogether : 1;
   int64_t r = 0;
@@ -407,6 +433,17 @@ struct ManyFloats {
       return;
     }
     const int64_t n = weights.n_in;
+    if (weights.format == WeightFormat::f32) {
+      const auto* floats = static_cast<const float*>(weights.data) + (block * kBlockRows + row) * n + first;
+      for (int64_t r = 0; r < n_rows; ++r, floats += n, at += kDecodedRow) {
+        for (int64_t i = 0; i < length; i += kLanes) {
+          store(at + i, load(floats + i));
+          if (i % 16 == 0) __builtin_prefetch(floats + kRowsDecoded * n + i, 0, 2);
+        }
+        split_floats(at, length, false);
+      }
+      return;
+    }
     const auto* from = static_cast<const uint16_t*>(weights.data) + (block * kBlockRows + row) * n + first;
     const bool is_half = weights.format == WeightFormat::f16;
     for (int64_t r = 0; r < n_rows; ++r, from += n, at += kDecodedRow) {
@@ -474,11 +511,11 @@ inline void blocks_of_many(const LinearCall& call, const Many& many, int64_t tok
           head, escapes_of(weights, head), n_tokens, [&](int64_t t, int64_t i) { return many.input(token + t, i); },
           of_block);
     }
-    const auto* w = static_cast<const uint16_t*>(weights.data) + block * kBlockRows * n;
+    const int64_t first_row = block * kBlockRows;
     for (int64_t t = 0; t < n_tokens; ++t) {
       for (int64_t r = 0; r < n_rows; ++r)
         for (int64_t i = whole; i < n; ++i)
-          of_block[t * kBlockRows + r] += plain_at(weights.format, w + r * n + i) * many.input(token + t, i);
+          of_block[t * kBlockRows + r] += plain_at(weights, (first_row + r) * n + i) * many.input(token + t, i);
       put(call, token + t, block * kBlockRows, n_rows, of_block + t * kBlockRows);
     }
   }
@@ -600,6 +637,7 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
       case WeightFormat::mxfp4: block_packed<kTokens, WeightFormat::mxfp4>(call, inputs, token, block); break;
       case WeightFormat::coded: block_coded<kFew>(call, inputs.rows + token * n, token, block); break;
       case WeightFormat::f16: block_plain<kFew, WeightFormat::f16>(call, inputs.rows + token * n, token, block); break;
+      case WeightFormat::f32: block_plain<kFew, WeightFormat::f32>(call, inputs.rows + token * n, token, block); break;
       default: block_plain<kFew, WeightFormat::bf16>(call, inputs.rows + token * n, token, block);
     }
   }
@@ -803,7 +841,9 @@ void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, ui
 
 // Plain weights of an output.
 template <WeightFormat kFormat>
-inline void plain_row(const uint16_t* from, int64_t n, Dtype dtype, void* to) {
+inline void plain_row(const LinearWeights& weights, int64_t output, Dtype dtype, void* to) {
+  const int64_t n = weights.n_in;
+  const auto* from = static_cast<const typename Plain<kFormat>::Number*>(weights.data) + output * n;
   auto* floats = static_cast<float*>(to);
   auto* halves = static_cast<uint16_t*>(to);
   int64_t i = 0;
@@ -812,7 +852,7 @@ inline void plain_row(const uint16_t* from, int64_t n, Dtype dtype, void* to) {
     dtype == Dtype::f32 ? store(floats + i, x) : store_bf16(halves + i, x);
   }
   for (; i < n; ++i) {
-    const float x = plain_at(kFormat, from + i);
+    const float x = plain_at<kFormat>(from + i);
     if (dtype == Dtype::f32)
       floats[i] = x;
     else
@@ -823,10 +863,12 @@ inline void plain_row(const uint16_t* from, int64_t n, Dtype dtype, void* to) {
 void gather_rows(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to) {
   for (int64_t i = 0; i < n; ++i) {
     if (weights.is_plain) {
-      const auto* from = static_cast<const uint16_t*>(weights.data) + outputs[i] * weights.n_in;
       void* row = static_cast<char*>(to) + i * weights.n_in * (dtype == Dtype::f32 ? 4 : 2);
-      weights.format == WeightFormat::f16 ? plain_row<WeightFormat::f16>(from, weights.n_in, dtype, row)
-                                          : plain_row<WeightFormat::bf16>(from, weights.n_in, dtype, row);
+      switch (weights.format) {
+        case WeightFormat::f32: plain_row<WeightFormat::f32>(weights, outputs[i], dtype, row); break;
+        case WeightFormat::f16: plain_row<WeightFormat::f16>(weights, outputs[i], dtype, row); break;
+        default: plain_row<WeightFormat::bf16>(weights, outputs[i], dtype, row);
+      }
       continue;
     }
     if (dtype == Dtype::f32) {

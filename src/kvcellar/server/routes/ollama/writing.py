@@ -10,17 +10,15 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from kvcellar.agents import AgentUsage, ModelHost
-from kvcellar.dialects import Call
-from kvcellar.engine.generate import GeneratedToken, Usage
+from kvcellar.dialects import Call, CallPart, ReasoningPart, TextPart
+from kvcellar.engine.generating import GeneratedToken, Usage
 from kvcellar.server.answer.answer_facts import AnswerFrames, extra_of, note, notes_of
 from kvcellar.server.answer.completions import Continuations, Pieces
 from kvcellar.server.answer.dialogue import (
-    CallEvent,
     ChatEvent,
     Ended,
-    ReasoningEvent,
+    PartEvent,
     Started,
-    TextEvent,
 )
 from kvcellar.server.answer.logprobs import ChatLogprobs
 from kvcellar.server.errors import as_api_error, error_body
@@ -123,12 +121,13 @@ class OllamaFrames(AnswerFrames):
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event."""
-        if isinstance(item, TextEvent | ReasoningEvent):
-            return self._text(item)
-        if isinstance(item, CallEvent):
-            return self._take(item.call) if not item.text else b""
         if isinstance(item, Started):
             return b""
+        if isinstance(item, PartEvent):
+            part = item.part
+            if isinstance(part, CallPart):
+                return self._take(part.call) if not part.text else b""
+            return self._text(part, item.token)
         usage = item.usage
         note(
             self._request,
@@ -145,17 +144,17 @@ class OllamaFrames(AnswerFrames):
         """Write an error that comes too late to be a status."""
         return _line(error_body(as_api_error(error), self._request))
 
-    def _text(self, event: TextEvent | ReasoningEvent) -> bytes:
+    def _text(self, part: TextPart | ReasoningPart, token: GeneratedToken | None) -> bytes:
         more = {}
-        if event.token is not None and event.token.logprob is not None:
+        if token is not None and token.logprob is not None:
             if self._logprobs is None:
                 host = service_of(self._request).models.registry.host(self._path)
                 self._logprobs = ChatLogprobs(host)
-            more = {"logprobs": self._logprobs.of([event.token])["content"]}
-        if not event.text and not more:
+            more = {"logprobs": self._logprobs.of([token])["content"]}
+        if not part.text and not more:
             return b""
-        text, thinking = event.text, ""
-        if isinstance(event, ReasoningEvent):
+        text, thinking = part.text, ""
+        if isinstance(part, ReasoningPart):
             text, thinking = thinking, text
         return _line(self._answer.piece(text, thinking, **more))
 

@@ -7,15 +7,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.dialects import is_whole
+from kvcellar.dialects import CallPart, ReasoningPart, TextPart, is_whole
 from kvcellar.server.answer.answer_facts import AnswerFrames, agent_facts
 from kvcellar.server.answer.dialogue import (
-    CallEvent,
     ChatEvent,
     Ended,
-    ReasoningEvent,
+    PartEvent,
     Started,
-    TextEvent,
 )
 from kvcellar.server.errors import as_api_error
 from kvcellar.server.routes.responses.value import (
@@ -48,15 +46,16 @@ class ResponseFrames(AnswerFrames):
         self._value = value
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open: ItemText | CallEvent | None = None
+        self._open: ItemText | CallPart | None = None
         """The open item: its text so far, or its call."""
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event of the answer."""
-        if isinstance(item, TextEvent | ReasoningEvent):
-            return self._text(item) if item.text else b""
-        if isinstance(item, CallEvent):
-            return self._called(item)
+        if isinstance(item, PartEvent):
+            part = item.part
+            if isinstance(part, CallPart):
+                return self._called(part)
+            return self._text(part) if part.text else b""
         return self._start(item) if isinstance(item, Started) else await self._end(item)
 
     def failed(self, error: Exception) -> bytes:
@@ -87,13 +86,13 @@ class ResponseFrames(AnswerFrames):
 
     # Items -------------------------------------------------------------------------------------
 
-    def _text(self, event: TextEvent | ReasoningEvent) -> bytes:
-        is_reasoning, begun = isinstance(event, ReasoningEvent), b""
+    def _text(self, part: TextPart | ReasoningPart) -> bytes:
+        is_reasoning, begun = isinstance(part, ReasoningPart), b""
         if not isinstance(self._open, ItemText) or self._open.is_reasoning != is_reasoning:
             begun = self._begin_text(is_reasoning=is_reasoning)
         assert isinstance(self._open, ItemText)
-        self._open.text += event.text
-        at = {**self._place(), "content_index": 0, "delta": event.text}
+        self._open.text += part.text
+        at = {**self._place(), "content_index": 0, "delta": part.text}
         if is_reasoning:
             return begun + self._said("response.reasoning_text.delta", **at)
         return begun + self._said("response.output_text.delta", **at, logprobs=[])
@@ -108,22 +107,22 @@ class ResponseFrames(AnswerFrames):
         at = {**self._place(), "content_index": 0, "part": part}
         return closed + added + self._said("response.content_part.added", **at)
 
-    def _called(self, event: CallEvent) -> bytes:
+    def _called(self, part: CallPart) -> bytes:
         begun, now = b"", self._open
-        if not isinstance(now, CallEvent) or now.index != event.index:
-            begun, self._open = self._close(), event
-            begun += self._added(self._value.call_item(event.call, "in_progress", is_begun=True))
-        if not event.text:
+        if not isinstance(now, CallPart) or now.index != part.index:
+            begun, self._open = self._close(), part
+            begun += self._added(self._value.call_item(part.call, "in_progress", is_begun=True))
+        if not part.text:
             return begun
         kind = "response.function_call_arguments.delta"
-        return begun + self._said(kind, **self._place(), delta=event.text)
+        return begun + self._said(kind, **self._place(), delta=part.text)
 
     def _close(self, is_cut: bool = False) -> bytes:
         """End the item that is open, if one is; ``is_cut`` where the answer has more."""
         now, place = self._open, self._place()
         if now is None:
             return b""
-        if isinstance(now, CallEvent):
+        if isinstance(now, CallPart):
             is_cut = not is_whole(now.call)
             item = self._value.call_item(now.call, status_of(is_cut))
             whole = {"name": now.call.name, "arguments": now.call.arguments}
@@ -156,7 +155,7 @@ class ResponseFrames(AnswerFrames):
         index, now = len(self._items), self._open
         kind = "rs" if isinstance(now, ItemText) and now.is_reasoning else "msg"
         item_id = f"{kind}_{self._value.key}{index}"
-        if isinstance(now, CallEvent):
+        if isinstance(now, CallPart):
             item_id = self._value.call_id(now.call)
         return {"item_id": item_id, "output_index": index}
 

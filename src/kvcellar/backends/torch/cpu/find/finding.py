@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class PartFinder:
         """
         self.parts: dict[str, Part] = {}
         self._known: Known = {}
+        self._again = network, is_linear
         self.exact = Trial(network, torch.float32, is_linear)
         is_exact = network.dtype == torch.float32
         self.own = self.exact if is_exact else Trial(network, network.dtype, is_linear)
@@ -81,6 +82,11 @@ class PartFinder:
             self._take_first(parent, self._layers(parent))
         if not self._run_whole():
             self.parts.clear()
+
+    def in_bfloat16(self) -> Trial:
+        """Run the network in bfloat16, of which only what is rounded differs."""
+        network, is_linear = self._again
+        return Trial(network, torch.bfloat16, is_linear)
 
     def find_mixers(self) -> None:
         """Fill ``parts`` with recurrent modules alone."""
@@ -110,7 +116,7 @@ class PartFinder:
             return False
         if isinstance(candidate, KernelMixer):
             return does_the_same(trial, name, candidate, self._known)
-        if isinstance(self.parts[name], NormPart) and not _is_such_a_norm(trial, name, candidate):
+        if isinstance(self.parts[name], NormPart) and not is_such_a_norm(trial, name, candidate):
             return False
         return trial.agrees(name, candidate)
 
@@ -130,7 +136,7 @@ class PartFinder:
                 yield NormPart(dim, eps, is_own)
 
     def _mlps(self, name: str) -> Iterator[MlpPart]:
-        mixes = self._mixes(name)
+        mixes = self.mixes(name)
         if len(mixes) not in (2, 3) or self.exact.within(name) or not self._is_covered(name):
             return
         down = self._said_last(name, mixes)
@@ -143,7 +149,7 @@ class PartFinder:
 
     def _attentions(self, name: str) -> Iterator[AttentionPart]:
         seen = self.exact.within(name)
-        mixes = self._mixes(name)
+        mixes = self.mixes(name)
         if len(seen) != 1 or not 2 <= len(mixes) <= 4 or not name:
             return
         one = seen[0]
@@ -152,7 +158,7 @@ class PartFinder:
         o = self._said_last(name, mixes)
         if not is_plain or one.has_sinks or o is None or not self._is_covered(name):
             return
-        if not self._ignores_the_past(name, one):
+        if not self.ignores_the_past(name, one):
             return
         call = self.exact.calls[name][0]
         for qkv in itertools.permutations([mix for mix in mixes if mix != o]):
@@ -184,7 +190,7 @@ class PartFinder:
             for before, between in itertools.permutations(norms, 2):
                 yield LayerPart(before, attentions[0], between, mlps[0])
 
-    def _mixes(self, name: str) -> list[str]:
+    def mixes(self, name: str) -> list[str]:
         """Return linear layers inside a module, in the order of their calls, if one each."""
         inside = self._called_inside(name)
         found = [one for one in inside if isinstance(self._inner(name, one), LinearStandIn)]
@@ -247,7 +253,7 @@ class PartFinder:
         pairs += [(one, one) for one in norms if len(self._calls(name, one)) == 2]
         return [*pairs, None]
 
-    def _ignores_the_past(self, name: str, one: Attended) -> bool:
+    def ignores_the_past(self, name: str, one: Attended) -> bool:
         """Return true if q and k are the same behind a long past that the module can ask."""
         module, call = self.exact.module(name), self.exact.calls[name][0]
         bound = inspect.signature(module.forward).bind(*call.args, **call.kwargs)
@@ -261,7 +267,7 @@ class PartFinder:
         except Exception:  # it asks for more than its length
             return False
         got = recorder.seen
-        return len(got) == 1 and torch.equal(got[0].q, one.q) and torch.equal(got[0].k, one.k)
+        return len(got) == 1 and self.exact.alike([got[0].q, got[0].k], [one.q, one.k])
 
     def _run_whole(self) -> bool:
         """Return true if the network runs with all that was found in its place."""
@@ -297,7 +303,7 @@ def _joined(mixes: Sequence[nn.Module]) -> nn.Module:
     return mixes[0] if len(mixes) == 1 else Mixes(mixes)
 
 
-def _is_such_a_norm(trial: Trial, name: str, candidate: nn.Module) -> bool:
+def is_such_a_norm(trial: Trial, name: str, candidate: Callable[[Tensor], Tensor]) -> bool:
     """Compare a norm on rows of any size: what is added to the squares shows in small ones."""
     shape = trial.calls[name][0].result.shape
     generator = torch.Generator().manual_seed(3)

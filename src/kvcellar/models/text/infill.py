@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.models.controls import encode_text
-from kvcellar.models.tokenizer import opening_tokens
+from kvcellar.models.text.controls import encode_text
+from kvcellar.models.text.tokenizer import opening_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -82,12 +82,14 @@ class GeneratedToken:
         text: the text that became certain with it; may be empty, or that of several tokens.
         logprob: where ``SamplingParams.logprobs`` asks for it.
         top_logprobs: the most likely tokens, as many as were asked for.
+        request_id: whose it is, where an engine sampled it.
     """
 
     token_id: int
     text: str
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
+    request_id: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvcellar.errors import ModelError, TemplateLimitError
-from kvcellar.models.controls import controls_of, free_mark, is_rendered_here
-from kvcellar.models.fitting import (
+from kvcellar.models.text.controls import controls_of, free_mark, is_rendered_here
+from kvcellar.models.text.fitting import (
     fit,
     in_parts,
     reads_parts_alone,
@@ -23,8 +23,8 @@ from kvcellar.models.fitting import (
     takes,
     thinking_in_parts,
 )
-from kvcellar.models.rendering import ask_renderer
-from kvcellar.models.templates import check_template_kwargs, template_for
+from kvcellar.models.text.rendering import ask_renderer
+from kvcellar.models.text.templates import check_template_kwargs, template_for
 
 _THOUGHT = "<think>"
 

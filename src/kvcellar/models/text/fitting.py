@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvcellar.errors import ModelError, TemplateLimitError
-from kvcellar.models.rendering import ask_renderer
+from kvcellar.models.text.rendering import ask_renderer
 
 Message = dict[str, Any]
 Takes = Callable[[str], bool]

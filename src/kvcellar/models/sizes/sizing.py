@@ -17,7 +17,7 @@ from typing import Any
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.installed import pip_command
 from kvcellar.models.backend_choice import TORCH, chosen
-from kvcellar.models.checkpoint import (
+from kvcellar.models.files.checkpoint import (
     check_weights,
     pick_dtype,
     read_config,
@@ -25,8 +25,8 @@ from kvcellar.models.checkpoint import (
     stored_bytes,
     stored_numbers,
 )
-from kvcellar.models.configs import config_from_dict
-from kvcellar.models.formats import (
+from kvcellar.models.files.configs import config_from_dict
+from kvcellar.models.files.formats import (
     GROUPED,
     MLX,
     MXFP4,
@@ -36,13 +36,20 @@ from kvcellar.models.formats import (
     is_quantised_for_mlx,
     without_format,
 )
+from kvcellar.models.files.hub import (
+    DEMO_FOLDER,
+    HUB_ID,
+    HUB_QUANT,
+    from_hub,
+    in_folder,
+    pull_quant,
+)
+from kvcellar.models.files.packaged import PACKAGED, fetch_packaged
+from kvcellar.models.files.places import find_in_place, is_gguf, say_near
 from kvcellar.models.gguf.described import quantisation_of, type_bytes
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, HUB_QUANT, from_hub, in_folder, pull_quant
 from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
-from kvcellar.models.packaged import PACKAGED, fetch_packaged
-from kvcellar.models.places import find_in_place, is_gguf, say_near
 from kvcellar.models.weights import (
     BETWEEN_BLOCKS,
     FILE,

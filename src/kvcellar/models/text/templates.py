@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from kvcellar.errors import ModelError, PromptError, TemplateLimitError
-from kvcellar.models.controls import is_rendered_here
-from kvcellar.models.fitting import reads_thoughts
-from kvcellar.models.rendering import ask_renderer
+from kvcellar.models.text.controls import is_rendered_here
+from kvcellar.models.text.fitting import reads_thoughts
+from kvcellar.models.text.rendering import ask_renderer
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import read_json
+from kvcellar.models.files.checkpoint import read_json
 
 Pooling = Literal["mean", "last", "cls"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from kvcellar.models.checkpoint import read_json
-from kvcellar.models.loaded_tokenizer import NAMED, LoadedTokenizer, str_of
-from kvcellar.models.tokenizer_classes import (
+from kvcellar.models.files.checkpoint import read_json
+from kvcellar.models.text.loaded_tokenizer import NAMED, LoadedTokenizer, str_of
+from kvcellar.models.text.tokenizer_classes import (
     AS_FILED,
     CLASS_OF_TYPE,
     CLASSES,

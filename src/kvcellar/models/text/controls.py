@@ -18,8 +18,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvcellar.errors import ModelError, PromptError
-from kvcellar.models.loaded_tokenizer import LoadedTokenizer
-from kvcellar.models.rendering import ask_renderer
+from kvcellar.models.text.loaded_tokenizer import LoadedTokenizer
+from kvcellar.models.text.rendering import ask_renderer
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDEE)]
 """Put before a control token that a message spells. Noncharacters: no text should have them, one

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.models.gguf.reader import files_of
-from kvcellar.models.options import DEMO, ProgressFn
-from kvcellar.models.packaged import PACKAGED, fetch_packaged
-from kvcellar.models.places import (
+from kvcellar.models.files.packaged import PACKAGED, fetch_packaged
+from kvcellar.models.files.places import (
     HUGGING_FACE,
     LM_STUDIO_PREFIX,
     OLLAMA_PREFIX,
@@ -24,10 +22,12 @@ from kvcellar.models.places import (
     quant_of,
     say_near,
 )
+from kvcellar.models.gguf.reader import files_of
+from kvcellar.models.options import DEMO, ProgressFn
 
 PREFIXES = (OLLAMA_PREFIX, LM_STUDIO_PREFIX)
 
-DEMO_FOLDER = Path(__file__).parent / "demo"
+DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 
 CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Patterns of the files that are downloaded of a checkpoint."""

@@ -36,10 +36,10 @@ def engine_of(demo: Any, capacity: int, s_per_token: float | None = 1e6) -> Iter
     """An engine that believes so much of prompts; None: it has no memory for what moves."""
     with kv.make_seq_session("torch", kv.make_config(demo.params, capacity)) as session:
         engine = Engine(demo.bind(session), session.cache)
-        found = engine.scheduler.residency.moved
+        found = engine.scheduler.residency.offload
         assert found is not None
         if s_per_token is None:
-            engine.scheduler.residency.moved = None
+            engine.scheduler.residency.offload = None
         else:
             found._s_per_token = s_per_token
             found.ran = lambda *_: None
@@ -64,7 +64,7 @@ def test_what_gave_way_comes_back_without_being_computed_again(demo) -> None:
         computed = plain.stats().computed_tokens
     with engine_of(demo, 70) as engine:
         assert answers(engine) == wanted
-        kept, stats = engine.scheduler.residency.moved, engine.stats()
+        kept, stats = engine.scheduler.residency.offload, engine.stats()
         assert stats.preemptions and kept.n_back > 0 and kept.size_bytes == 0
         assert stats.computed_tokens < computed
         nothing_is_left(engine)
@@ -73,17 +73,17 @@ def test_what_gave_way_comes_back_without_being_computed_again(demo) -> None:
 def test_what_is_cheap_to_compute_or_has_no_memory_is_not_copied(demo, monkeypatch) -> None:
     with engine_of(demo, 70, 1e-12) as engine:
         answers(engine)
-        assert engine.stats().preemptions and engine.scheduler.residency.moved.n_out == 0
+        assert engine.stats().preemptions and engine.scheduler.residency.offload.n_out == 0
     monkeypatch.setattr(host_offload, "MOST_BYTES", 1000)
     with engine_of(demo, 70) as engine:
         answers(engine)
-        assert engine.stats().preemptions and engine.scheduler.residency.moved.n_out == 0
+        assert engine.stats().preemptions and engine.scheduler.residency.offload.n_out == 0
 
 
 def test_what_is_cancelled_while_it_waits_leaves_no_rows(demo) -> None:
     with engine_of(demo, 70) as engine:
         ids = [engine.submit(Request(prompt, FEW)) for prompt in prompts(4)]
-        kept = engine.scheduler.residency.moved
+        kept = engine.scheduler.residency.offload
         while not kept.size_bytes:
             engine.step()
         for request_id in ids:
@@ -97,7 +97,7 @@ def test_caches_in_main_memory_keep_no_copies(demo, monkeypatch) -> None:
     monkeypatch.undo()
     with kv.make_seq_session("torch", kv.make_config(demo.params, 64)) as session:
         engine = Engine(demo.bind(session), session.cache)
-        assert engine.scheduler.residency.moved is None
+        assert engine.scheduler.residency.offload is None
 
 
 def test_a_card_without_memory_for_a_copy_computes_again(demo, monkeypatch) -> None:

@@ -22,7 +22,7 @@ from kvcellar.home import default_home
 from kvcellar.models.facts import VERSION
 from kvcellar.models.known import keep, read_kept, stamps_of
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.sizing import find_config, size_model
+from kvcellar.models.sizes.sizing import find_config, size_model
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.states import StateGroup, StateShape
 from kvcellar.types import LayerGroup, ModelCacheParams

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import read_json
-from kvcellar.models.generation import checked_settings
+from kvcellar.models.files.checkpoint import read_json
+from kvcellar.models.files.generation import checked_settings
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.valid import nearest
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.models.checkpoint import read_json
+from kvcellar.models.files.checkpoint import read_json
+from kvcellar.models.files.packaged import PACKAGED
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.packaged import PACKAGED
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
 
 FILE_NAME = "generation_config.json"

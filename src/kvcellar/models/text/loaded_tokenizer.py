@@ -13,7 +13,7 @@ from typing import Any, overload
 
 from tokenizers import AddedToken, Tokenizer
 
-from kvcellar.models.rendering import ask_renderer
+from kvcellar.models.text.rendering import ask_renderer
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of the special tokens that every checkpoint may have."""

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from kvcellar.models.gguf.splits import SPLITS
-from kvcellar.models.loaded_tokenizer import str_of
+from kvcellar.models.text.loaded_tokenizer import str_of
 
 Said = dict[str, Any]
 """Settings of a tokenizer that are read from the files beside ``tokenizer.json``."""

@@ -1,0 +1,99 @@
+"""Shapes of a checkpoint's tensors, held to the sizes of its plan before the kernel reads one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvcellar.backends.native.tensors import Tensors
+from kvcellar.errors import ModelError
+from kvcellar.models.plans.plan import LayerPlan, LinearPlan, MixturePlan, ModelPlan, NormPlan
+
+
+def check_shapes(plan: ModelPlan, tensors: Tensors) -> None:
+    """Refuse a checkpoint whose tensors do not have the sizes of its plan.
+
+    Matrices of experts are held to their router when they are read.
+
+    Raises:
+        ModelError: a tensor has another shape, or is not there.
+    """
+    of = _Shapes(tensors)
+    hidden, vocab = plan.facts.hidden_size, plan.facts.vocab_size
+    (embedding,) = of.linear(LinearPlan((plan.embedding,), (None,)), None, hidden)
+    if embedding < vocab:
+        raise of.wrong(plan.embedding, f"rows of {vocab} tokens")
+    of.linear(plan.head, vocab, hidden)
+    of.norm(plan.norm, hidden)
+    for one in plan.layers:
+        _check_layer(one, of, hidden)
+
+
+def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
+    n_heads, n_kv_heads, dim = one.heads
+    of.linear(one.qkv, (n_heads + 2 * n_kv_heads) * dim, hidden)
+    of.linear(one.o, hidden, n_heads * dim)
+    for norm in (one.before, one.between, one.attended, one.mixed):
+        of.norm(norm, hidden)
+    of.norm(one.q_norm, n_heads * dim if one.norms_together else dim)
+    of.norm(one.k_norm, n_kv_heads * dim if one.norms_together else dim)
+    if one.sinks is not None:
+        of.vector(one.sinks, n_heads)
+    if one.gate_up is not None and one.down is not None:
+        n_both = sum(of.linear(one.gate_up, None, hidden))
+        of.linear(one.down, hidden, n_both // 2)
+    if one.mixture is not None:
+        _check_mixture(one.mixture, of, hidden)
+
+
+def _check_mixture(mixture: MixturePlan, of: _Shapes, hidden: int) -> None:
+    (n_experts,) = of.linear(mixture.router, None, hidden)
+    if mixture.n_chosen > n_experts:
+        raise of.wrong(mixture.router.weights[0], f"a row for each of {mixture.n_chosen} experts")
+    if mixture.share is not None:
+        (weight,) = mixture.share.weights
+        of.vector(weight, hidden)
+
+
+class _Shapes:
+    """Compares shapes of tensors by their names.
+
+    Each method raises ``ModelError`` where a tensor has another shape, or is not there.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def linear(self, plan: LinearPlan, n_out: int | None, n_in: int) -> Sequence[int]:
+        """Return the outputs of each matrix; of all together ``n_out``, where that is known."""
+        found = []
+        for name, bias in zip(plan.weights, plan.biases, strict=True):
+            shape = self._tensors.shape(name)[1]
+            if len(shape) != 2 or shape[1] != n_in:
+                raise self.wrong(name, f"rows of {n_in} numbers")
+            if bias is not None:
+                self.vector(bias, shape[0])
+            found.append(shape[0])
+        if n_out is not None and sum(found) != n_out:
+            raise self.wrong(" and ".join(plan.weights), f"{n_out} rows")
+        return found
+
+    def vector(self, name: str, n: int) -> None:
+        """Compare a tensor that has one axis, or others of length 1."""
+        shape = self._tensors.shape(name)[1]
+        if math.prod(shape) != n or n not in shape[-1:]:
+            raise self.wrong(name, f"{n} numbers")
+
+    def norm(self, plan: NormPlan | None, n: int) -> None:
+        """Compare the weight of a norm, where there is one."""
+        if plan is not None:
+            self.vector(plan.weight, n)
+
+    def wrong(self, name: str, wanted: str) -> ModelError:
+        """Return the error of a tensor that does not fit; ``wanted`` is what would."""
+        shapes = [list(self._tensors.shape(one)[1]) for one in name.split(" and ")]
+        said = " and ".join(map(str, shapes))
+        return ModelError(
+            f"{name} is {said}, and the model's config asks for {wanted}; they are of different "
+            f"models, or damaged: copy the checkpoint again"
+        )

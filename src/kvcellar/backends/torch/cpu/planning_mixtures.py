@@ -1,0 +1,230 @@
+"""The plan of a mixture's block, read off what it computes; see :mod:`kvcellar.models.plans.plan`.
+
+A block is run on rows of its own, with experts that keep what they are asked for and answer with
+random rows: which of the planned ways to choose them it is shows in what was asked, and what it
+adds to their answer in its result.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from kvcellar.backends.torch.cpu.find.trial import AnyExperts, LinearStandIn, Trial
+from kvcellar.backends.torch.cpu.mixtures import find_experts, is_mixture
+from kvcellar.backends.torch.cpu.routed import RecordingExperts
+from kvcellar.models.plans.plan import Gate
+
+_ROWS = 64
+"""Rows that a block is run on, the smallest first: of the largest one expert may take all."""
+
+_SMALL = {"n_experts": 3, "hidden": 8, "inner": 6}
+"""Sizes of the experts that are tried in the place of a network's own."""
+
+
+class FoundMixture(NamedTuple):
+    """Mixture's block, as it computes, by names of modules and parameters within the network.
+
+    Attributes:
+        router: parameters of the router: its weight, and its bias where it has one.
+        n_chosen: experts of a token.
+        is_normalised: true if shares are divided by their sum.
+        rounds_shares: true if shares are rounded to the type of the rows.
+        scale: factor on shares.
+        experts: module of the experts.
+        gate: between their products.
+        is_crossed: true if their matrices are the other way round, gate and up by turns.
+        has_biases: true if both of their products have biases.
+        mlp: module of an MLP that is added; None: nothing is.
+        share: linear layer, the sigmoid of whose result the MLP is multiplied with.
+    """
+
+    router: tuple[str, ...]
+    n_chosen: int
+    is_normalised: bool
+    rounds_shares: bool
+    scale: float
+    experts: str
+    gate: Gate
+    is_crossed: bool
+    has_biases: bool
+    mlp: str | None
+    share: str | None
+
+
+def find_mixture(
+    network: Any, exact: Trial, rounded: Trial, experts: str, mlps: Sequence[str]
+) -> FoundMixture | None:
+    """Find out what the block around a module of experts computes.
+
+    Args:
+        network: of transformers; only its experts' class and fields are looked at.
+        exact: a run of its copy in float32.
+        rounded: one in bfloat16.
+        experts: name of the module.
+        mlps: names of gated MLPs in the block.
+
+    Returns:
+        None where it is something that a plan cannot say.
+    """
+    module = network.get_submodule(experts)
+    block = experts.rpartition(".")[0]
+    own = _own_experts(module)
+    if own is None or not block or len(mlps) > 1:
+        return None
+    gate, is_crossed = own
+    asked = _asked(exact, block, experts)
+    beside = _asked(rounded, block, experts)
+    if asked is None or beside is None:
+        return None
+    router = _router(exact.module(block), experts[len(block) + 1 :], asked, int(module.num_experts))
+    if router is None:
+        return None
+    names, is_normalised, scale = router
+    added = _added(exact, block, asked, mlps)
+    if added is None:
+        return None
+    return FoundMixture(
+        router=tuple(f"{block}.{name}" for name in names),
+        n_chosen=int(asked.recorded.chosen.shape[-1]),
+        is_normalised=is_normalised,
+        rounds_shares=beside.recorded.shares.dtype == torch.bfloat16,
+        scale=scale,
+        experts=experts,
+        gate=gate,
+        is_crossed=is_crossed,
+        has_biases=bool(module.has_bias),
+        mlp=added[0],
+        share=added[1],
+    )
+
+
+def _own_experts(module: Any) -> tuple[Gate, bool] | None:
+    """Return the gate of experts, and if their matrices are crossed; None: a plan has no such.
+
+    Experts of the same class with few and small matrices are held against what they were taken for.
+    """
+    if not is_mixture(module) or not module.has_gate or module.has_post_expert_norm:
+        return None
+    is_crossed = bool(module.is_transposed)
+    if is_crossed == bool(module.is_concatenated):
+        return None
+    n_experts, hidden, inner = _SMALL.values()
+    shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    small = copy.copy(module)
+    generator = torch.Generator().manual_seed(5)
+    parameters = {}
+    for name, shape in shapes.items():
+        sizes: dict[str, tuple[int, ...]] = {name: shape[::-1] if is_crossed else shape}
+        if module.has_bias:
+            sizes[f"{name}_bias"] = shape[:1]
+        for each, size in sizes.items():
+            numbers = torch.randn((n_experts, *size), generator=generator)
+            parameters[each] = nn.Parameter(numbers, requires_grad=False)
+    vars(small).update(_parameters=parameters, num_experts=n_experts)
+    found = find_experts(small, {})
+    if found is None or found.gate_numbers is None:
+        return None
+    return found.gate_numbers, is_crossed
+
+
+class _BlockCall(NamedTuple):
+    """A call of a block: its rows ``[T, hidden]``, what it asked its experts for, its result."""
+
+    x: Tensor
+    recorded: RecordingExperts
+    result: Tensor
+
+
+def _asked(trial: Trial, block: str, experts: str) -> _BlockCall | None:
+    """Run a block on some rows; None: it is called otherwise, or its experts are given others."""
+    module: Any = trial.module(block)
+    inside: Any = trial.module(experts)
+    given = trial.calls[block][0].first()
+    if given is None or not isinstance(inside, AnyExperts):
+        return None
+    recorded = RecordingExperts()
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn((1, _ROWS, given.shape[-1]), generator=generator)
+    sizes = 10.0 ** torch.linspace(-3, 0, _ROWS)
+    x = (x * sizes[:, None] * given.shape[-1] ** -0.5).to(trial.dtype)
+    vars(inside)["forward"] = recorded
+    try:
+        with torch.inference_mode():
+            result = module(x)
+    except Exception:  # it takes something else than rows
+        return None
+    finally:
+        del vars(inside)["forward"]
+    result = result[0] if isinstance(result, tuple) else result
+    if recorded.n_calls != 1 or not torch.equal(recorded.x, x[0]):
+        return None
+    return _BlockCall(x[0], recorded, result.reshape(x.shape[1:]))
+
+
+def _router(
+    block: nn.Module, experts: str, asked: _BlockCall, n_experts: int
+) -> tuple[tuple[str, ...], bool, float] | None:
+    """Return names of a router's parameters, if shares are normalised, and their scale.
+
+    None: it chooses otherwise.
+    """
+    own = {
+        name: one
+        for name, one in (*block.named_parameters(), *block.named_buffers())
+        if not name.startswith(f"{experts}.")
+    }
+    weights = [name for name, one in own.items() if one.shape == (n_experts, asked.x.shape[-1])]
+    numbers = [name for name, one in own.items() if one.shape == (n_experts,)]
+    want, order = asked.recorded.chosen.sort(-1)
+    shares = asked.recorded.shares.float().gather(-1, order)
+    for weight, biases in itertools.product(weights, [[], *([one] for one in numbers)]):
+        logits = F.linear(asked.x, own[weight], *(own[one] for one in biases))
+        scores, chosen = logits.softmax(-1).topk(want.shape[-1], dim=-1)
+        chosen, order = chosen.sort(-1)
+        scores = scores.gather(-1, order)
+        if len(biases) != len(numbers) or not torch.equal(chosen, want):
+            continue
+        for is_normalised in (True, False):
+            found = scores / scores.sum(-1, keepdim=True) if is_normalised else scores
+            scale = float((shares / found).median())
+            scale = 1.0 if abs(scale - 1) < 1e-5 else scale
+            if torch.allclose(found * scale, shares, rtol=1e-4, atol=1e-7):
+                return (weight, *biases), is_normalised, scale
+    return None
+
+
+def _added(
+    trial: Trial, block: str, asked: _BlockCall, mlps: Sequence[str]
+) -> tuple[str | None, str | None] | None:
+    """Return which MLP a block adds to its experts' answer, and what its share is the sigmoid of.
+
+    None: it does something else.
+    """
+    answer = asked.recorded.answer
+    if not mlps:
+        return (None, None) if torch.equal(asked.result, answer) else None
+
+    def run(name: str) -> Any:
+        return trial.module(name)(asked.x)
+
+    with torch.inference_mode():
+        said = run(mlps[0])
+        for share in (None, *_shares(trial, block)):
+            part = said if share is None else torch.sigmoid(run(share)) * said
+            if trial.alike(answer + part, asked.result):
+                return mlps[0], share
+    return None
+
+
+def _shares(trial: Trial, block: str) -> Iterator[str]:
+    """Yield names of linear layers in a block that say one number of each row."""
+    for name, one in trial.module(block).named_modules():
+        if isinstance(one, LinearStandIn | nn.Linear) and one.out_features == 1:
+            yield f"{block}.{name}"

@@ -1,0 +1,58 @@
+"""Names of tensors: the format's own for those that transformers has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_NAMES = {
+    "model.embed_tokens": ("token_embd",),
+    "model.norm": ("output_norm",),
+    "lm_head": ("output",),
+    "input_layernorm": ("attn_norm",),
+    "self_attn.q_proj": ("attn_q",),
+    "self_attn.k_proj": ("attn_k",),
+    "self_attn.v_proj": ("attn_v",),
+    "self_attn.qkv_proj": ("attn_qkv",),
+    "self_attn.o_proj": ("attn_output",),
+    "self_attn.q_norm": ("attn_q_norm",),
+    "self_attn.k_norm": ("attn_k_norm",),
+    "post_attention_layernorm": ("post_attention_norm", "ffn_norm"),
+    "pre_feedforward_layernorm": ("ffn_norm",),
+    "post_feedforward_layernorm": ("post_ffw_norm",),
+    "mlp.gate_proj": ("ffn_gate",),
+    "mlp.up_proj": ("ffn_up",),
+    "mlp.gate_up_proj": ("ffn_up",),
+    "mlp.down_proj": ("ffn_down",),
+    "self_attn.sinks": ("attn_sinks",),
+    "mlp.gate": ("ffn_gate_inp",),
+    "mlp.router": ("ffn_gate_inp",),
+    "block_sparse_moe.router": ("ffn_gate_inp",),
+    "mlp.shared_expert.gate_proj": ("ffn_gate_shexp",),
+    "mlp.shared_expert.up_proj": ("ffn_up_shexp",),
+    "mlp.shared_expert.down_proj": ("ffn_down_shexp",),
+    "mlp.shared_expert_gate": ("ffn_gate_inp_shexp",),
+}
+"""Names of transformers, of a layer within the layer -> names that files have for them; where there
+are several, the first that a file has is meant."""
+
+_LAYER = "model.layers."
+
+
+def stored_name(name: str, there: Collection[str]) -> str:
+    """Return what a file calls a tensor.
+
+    Args:
+        name: in transformers, such as ``model.layers.3.self_attn.q_proj.weight``, or
+            ``model.layers.3.self_attn.sinks``, which is a parameter itself.
+        there: names of the file's tensors.
+
+    Returns:
+        Such as ``blk.3.attn_q.weight``; ``name`` where there is no such tensor.
+    """
+    layer, within = "", name
+    if name.startswith(_LAYER):
+        number, _, within = name.removeprefix(_LAYER).partition(".")
+        layer = f"blk.{number}."
+    base, suffix = (within, "weight") if within in _NAMES else within.rsplit(".", 1)
+    found = (f"{layer}{one}.{suffix}" for one in _NAMES.get(base, ()))
+    return next((one for one in found if one in there), name)

@@ -1,0 +1,106 @@
+"""Mixtures of experts of a plan by a ``config.json`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.models.plans.plan import Gate, LinearPlan, MixturePlan
+
+Raw = Mapping[str, Any]
+
+_OF_NO_MATTER = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+_COUNTS = ("num_experts", "num_local_experts")
+_OF_QWEN = ("decoder_sparse_step", "mlp_only_layers")
+_OF_GATE = ("swiglu_alpha", "swiglu_limit")
+
+READ = frozenset((*_COUNTS, *_OF_NO_MATTER, "num_experts_per_tok", "norm_topk_prob"))
+"""Fields of all families with experts, which are read here or change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixtures:
+    """Mixtures of a family, as they differ from others'.
+
+    Attributes:
+        router: module within a layer's ``block``.
+        block: module of a layer.
+        is_normalised: true if shares are divided by their sum; None: a field says it.
+        rounds_shares: true if shares are rounded to the type of the rows.
+        is_crossed: true if experts' matrices are the other way round, with biases, and their gate
+            is that of gpt-oss.
+        has_dense: true if fields say which layers have an MLP in place of experts.
+        shared: module of an MLP that all tokens have, whose share is ``<module>_gate``'s.
+    """
+
+    router: str = "gate"
+    block: str = "mlp"
+    is_normalised: bool | None = None
+    rounds_shares: bool = True
+    is_crossed: bool = False
+    has_dense: bool = False
+    shared: str | None = None
+
+    def are_in(self, raw: Raw, layer: int) -> bool:
+        """Return true if a layer has experts."""
+        if not self.has_dense:
+            return True
+        is_dense = layer in (raw.get("mlp_only_layers") or ())
+        return not is_dense and (layer + 1) % raw.get("decoder_sparse_step", 1) == 0
+
+    def inner_size(self, raw: Raw) -> int:
+        """Return the numbers per token inside of a layer's experts, or its widest matrix."""
+        inner = max(raw["hidden_size"], raw.get("moe_intermediate_size", raw["intermediate_size"]))
+        widths: list[int] = [raw["num_experts_per_tok"] * inner]
+        if not all(self.are_in(raw, layer) for layer in range(raw["num_hidden_layers"])):
+            widths.append(raw["intermediate_size"])
+        if self.shared is not None:
+            widths.append(raw[f"{self.shared}_intermediate_size"])
+        return max(widths)
+
+    def gate(self, raw: Raw) -> Gate | None:
+        """Return the gate of experts; None: it is that of the config's activation."""
+        if not self.is_crossed:
+            return None
+        alpha, limit = (
+            float(raw.get(name, usual)) for name, usual in zip(_OF_GATE, (1.702, 7.0), strict=True)
+        )
+        return alpha, 0.0, 1.0, limit
+
+    def plan(self, raw: Raw, layer: str) -> MixturePlan:
+        """Plan the mixture of a layer.
+
+        Raises:
+            ValueError: it has fewer experts than a token chooses, nobody says how many, or if
+                shares are normalised.
+        """
+        n_experts = next((raw[name] for name in _COUNTS if raw.get(name)), 0)
+        n_chosen = raw["num_experts_per_tok"]
+        is_normalised = self.is_normalised
+        if is_normalised is None:
+            is_normalised = raw["norm_topk_prob"]
+        are_whole = type(n_experts) is int and type(n_chosen) is int
+        if not are_whole or not 0 < n_chosen <= n_experts or not isinstance(is_normalised, bool):
+            raise ValueError("no rule for such experts")
+        within = f"{layer}.{self.block}"
+        up, down = (f"{within}.experts.{name}_proj" for name in ("gate_up", "down"))
+        router, share = f"{within}.{self.router}", f"{within}.{self.shared}_gate"
+        return MixturePlan(
+            LinearPlan((f"{router}.weight",), (f"{router}.bias" if self.is_crossed else None,)),
+            n_chosen,
+            is_normalised,
+            self.rounds_shares,
+            up,
+            down,
+            biases=(f"{up}_bias", f"{down}_bias") if self.is_crossed else None,
+            is_crossed=self.is_crossed,
+            share=None if self.shared is None else LinearPlan((f"{share}.weight",), (None,)),
+        )
+
+
+OF_QWEN = frozenset((*_OF_QWEN, "moe_intermediate_size", "shared_expert_intermediate_size"))
+"""Fields of mixtures of Qwen."""
+
+OF_GPT_OSS = frozenset((*_OF_GATE, "quantization_config"))
+"""Fields of mixtures of gpt-oss."""

@@ -1,0 +1,322 @@
+"""The plan of a model: which parts it has, in what order, of which tensors, as plain values.
+
+A backend that runs networks learns it, as it learns a model's facts, and whoever runs models
+without a network reads it. It is of models that are an embedding, decoder layers one behind the
+other, a norm and a head, where each layer adds attention and then a gated MLP to what comes in, or
+a mixture of experts that are such MLPs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from kvcellar.home import default_home
+from kvcellar.models.facts import ModelFacts
+from kvcellar.models.fingerprint import VOLATILE
+from kvcellar.models.known import keep, read_kept
+
+VERSION = 3
+"""Version of how plans are made and written; those of another one are made again."""
+
+
+Made = TypeVar("Made")
+
+Gate = tuple[float, float, float, float]
+"""``(up + shift) * x * sigmoid(x * (alpha + cubic * x^2))``, of a gate x that is at most a limit:
+alpha, cubic, shift, and the limit, which up's magnitude has as well; 0: there is none."""
+
+SILU: Gate = (1.0, 0.0, 0.0, 0.0)
+GELU_TANH: Gate = (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715, 0.0, 0.0)
+"""GELU in its form with tanh, which is a sigmoid of twice as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormPlan:
+    """RMSNorm.
+
+    Attributes:
+        weight: tensor of its weight.
+        eps: what is added to the mean of squares.
+        offset: what is added to the weight.
+        in_floats: true if products with the weight are not rounded before that.
+    """
+
+    weight: str
+    eps: float
+    offset: float = 0.0
+    in_floats: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """Linear layers of one input, whose outputs lie one behind the other.
+
+    Attributes:
+        weights: tensors ``[n_out, n_in]``.
+        biases: of each; None: it has none.
+    """
+
+    weights: tuple[str, ...]
+    biases: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MixturePlan:
+    """A mixture of experts: gated MLPs, of which each token has those with the highest scores.
+
+    Scores are the softmax of logits. A softmax of the highest logits alone is that, normalised.
+
+    Attributes:
+        router: from the input to a logit for each expert.
+        n_chosen: experts of a token.
+        is_normalised: true if the shares of a token's experts are divided by their sum.
+        rounds_shares: true if shares are rounded to the type of the rows.
+        scale: factor on shares.
+        gate_up: tensor ``[n_experts, 2 * inner, hidden]``, gate's outputs first, by the name of
+            transformers' parameter: checkpoints have it in several forms.
+        down: tensor ``[n_experts, hidden, inner]``, the same.
+        biases: of both, ``[n_experts, outputs]``; None: there are none.
+        is_crossed: true if the last two axes of both are the other way round, and gate's and up's
+            outputs take turns, those of the bias too.
+        share: beside an MLP, which all tokens have: from the input to a logit whose sigmoid that is
+            multiplied with; None: it is added as it is.
+    """
+
+    router: LinearPlan
+    n_chosen: int
+    is_normalised: bool
+    rounds_shares: bool
+    gate_up: str
+    down: str
+    scale: float = 1.0
+    biases: tuple[str, str] | None = None
+    is_crossed: bool = False
+    share: LinearPlan | None = None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of what stays in the model's own type: all but experts' matrices."""
+        beside = () if self.share is None else (self.share,)
+        return (*_tensors((self.router, *beside)), *(self.biases or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """A decoder layer.
+
+    Attributes:
+        before: norm of its input; None: there is none, as with all norms here.
+        qkv: from there to q, k and v.
+        q_norm: of q's heads before they are turned.
+        k_norm: of k's.
+        o: behind the attention.
+        between: norm of what comes after attention.
+        gate_up: gate and up of the MLP; None: there is none.
+        down: its last layer; None: there is none.
+        heads: query heads, KV heads, and numbers of a head.
+        scale: factor on the logits of attention.
+        attended: norm of what the attention says, before it is added.
+        mixed: norm of what the MLP says, before it is added.
+        norms_together: true if all heads of q are normed together, and all of k.
+        rope: number of the model's rotary positions that turn it; None: nothing does.
+        residual: factor on what is added.
+        gate: of the MLP, and of experts.
+        sinks: tensor of a logit per head beside those of the tokens; None: there are none.
+        mixture: in place of the MLP, or beside it; None: there is none.
+    """
+
+    before: NormPlan | None
+    qkv: LinearPlan
+    q_norm: NormPlan | None
+    k_norm: NormPlan | None
+    o: LinearPlan
+    between: NormPlan | None
+    gate_up: LinearPlan | None
+    down: LinearPlan | None
+    heads: tuple[int, int, int]
+    scale: float
+    attended: NormPlan | None = None
+    mixed: NormPlan | None = None
+    norms_together: bool = False
+    rope: int | None = 0
+    residual: float = 1.0
+    gate: Gate = SILU
+    sinks: str | None = None
+    mixture: MixturePlan | None = None
+
+    @property
+    def linears(self) -> tuple[LinearPlan, ...]:
+        """Linear layers that all tokens have, but a mixture's."""
+        found = (self.qkv, self.o, self.gate_up, self.down)
+        return tuple(one for one in found if one is not None)
+
+    @property
+    def norms(self) -> tuple[NormPlan, ...]:
+        """All norms that there are."""
+        found = (self.before, self.q_norm, self.k_norm, self.attended, self.between, self.mixed)
+        return tuple(one for one in found if one is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class RopePlan:
+    """Rotary positions: halves of the first numbers of a head turn against each other.
+
+    Attributes:
+        frequencies: radians per position, of each pair of numbers that turn.
+        scale: factor on cosines and sines.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Parts of a model.
+
+    Attributes:
+        facts: what caches and budgets need.
+        embedding: tensor ``[vocab_size, hidden_size]``.
+        layers: decoder layers.
+        norm: behind the last one.
+        head: from there to logits; its weight is the embedding where they are tied.
+        ropes: what turns the heads of layers, each by its number.
+        embedding_scale: factor on rows of the embedding.
+        rounds_scale: true if that factor is rounded to the type of the rows.
+        logit_scale: factor on logits.
+        logit_cap: ``cap * tanh(logit / cap)`` is said of what that makes; None: there is no cap.
+    """
+
+    facts: ModelFacts
+    embedding: str
+    layers: tuple[LayerPlan, ...]
+    norm: NormPlan
+    head: LinearPlan
+    ropes: tuple[RopePlan, ...]
+    embedding_scale: float = 1.0
+    rounds_scale: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+    @property
+    def mixtures(self) -> tuple[MixturePlan, ...]:
+        """Mixtures of all layers that have one."""
+        return tuple(one.mixture for one in self.layers if one.mixture is not None)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors of the model but those of mixtures, each once."""
+        norms, linears = [self.norm], [self.head]
+        for one in self.layers:
+            norms += one.norms
+            linears += one.linears
+        names = [self.embedding, *(one.weight for one in norms), *_tensors(linears)]
+        names += [one.sinks for one in self.layers if one.sinks]
+        return tuple(dict.fromkeys(names))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object, for ``from_json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> ModelPlan:
+        """Make a plan of a JSON object.
+
+        Raises:
+            ValueError: it is none that ``to_json`` wrote.
+        """
+        try:
+            known = {one.name for one in fields(cls)}
+            if value.keys() != known:
+                raise TypeError(f"a plan has the fields {sorted(known)}, not {sorted(value)}")
+            cap = value["logit_cap"]
+            made = cls(
+                facts=ModelFacts.from_json(value["facts"]),
+                embedding=str(value["embedding"]),
+                layers=tuple(map(_layer, value["layers"])),
+                norm=_norm(value["norm"]),
+                head=_linear(value["head"]),
+                ropes=tuple(map(_rope, value["ropes"])),
+                embedding_scale=float(value["embedding_scale"]),
+                rounds_scale=bool(value["rounds_scale"]),
+                logit_scale=float(value["logit_scale"]),
+                logit_cap=None if cap is None else float(cap),
+            )
+            if any(one.rope not in (None, *range(len(made.ropes))) for one in made.layers):
+                raise TypeError("a layer is turned by what is not there")
+            return made
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is no plan of a model: {error}") from error
+
+
+def _tensors(linears: Iterable[LinearPlan]) -> list[str]:
+    return [name for one in linears for name in (*one.weights, *one.biases) if name]
+
+
+def _layer(value: Mapping[str, Any]) -> LayerPlan:
+    of_norms = ("before", "q_norm", "k_norm", "between", "attended", "mixed")
+    made = dict(value)
+    made |= {name: _optional(_norm, value[name]) for name in of_norms}
+    made |= {name: _linear(value[name]) for name in ("qkv", "o")}
+    made |= {name: _optional(_linear, value[name]) for name in ("gate_up", "down")}
+    made["mixture"] = _optional(_mixture, value["mixture"])
+    n_heads, n_kv_heads, head_dim = map(int, value["heads"])
+    alpha, cubic, shift, limit = map(float, value["gate"])
+    made |= {"heads": (n_heads, n_kv_heads, head_dim), "gate": (alpha, cubic, shift, limit)}
+    made |= {name: float(value[name]) for name in ("scale", "residual")}
+    layer = LayerPlan(**made)
+    if (layer.gate_up is None) != (layer.down is None) or not (layer.down or layer.mixture):
+        raise TypeError("a layer has neither an MLP nor a mixture")
+    return layer
+
+
+def _optional(make: Callable[[Any], Made], value: Any) -> Made | None:
+    return None if value is None else make(value)
+
+
+def _mixture(value: Mapping[str, Any]) -> MixturePlan:
+    made = dict(value)
+    made |= {"router": _linear(value["router"]), "share": _optional(_linear, value["share"])}
+    made["biases"] = _optional(tuple, value["biases"])
+    made |= {"n_chosen": int(value["n_chosen"]), "scale": float(value["scale"])}
+    return MixturePlan(**made)
+
+
+def _norm(value: Mapping[str, Any]) -> NormPlan:
+    return NormPlan(**value)
+
+
+def _rope(value: Mapping[str, Any]) -> RopePlan:
+    return RopePlan(tuple(map(float, value["frequencies"])), float(value["scale"]))
+
+
+def _linear(value: Mapping[str, Any]) -> LinearPlan:
+    return LinearPlan(tuple(value["weights"]), tuple(value["biases"]))
+
+
+def plan_path(raw: Mapping[str, Any]) -> Path:
+    """Return where the plan of a model is kept, by the digest of its ``config.json``."""
+    told = {key: value for key, value in raw.items() if key not in VOLATILE}
+    text = json.dumps([told, VERSION], sort_keys=True, default=str)
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    return default_home() / "models" / f"{digest}.plan.json"
+
+
+def keep_plan(raw: Mapping[str, Any], plan: ModelPlan) -> None:
+    """Keep the plan of a model; a folder that cannot be written is no error."""
+    keep(plan_path(raw), plan.to_json())
+
+
+def kept_plan(raw: Mapping[str, Any]) -> ModelPlan | None:
+    """Return the plan of a model by its ``config.json``; None: none is kept."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return ModelPlan.from_json(read_kept(plan_path(raw)))
+    return None

@@ -1,0 +1,516 @@
+"""Plans of models by their ``config.json`` alone, for families whose rules are written down here.
+
+A plan is learnt from a network where one can be built. These rules are for a machine without: they
+say of a family what is learnt of it, and a test holds the two together. A config that has anything
+that no rule here reads has no plan by rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcellar.models.facts import LayerFacts, ModelFacts, Rope
+from kvcellar.models.files.formats import MXFP4
+from kvcellar.models.fingerprint import VOLATILE
+from kvcellar.models.plans.mixtures import OF_GPT_OSS, OF_QWEN, READ, Mixtures
+from kvcellar.models.plans.plan import (
+    GELU_TANH,
+    SILU,
+    Gate,
+    LayerPlan,
+    LinearPlan,
+    ModelPlan,
+    NormPlan,
+    kept_plan,
+)
+from kvcellar.models.plans.ropes import Ropes, one_rope, rope_but_in, rope_by_kind, said_rope
+
+Raw = Mapping[str, Any]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+_GATES: dict[Any, Gate] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+
+
+def _all_full(raw: Raw) -> list[str]:
+    """Return the kinds of layers of a family in which none slides, whatever windows it names.
+
+    Raises:
+        ValueError: one does.
+    """
+    if raw.get("use_sliding_window") or not {*(raw.get("layer_types") or ())} <= {_FULL}:
+        raise ValueError("no rule for layers that slide")
+    return [_FULL] * raw["num_hidden_layers"]
+
+
+def _all_slide(raw: Raw) -> list[str]:
+    """Return the kinds of layers of a family in which all slide, or none."""
+    if raw.get("layer_types") is not None:
+        raise ValueError("no rule for layers of several kinds")
+    return [_SLIDING if raw["sliding_window"] else _FULL] * raw["num_hidden_layers"]
+
+
+def _all_but(period: int) -> Callable[[Raw], list[str]]:
+    """Make a rule by which all layers slide but each so manieth, where a config names none."""
+
+    def kinds(raw: Raw) -> list[str]:
+        n_layers, every = raw["num_hidden_layers"], raw.get("sliding_window_pattern") or period
+        slide = [bool((at + 1) % every) for at in range(n_layers)]
+        found = raw.get("layer_types") or [_SLIDING if one else _FULL for one in slide]
+        if len(found) != n_layers or not {*found} <= {_SLIDING, _FULL}:
+            raise ValueError("layers of kinds that no rule knows")
+        return list(found)
+
+    return kinds
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """Numbers of a model beside its tensors, as in :class:`ModelPlan` and :class:`LayerPlan`."""
+
+    scale: float
+    softcap: float | None = None
+    residual: float = 1.0
+    embedding: float = 1.0
+    rounds_embedding: bool = False
+    logits: float = 1.0
+    logit_cap: float | None = None
+
+
+def _plain(raw: Raw, head_dim: int) -> _Factors:
+    return _Factors(head_dim**-0.5)
+
+
+def _of_gemma(raw: Raw, head_dim: int) -> _Factors:
+    """Return the factors of a Gemma; a factor that bfloat16 has is rounded to itself."""
+    embedding = float(raw["hidden_size"] ** 0.5)
+    bits = int(np.float32(embedding).view(np.uint32))
+    return _Factors(
+        scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
+        softcap=raw.get("attn_logit_softcapping"),
+        embedding=embedding,
+        rounds_embedding=bool(bits & 0xFFFF),
+        logit_cap=raw.get("final_logit_softcapping"),
+    )
+
+
+def _of_granite(raw: Raw, head_dim: int) -> _Factors:
+    return _Factors(
+        scale=float(raw["attention_multiplier"]),
+        residual=float(raw["residual_multiplier"]),
+        embedding=float(raw["embedding_multiplier"]),
+        logits=1 / float(raw["logits_scaling"]),
+    )
+
+
+_BEFORE = {"before": "input_layernorm", "between": "post_attention_layernorm"}
+_BEHIND = {"attended": "post_attention_layernorm", "mixed": "post_feedforward_layernorm"}
+_AROUND = {**_BEHIND, "before": "input_layernorm", "between": "pre_feedforward_layernorm"}
+"""Norms of a layer, by the names of a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A family, as it differs from the others.
+
+    Attributes:
+        network: class of transformers.
+        qkv_bias: field that says if Q, K and V have biases, or what is so of all of them.
+        o_bias: the same of what is behind the attention.
+        mlp_bias: the same of the MLP.
+        norms: of a layer, by the names of a plan.
+        offset: what is added to the weights of norms.
+        in_floats: true if norms round once.
+        head_norms: true if the heads of Q and K are normed, each or, where the next is true, all.
+        norms_together: true if all heads are normed together.
+        act: field that says which activation there is, and that where nothing is said.
+        is_joined: true if Q, K and V are one matrix, and gate and up another.
+        is_tied: true if the head is the embedding where nothing is said of it; None: it is said.
+        mixtures: of a config, where there are experts.
+        has_sinks: true if heads have a logit of their own.
+        kinds: of layers.
+        ropes: rotary positions of a config, by the width of heads.
+        factors: of a config, by the width of heads.
+        reads: further fields that ``factors`` and the like read.
+        spares: further fields that change nothing.
+        needs: fields that have to have these values, where they are there.
+    """
+
+    network: str
+    qkv_bias: str | bool = False
+    o_bias: str | bool = False
+    mlp_bias: str | bool = False
+    norms: Mapping[str, str] = field(default_factory=lambda: _BEFORE)
+    offset: float = 0.0
+    in_floats: bool = False
+    head_norms: bool = False
+    norms_together: bool = False
+    act: tuple[str, str] = ("hidden_act", "silu")
+    is_joined: bool = False
+    is_tied: bool | None = None
+    mixtures: Mixtures | None = None
+    has_sinks: bool = False
+    kinds: Callable[[Raw], Sequence[str]] = _all_full
+    ropes: Callable[[Raw, int], Ropes | None] = one_rope
+    factors: Callable[[Raw, int], _Factors] = _plain
+    reads: frozenset[str] = frozenset()
+    spares: frozenset[str] = frozenset()
+    needs: Mapping[str, Any] = field(default_factory=dict)
+
+
+_READ_BY_GRANITE = frozenset(
+    ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+)
+
+_OF_GEMMA: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "norms": _AROUND,
+    "offset": 1.0,
+    "in_floats": True,
+    "act": ("hidden_activation", "gelu_pytorch_tanh"),
+    "is_tied": True,
+    "factors": _of_gemma,
+}
+_READ_BY_GEMMAS = frozenset(
+    (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "sliding_window_pattern",
+        "use_bidirectional_attention",
+    )
+)
+_SPARED_BY_GEMMAS = frozenset(("cache_implementation", "hidden_act", "_sliding_window_pattern"))
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": _Family("MistralForCausalLM", kinds=_all_slide),
+    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": _Family("Qwen3ForCausalLM", "attention_bias", "attention_bias", head_norms=True),
+    "gemma2": _Family(
+        "Gemma2ForCausalLM",
+        **_OF_GEMMA,
+        kinds=_all_but(2),
+        reads=_READ_BY_GEMMAS,
+        spares=_SPARED_BY_GEMMAS,
+    ),
+    "gemma3_text": _Family(
+        "Gemma3ForCausalLM",
+        **_OF_GEMMA,
+        head_norms=True,
+        kinds=_all_but(6),
+        ropes=rope_by_kind(_all_but(6)),
+        reads=_READ_BY_GEMMAS | {"rope_local_base_freq"},
+        spares=_SPARED_BY_GEMMAS,
+    ),
+    "smollm3": _Family(
+        "SmolLM3ForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        ropes=rope_but_in("no_rope_layers"),
+        is_tied=True,
+        reads=frozenset(("no_rope_layers", "no_rope_layer_interval")),
+    ),
+    "phi3": _Family(
+        "Phi3ForCausalLM",
+        is_joined=True,
+        is_tied=False,
+        kinds=_all_slide,
+        reads=frozenset(("partial_rotary_factor",)),
+        spares=frozenset(
+            ("auto_map", "embd_pdrop", "resid_pdrop", "original_max_position_embeddings")
+        ),
+    ),
+    "granite": _Family(
+        "GraniteForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        factors=_of_granite,
+        reads=_READ_BY_GRANITE,
+    ),
+    "olmo2": _Family(
+        "Olmo2ForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        norms=_BEHIND,
+        in_floats=True,
+        head_norms=True,
+        norms_together=True,
+    ),
+    "mixtral": _Family(
+        "MixtralForCausalLM",
+        kinds=_all_slide,
+        mixtures=Mixtures(is_normalised=True, rounds_shares=False),
+        reads=READ,
+    ),
+    "qwen2_moe": _Family(
+        "Qwen2MoeForCausalLM",
+        qkv_bias=True,
+        mixtures=Mixtures(has_dense=True, shared="shared_expert"),
+        reads=READ | OF_QWEN,
+        needs={"qkv_bias": True},
+    ),
+    "qwen3_moe": _Family(
+        "Qwen3MoeForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        head_norms=True,
+        mixtures=Mixtures(has_dense=True),
+        reads=READ | OF_QWEN,
+    ),
+    "olmoe": _Family(
+        "OlmoeForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        head_norms=True,
+        norms_together=True,
+        mixtures=Mixtures(),
+        reads=READ,
+        needs={"clip_qkv": None},
+    ),
+    "granitemoe": _Family(
+        "GraniteMoeForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        factors=_of_granite,
+        mixtures=Mixtures("router", "block_sparse_moe", is_normalised=True),
+        reads=READ | _READ_BY_GRANITE,
+    ),
+    "gpt_oss": _Family(
+        "GptOssForCausalLM",
+        qkv_bias=True,
+        o_bias=True,
+        kinds=_all_but(2),
+        ropes=said_rope,
+        mixtures=Mixtures("router", is_normalised=True, is_crossed=True),
+        in_floats=True,
+        has_sinks=True,
+        reads=READ | OF_GPT_OSS,
+        spares=frozenset(("initial_context_length", "experts_per_token")),
+        needs={"attention_bias": True},
+    ),
+}
+
+_HEADS = {"qwen3": None, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}
+"""Width of heads where a config does not say it and the class has one of its own; None: unknown."""
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+_READ = {
+    *_SIZES,
+    "architectures",
+    "attention_bias",
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "mlp_bias",
+    "model_type",
+    "pretraining_tp",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+}
+"""Fields that are looked at here."""
+
+_OF_NO_MATTER = {
+    *VOLATILE,
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "is_llama_config",
+    "max_window_layers",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers.js_config",
+}
+"""Fields that change nothing of what a model computes where all that is read is as it has to be."""
+
+
+def known_plan(raw: Mapping[str, Any]) -> ModelPlan | None:
+    """Return the plan of a model: the one that was learnt, else by rules; None: there is none."""
+    return kept_plan(raw) or plan_by_rules(raw)
+
+
+def plan_by_rules(raw: Mapping[str, Any]) -> ModelPlan | None:
+    """Return the plan of a model by its ``config.json``; None: no rule here says it all."""
+    try:
+        return _plan(raw)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
+        return None
+
+
+def _plan(raw: Raw) -> ModelPlan | None:
+    """Return the plan; errors are those of fields that are missing or of another kind."""
+    kind = raw["model_type"]
+    family = _FAMILIES.get(kind)
+    if family is None or not _is_plain(raw, family):
+        return None
+    of_config = tuple(raw[name] for name in _SIZES)
+    hidden, _, n_layers, n_heads, n_kv_heads, n_vocab, n_positions = of_config
+    head_dim = raw.get("head_dim") or _HEADS.get(kind, hidden // n_heads)
+    kinds = family.kinds(raw)
+    window = raw["sliding_window"] if _SLIDING in kinds else 1
+    if not all(type(one) is int and one > 0 for one in (*of_config, head_dim, window)):
+        return None
+    ropes, factors = family.ropes(raw, head_dim), family.factors(raw, head_dim)
+    if ropes is None or head_dim % 2 or n_heads % n_kv_heads:
+        return None
+    facts = ModelFacts(
+        family=kind,
+        layers=tuple(
+            LayerFacts(
+                number,
+                n_heads,
+                n_kv_heads,
+                head_dim,
+                head_dim,
+                factors.scale,
+                window if slides == _SLIDING else None,
+                softcap=factors.softcap,
+                has_sinks=family.has_sinks,
+            )
+            for number, slides in enumerate(kinds)
+        ),
+        others=(),
+        n_layers=n_layers,
+        hidden_size=hidden,
+        inner_size=_inner_size(raw, family),
+        vocab_size=n_vocab,
+        max_positions=n_positions,
+        rope=Rope("fixed"),
+    )
+    names = _Names(family, raw)
+    embedding = "model.embed_tokens.weight"
+    is_tied = _is_tied(raw, family)
+    head = LinearPlan((embedding,), (None,)) if is_tied else names.linear("", ("lm_head",), False)
+    heads = n_heads, n_kv_heads, head_dim
+    return ModelPlan(
+        facts,
+        embedding,
+        tuple(names.layer(number, heads, factors, ropes[1][number]) for number in range(n_layers)),
+        names.norm("model.norm"),
+        head,
+        ropes[0],
+        embedding_scale=factors.embedding,
+        rounds_scale=factors.rounds_embedding,
+        logit_scale=factors.logits,
+        logit_cap=factors.logit_cap,
+    )
+
+
+def _inner_size(raw: Raw, family: _Family) -> int:
+    """Return the numbers per token inside of a layer's MLP, of all its experts together."""
+    if family.mixtures is not None:
+        return family.mixtures.inner_size(raw)
+    inner: int = raw["intermediate_size"]
+    return 2 * inner if family.is_joined else inner
+
+
+def _is_plain(raw: Raw, family: _Family) -> bool:
+    """Return true if rules read all fields of a config, and a plan can say their values."""
+    return (
+        raw.keys() <= {*_READ, *_OF_NO_MATTER, *family.reads, *family.spares, *family.needs}
+        and raw.get("architectures") in (None, [family.network])
+        and raw.get(*family.act) in _GATES
+        and (family.network != "LlamaForCausalLM" or raw.get("pretraining_tp", 1) == 1)
+        and not raw.get("use_bidirectional_attention")
+        and (raw.get("quantization_config") or {}).get("quant_method") in (None, MXFP4)
+        and all(raw.get(name, value) == value for name, value in family.needs.items())
+        and type(_is_tied(raw, family)) is bool
+    )
+
+
+def _is_tied(raw: Raw, family: _Family) -> bool | None:
+    """Return true if the head is the embedding; None: nobody says so, or not."""
+    found = raw.get("tie_word_embeddings", family.is_tied)
+    return found if isinstance(found, bool) else None
+
+
+class _Names:
+    """Tensors of a model, by the names that transformers gives them."""
+
+    def __init__(self, family: _Family, raw: Raw) -> None:
+        self._family, self._raw = family, raw
+        self._eps = float(raw["rms_norm_eps"])
+
+    def _has(self, bias: str | bool) -> bool:
+        return bias if isinstance(bias, bool) else bool(self._raw.get(bias, False))
+
+    def norm(self, name: str) -> NormPlan:
+        """Plan a norm."""
+        return NormPlan(f"{name}.weight", self._eps, self._family.offset, self._family.in_floats)
+
+    def linear(self, within: str, names: tuple[str, ...], bias: str | bool) -> LinearPlan:
+        """Plan linear layers of one input."""
+        whole = [f"{within}.{name}" if within else name for name in names]
+        biases = [f"{name}.bias" if self._has(bias) else None for name in whole]
+        return LinearPlan(tuple(f"{name}.weight" for name in whole), tuple(biases))
+
+    def layer(
+        self, number: int, heads: tuple[int, int, int], factors: _Factors, rope: int | None
+    ) -> LayerPlan:
+        """Plan a decoder layer."""
+        name, family = f"model.layers.{number}", self._family
+        at = f"{name}.self_attn"
+        norms: dict[str, Any] = {
+            role: self.norm(f"{name}.{own}") for role, own in family.norms.items()
+        }
+        qkv = ("qkv_proj",) if family.is_joined else ("q_proj", "k_proj", "v_proj")
+        return LayerPlan(
+            before=norms.pop("before", None),
+            qkv=self.linear(at, qkv, family.qkv_bias),
+            q_norm=self.norm(f"{at}.q_norm") if family.head_norms else None,
+            k_norm=self.norm(f"{at}.k_norm") if family.head_norms else None,
+            o=self.linear(at, ("o_proj",), family.o_bias),
+            between=norms.pop("between", None),
+            heads=heads,
+            scale=factors.scale,
+            **norms,
+            norms_together=family.norms_together and max(heads[:2]) > 1,
+            rope=rope,
+            residual=factors.residual,
+            sinks=f"{at}.sinks" if family.has_sinks else None,
+            **self._mixer(name, number),
+        )
+
+    def _mixer(self, name: str, number: int) -> dict[str, Any]:
+        """Plan what a layer has behind its attention, as fields of it."""
+        family, gate = self._family, _GATES[self._raw.get(*self._family.act)]
+        mixtures = family.mixtures
+        if mixtures is None or not mixtures.are_in(self._raw, number):
+            return {"gate": gate, **self._mlp(f"{name}.mlp")}
+        beside: dict[str, Any] = {"gate_up": None, "down": None}
+        if mixtures.shared is not None:
+            beside = self._mlp(f"{name}.{mixtures.block}.{mixtures.shared}")
+        found = mixtures.plan(self._raw, name)
+        return {**beside, "mixture": found, "gate": mixtures.gate(self._raw) or gate}
+
+    def _mlp(self, within: str) -> dict[str, Any]:
+        """Plan a gated MLP, as fields of a layer."""
+        gate_up = ("gate_up_proj",) if self._family.is_joined else ("gate_proj", "up_proj")
+        return {
+            "gate_up": self.linear(within, gate_up, self._family.mlp_bias),
+            "down": self.linear(within, ("down_proj",), self._family.mlp_bias),
+        }

@@ -1,0 +1,3 @@
+"""Fixtures of tests of agents."""
+
+from tests.agents.fakes import eager as eager
