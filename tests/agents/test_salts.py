@@ -75,7 +75,7 @@ def test_a_conversation_is_found_among_those_of_its_salt(tmp_path):
             assert (place.agent_id if place else None) == found
         await agents.lifecycle.create(salted_id("b", TWO))
         await agents.lookup.expect(salted_id("b", TWO), said, model="hash")
-        assert agents.directory.agent(salted_id("b", TWO)).beside is None
+        assert agents.directory.agent(salted_id("b", TWO)).live.beside is None
 
     with manager(tmp_path) as agents:
         run(main(agents))

@@ -94,8 +94,8 @@ def miss_of(
     if not agent.turns and agent.miss is not None:  # of a name that belongs to another model
         return agent.miss
     miss = _miss_of_own(planned, agent, host, event, back)
-    if miss is None and agent.beside is not None and event.usage is not None:
-        return _miss_beside(planned, agent.beside, host, event.usage.cached_tokens, rules)
+    if miss is None and agent.live.beside is not None and event.usage is not None:
+        return _miss_beside(planned, agent.live.beside, host, event.usage.cached_tokens, rules)
     return miss
 
 

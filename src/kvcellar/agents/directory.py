@@ -125,7 +125,7 @@ class Directory:
         found = [
             a
             for a in self.agents()
-            if is_meant(a.agent_id) and not a.given_title and not a.gate.is_taken
+            if is_meant(a.agent_id) and not a.given_title and not a.live.gate.is_taken
         ]
         return [agent.agent_id for agent in sorted(found, key=lambda agent: agent.used_s)]
 
@@ -177,9 +177,9 @@ class Directory:
         """
         models = [one.name for one in (host, *host.adapters.values())]
         found = ((a, self.host_of(a)) for model in models for a in self.agents(model))
-        told = [(a, a.expected or a.tokens, host) for a, host in found if host is not None]
+        told = [(a, a.live.expected or a.tokens, host) for a, host in found if host is not None]
         return [
-            (agent.agent_id, tokens, agent.request_id, host.reading(len(tokens)).space)
+            (agent.agent_id, tokens, agent.live.request_id, host.reading(len(tokens)).space)
             for agent, tokens, host in told
         ]
 
@@ -265,7 +265,7 @@ class Directory:
             async with changing(self._publisher, agent, is_read=False):
                 if await asyncio.to_thread(self._store.has_reference, agent.name):
                     raise name_taken(agent)
-                if not agent.is_passing:
+                if not agent.live.is_passing:
                     try:
                         await self._publisher.publish(agent, host)
                     except BaseException:
@@ -358,12 +358,12 @@ class Directory:
                     self._agents.setdefault(agent.name, agent)
             for agent, revision, ref in news.changed:
                 is_same = self._publisher.revision_of(agent) == revision  # else KV was saved here
-                if not agent.gate.is_taken and (is_same or ref.serial > agent.serial):
+                if not agent.live.gate.is_taken and (is_same or ref.serial > agent.serial):
                     agent.take(ref)
             for agent, revision in news.gone:
                 is_same = self._agents.get(agent.name) is agent
                 is_still = is_same and self._publisher.revision_of(agent) == revision
-                if is_still and not agent.gate.is_taken:
+                if is_still and not agent.live.gate.is_taken:
                     del self._agents[agent.name]
 
 

@@ -61,7 +61,7 @@ class NewsReader:
         revisions = _of_agents(self._store.revisions())
         news = News()
         for agent in agents:
-            if not agent.gate.is_taken and not agent.is_passing:
+            if not agent.live.gate.is_taken and not agent.live.is_passing:
                 self._compare(news, agent, known[agent.name], revisions, recorded)
         unusable: dict[str, tuple[int, str]] = {}
         for name, revision in (dict.fromkeys(recorded, 0) | revisions).items():

@@ -26,7 +26,7 @@ async def free_cells(
         return
     history = agent.tokens if tokens is None else tokens
     shared = [
-        history.common_prefix(other.expected or other.tokens)
+        history.common_prefix(other.live.expected or other.tokens)
         for other in directory.agents()
         if other is not agent
         and other.key == agent.key

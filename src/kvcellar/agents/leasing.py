@@ -91,7 +91,7 @@ async def changing(
         AgentHeldError: another process was changing it for ``PATIENCE_S``; nothing was changed.
         StoreError: there can be no lease of it; nothing was changed.
     """
-    async with agent.gate:
+    async with agent.live.gate:
         hold = await _taken(publisher, agent, progress)
         keeping = asyncio.ensure_future(hold.keep_up()) if hold.expires else None
         try:
@@ -109,7 +109,7 @@ async def changing(
 
 async def _taken(publisher: Publisher, agent: Agent, progress: ProgressFn | None) -> Hold:
     leases = publisher.store.leases
-    if agent.is_passing:
+    if agent.live.is_passing:
         return Hold(leases, None)
     deadline = time.monotonic() + PATIENCE_S
     while True:

@@ -15,7 +15,7 @@ from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.freeing import free_cells
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import Agent, LiveAgent
 from kvcellar.agents.records.names import checked_id, derived_id, new_ids, salt_of
 from kvcellar.agents.records.titles import checked_title
 from kvcellar.agents.records.views import AgentInfo
@@ -91,7 +91,8 @@ class Lifecycle:
             if host.tokenizer is not None:
                 refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)
             host = host.isolated(salt_of(agent_id))
-            agent = Agent(agent_id, host.name, host.key, given_title=title, is_passing=is_passing)
+            live = LiveAgent(is_passing=is_passing)
+            agent = Agent(agent_id, host.name, host.key, given_title=title, live=live)
             if system is not None:
                 agent.messages = Messages([{"role": "system", "content": system}])
             if tools:
@@ -163,7 +164,7 @@ class Lifecycle:
         now = await self._as_it_is(parent, host)
         at, n_turns = now.position_of(position, turn), now.turns_of(turn)
         child = now.forked(checked_id(new_id), at, n_turns)
-        child.is_passing, child.branch_of = is_passing, branch_of
+        child.live.is_passing, child.branch_of = is_passing, branch_of
         await self.directory.register(child, host)
         return child.info()
 
@@ -204,7 +205,7 @@ class Lifecycle:
             if await self.directory.has(new_id):
                 continue
             child = now.forked(new_id, at, n_turns)
-            child.branch_of, child.beside = branch_of, replace(parent, beside=None)
+            child.branch_of, child.live.beside = branch_of, parent.as_it_is()
             with contextlib.suppress(NameTakenError):  # by somebody else, just now
                 await self.directory.register(child, host)
                 return child
@@ -299,7 +300,7 @@ class Lifecycle:
         """Take an agent out of the directory and the store. Within its gate."""
         self.directory.remove(agent)
         await self.publisher.settled(agent)
-        if not agent.is_passing:
+        if not agent.live.is_passing:
             with contextlib.suppress(UnknownReferenceError):
                 await asyncio.to_thread(self.store.delete, agent.name)
 
@@ -321,7 +322,7 @@ class Lifecycle:
         """
         agent = await self.directory.find(agent_id)
         doomed = _beside(agent, self.directory.agents(), among)
-        busy = [other.agent_id for other in doomed if other.gate.is_taken]
+        busy = [other.agent_id for other in doomed if other.live.gate.is_taken]
         if busy:
             raise AgentError(
                 f"{', '.join(busy)} are in a turn, so {agent_id!r} cannot be kept alone; end their "
@@ -367,7 +368,7 @@ class Lifecycle:
 
     async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
         """Copy an agent at this moment, the turn that it is in included."""
-        request_id = agent.request_id
+        request_id = agent.live.request_id
         if request_id is None or host is None:
             await self.publisher.refresh(agent)
             return replace(agent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvcellar.agents.directory import Directory
@@ -88,7 +87,7 @@ class Lookup:
         cost = size_of(messages).cost + sum(4 * len(agent.tokens) for agent in agents)
         agent, other = self._directory.known(agent_id, model), await self._work.run(cost, find)
         if agent is not None and other is not None:
-            agent.beside = replace(other, beside=None)
+            agent.live.beside = other.as_it_is()
 
     async def place(
         self,

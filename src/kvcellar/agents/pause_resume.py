@@ -112,7 +112,7 @@ class Sleep:
             AgentError: it is generating.
         """
         agent = await self.directory.find(agent_id)
-        if agent.request_id is not None:
+        if agent.live.request_id is not None:
             raise AgentError(
                 f"agent {agent_id!r} is generating, so it cannot wait for a tool; end its turn"
             )

@@ -382,7 +382,9 @@ def record_turn(
     agent.turns = (*planned.kept, now)
     is_stable = host.template is not None and host.template.is_prefix_stable
     is_ended_alike = is_stable and planned.changed not in ("retokenised", "template", "arguments")
-    agent.resume_at = () if is_ended_alike or planned.messages is None else planned.snapshots_at
+    agent.live.resume_at = (
+        () if is_ended_alike or planned.messages is None else planned.snapshots_at
+    )
     first = () if agent.turns[1:] else agent.notes  # what its creation had to say
     agent.notes = (*first, *model_notes(host))
     agent.used_s = time.time()

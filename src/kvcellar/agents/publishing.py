@@ -81,7 +81,9 @@ class Publisher:
         Raises:
             StoreError: they could not be written.
         """
-        if not agent.is_passing and (agent.mark is None or agent.mark.serial != agent.serial):
+        if not agent.live.is_passing and (
+            agent.live.mark is None or agent.live.mark.serial != agent.serial
+        ):
             await asyncio.to_thread(self._record, agent)
             await asyncio.to_thread(self._share, agent)
 
@@ -96,18 +98,18 @@ class Publisher:
         ticket = self._tickets.get(agent.name)
         saved = None if ticket is None else ticket.reference
         if saved is not None and saved.serial >= agent.serial:
-            agent.mark = agent.marked()
+            agent.live.mark = agent.marked()
             return
-        mark = agent.mark
+        mark = agent.live.mark
         if mark is not None and not agent.follows(mark):
             mark = None
         payload, now = entry_of(agent, mark)
         self.store.record(agent.name, agent.serial, payload)
-        agent.mark = now
+        agent.live.mark = now
 
     async def refresh(self, agent: Agent) -> None:
         """Take over what another process has published of the agent since. Within its gate."""
-        if agent.is_passing:
+        if agent.live.is_passing:
             return
         if self.store.shared is not None:
             await asyncio.to_thread(self.store.shared.pull, agent.name)

@@ -298,7 +298,7 @@ class Turns:
     async def _replacing(self, planned: PlannedTurn, agent: Agent) -> AsyncIterator[None]:
         """Have what a turn drops of an agent's history where ``undo`` finds it."""
         before, name = agent.turns, None
-        said = None if agent.is_passing or not before else planned.messages
+        said = None if agent.live.is_passing or not before else planned.messages
         if said is not None and not continues(agent, said, planned.n_matched):
             name = await self.dropped.drop(agent, "replace", agent.agent_id, uuid.uuid4().hex)
         try:
@@ -340,14 +340,14 @@ class Turns:
         try:
             if turn.on_start is not None:
                 turn.on_start(planned, back.n_cached + back.n_restored)
-            agent.expected = History(prompt)
+            agent.live.expected = History(prompt)
             running = RunningTurn(self, planned, agent, host, hold, back, started_s)
             async with running.queued(request) as one:
                 yield one
         finally:
             back.release(host)
-            agent.request_id = None
-            agent.expected = History()
+            agent.live.request_id = None
+            agent.live.expected = History()
 
     async def stop(self, agent_id: str) -> bool:
         """End the turn that an agent is in, and wait until what it said is in the history.
@@ -364,7 +364,7 @@ class Turns:
             over = asyncio.ensure_future(_end_of(events))
             try:
                 while not over.done():  # before its request there is a restore
-                    request_id, host = agent.request_id, self.directory.host_of(agent)
+                    request_id, host = agent.live.request_id, self.directory.host_of(agent)
                     if request_id is not None and host is not None:
                         with contextlib.suppress(EngineClosedError):
                             await host.service.cancel(request_id)
@@ -382,7 +382,7 @@ class Turns:
         agent = self.directory.known(agent_id)
         if agent is None or not self.live.awaits(agent_id):
             return
-        request_id, host = agent.request_id, self.directory.host_of(agent)
+        request_id, host = agent.live.request_id, self.directory.host_of(agent)
         if request_id is None or host is None:
             return
         with contextlib.suppress(EngineClosedError):
@@ -508,7 +508,7 @@ class RunningTurn:
             if self._first_s is None:
                 self._first_s = time.perf_counter() - self._started_s
                 self._back.release(self._host)
-            self._agent.expected.append(event.token_id)
+            self._agent.live.expected.append(event.token_id)
             self._tell(event.text)
         elif isinstance(event, FinishEvent):
             self._finish = event
@@ -528,7 +528,7 @@ class RunningTurn:
         self.events = await self._host.service.submit(request, self._on_finish)
         with self._lock:
             if not self._is_over:
-                self._agent.request_id = self.events.request_id
+                self._agent.live.request_id = self.events.request_id
         try:
             yield self
         finally:
@@ -567,7 +567,7 @@ class RunningTurn:
     def _on_finish(self, event: FinishEvent) -> None:
         """Record the turn. In the engine's thread: what it computed is still in the cache."""
         with self._lock:
-            self._is_over, self._agent.request_id = True, None
+            self._is_over, self._agent.live.request_id = True, None
         try:
             self._save = self._record(event)
         except Exception as error:  # a full or closed store must not end the engine
@@ -588,9 +588,9 @@ class RunningTurn:
             agent = self._agent = self._beside()
         record_turn(planned, agent, host, event, took)
         agent.limit_stored(agent.turns[-1].start)
-        agent.beside, agent.is_rewound = None, False
+        agent.live.beside, agent.is_rewound = None, False
         agent.advance()
-        agent.is_passing = False
+        agent.live.is_passing = False
         is_interrupted = event.reason not in ("stop", "length")
         return self._turns.publisher.after_turn(host, agent, is_interrupted=is_interrupted)
 

@@ -503,7 +503,12 @@ def _resume_points(engine: Engine, agent: Agent, held: HeldPrefix) -> list[int]:
         return []
     lengths = np.flatnonzero(held.tables[-1] >= 0) + 1
     near = max(MIN_GAIN, engine.cache.block_size)
-    firsts = (lengths[np.searchsorted(lengths, n - near, "right") :][:1] for n in agent.resume_at)
+    firsts = (
+        lengths[np.searchsorted(lengths, n - near, "right") :][:1] for n in agent.live.resume_at
+    )
     return [
-        int(m) for n, first in zip(agent.resume_at, firsts, strict=True) for m in first if m <= n
+        int(m)
+        for n, first in zip(agent.live.resume_at, firsts, strict=True)
+        for m in first
+        if m <= n
     ]

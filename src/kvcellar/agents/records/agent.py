@@ -24,10 +24,34 @@ _numbers_of = attrgetter(*(one.name for one in fields(Took)))
 
 
 @dataclass(slots=True, eq=False)
+class LiveAgent:
+    """What is known of an agent in this process alone, and is gone with it."""
+
+    gate: Gate = field(default_factory=Gate)
+    request_id: int | None = None
+    """Id of the request of the turn that is being generated."""
+    expected: History = field(default_factory=History)
+    """Tokens of the turn that is being generated, as far as they are known."""
+    is_passing: bool = False
+    """True while its first turn runs and no client knows its id: nothing of it is written yet."""
+    beside: Agent | None = None
+    """Until its first turn, the agent whose history that was expected to continue, as it was."""
+    n_changes: int = 0
+    """How often it has changed in this process."""
+    mark: Mark | None = None
+    """The last state that is durable, as far as this process knows."""
+    resume_at: tuple[int, ...] = ()
+    """Lengths of its history, besides the end, from which it is likely to go on otherwise."""
+    digested: tuple[History, str] | None = field(default=None, repr=False)
+    """A history that it had, and its digest: hashed once for all who look."""
+
+
+@dataclass(slots=True, eq=False)
 class Agent:
     """A named sequence with a history. Its manager changes it; see ``AgentManager``.
 
-    ``tokens`` are never appended to: whoever read them has one state of the history.
+    All of it is what the store keeps, but ``live``. ``tokens`` are never appended to: whoever
+    read them has one state of the history.
     """
 
     agent_id: str
@@ -57,29 +81,13 @@ class Agent:
     n_stored: int = 0
     serial: int = field(default_factory=next_serial)
     """Number of its state, ascending; what the store's journal has of it is ordered by that."""
-    n_changes: int = 0
-    """How often it has changed in this process."""
-    mark: Mark | None = None
-    """The last state that is durable, as far as this process knows."""
-    resume_at: tuple[int, ...] = ()
-    """Lengths of its history, besides the end, from which it is likely to go on otherwise."""
-    gate: Gate = field(default_factory=Gate)
-    request_id: int | None = None
-    """Id of the request of the turn that is being generated."""
-    expected: History = field(default_factory=History)
-    """Tokens of the turn that is being generated, as far as they are known."""
-    is_passing: bool = False
-    """True while its first turn runs and no client knows its id: nothing of it is written yet."""
     branch_of: str | None = None
     """Id of the named agent whose history a client's conversation did not continue; it has it."""
     is_rewound: bool = False
     """True if it has gone back since its last turn."""
-    beside: Agent | None = None
-    """Until its first turn, the agent whose history that was expected to continue, as it was."""
-    digested: tuple[History, str] | None = field(default=None, repr=False)
-    """A history that it had, and its digest: hashed once for all who look."""
     dropped: dict[str, Any] | None = None
     """For a state that was dropped: whose it was, and what dropped it; see ``dropped.py``."""
+    live: LiveAgent = field(default_factory=LiveAgent)
 
     @property
     def name(self) -> str:
@@ -104,9 +112,9 @@ class Agent:
     @property
     def history_digest(self) -> str:
         """Digest of its tokens: 32 hexadecimal digits, the same in every process."""
-        known, tokens = self.digested, self.tokens
+        known, tokens = self.live.digested, self.tokens
         if known is None or known[0] is not tokens:
-            known = self.digested = (tokens, tokens.digest())
+            known = self.live.digested = (tokens, tokens.digest())
         return known[1]
 
     def check_follows(self, follows: str | None) -> None:
@@ -127,7 +135,7 @@ class Agent:
     @property
     def state(self) -> str:
         """See :class:`AgentInfo`."""
-        if self.request_id is not None:
+        if self.live.request_id is not None:
             return "generating"
         if self.is_finished:
             return "finished"
@@ -177,16 +185,15 @@ class Agent:
             agent_id=agent_id,
             revision=0,
             serial=next_serial(self.serial),
-            n_changes=0,
-            mark=None,
-            gate=Gate(),
-            request_id=None,
-            expected=History(),
             is_waiting=False,
             is_paused=False,
-            is_passing=False,
+            live=LiveAgent(resume_at=self.live.resume_at, digested=self.live.digested),
             **changes,
         )
+
+    def as_it_is(self) -> Agent:
+        """Return a copy that stays what the agent is now."""
+        return replace(self, live=LiveAgent())
 
     def forked(self, agent_id: str, position: int, n_turns: int | None) -> Agent:
         """Copy the agent's beginning, as ``cut`` leaves it, to a child of another name."""
@@ -200,7 +207,6 @@ class Agent:
             is_finished=False,
             miss=None,
             branch_of=None,
-            beside=None,
             is_rewound=False,
             given_title="",
         )
@@ -218,7 +224,7 @@ class Agent:
     def is_older_state_of(self, other: Agent) -> bool:
         """Return true if the other is of the same model, and went on from what this one said."""
         n = len(self.messages)
-        is_same = self.model == other.model and not self.gate.is_taken
+        is_same = self.model == other.model and not self.live.gate.is_taken
         return (
             is_same
             and n < len(other.messages)
@@ -246,14 +252,14 @@ class Agent:
     def advance(self) -> None:
         """Give a state that has just changed its number."""
         self.serial = next_serial(self.serial)
-        self.n_changes += 1
+        self.live.n_changes += 1
 
     def marked(self, token_hash: Any = None, message_hash: Any = None) -> Mark:
         """Return the mark of the state as it is; with hashes of all of it, where they are known."""
         return Mark(
             self.name,
             self.serial,
-            self.n_changes,
+            self.live.n_changes,
             self.tokens,
             self.messages,
             self.stops,
@@ -265,7 +271,7 @@ class Agent:
 
     def follows(self, mark: Mark) -> bool:
         """Return true if the state is the very next one behind a mark."""
-        return mark.name == self.name and mark.n_changes + 1 == self.n_changes
+        return mark.name == self.name and mark.n_changes + 1 == self.live.n_changes
 
     def position_of(self, position: int | None, turn: int | None) -> int:
         """Return a place in the history, given as tokens, or as turns from either end.
@@ -369,7 +375,7 @@ class Agent:
         }
 
     def take(self, ref: Reference) -> None:
-        """Become what a reference says; the gate and what runs stay.
+        """Become what a reference says; what lives stays.
 
         Raises:
             StoreError: it says what cannot be; nothing was changed.
@@ -396,7 +402,7 @@ class Agent:
         self.rates = value["rates"]
         self.revision, self.n_stored = ref.revision, ref.n_stored
         self.serial = ref.serial
-        self.mark = self.marked()
+        self.live.mark = self.marked()
 
     @classmethod
     def from_reference(cls, ref: Reference) -> Agent | None:

@@ -113,7 +113,7 @@ def _last_answer(agent: Agent, n_messages: int) -> Place | None:
         return None
     n_turns, end, position = answered[-1]
     is_end = end == len(agent.messages) and position == len(agent.tokens)
-    is_busy = agent.gate.is_taken
+    is_busy = agent.live.gate.is_taken
     return Place(agent.agent_id, agent.model, position, n_turns, end, is_end, is_busy)
 
 
