@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents.directory import Directory, name_taken
@@ -371,9 +371,9 @@ class Lifecycle:
         request_id = agent.live.request_id
         if request_id is None or host is None:
             await self.publisher.refresh(agent)
-            return replace(agent)
+            return agent.as_it_is()
         tokens = await host.between_steps(lambda engine: engine.publish(request_id))
-        now = replace(agent)
+        now = agent.as_it_is()
         n = len(agent.tokens)
         if tokens is not None and len(tokens) > n == tokens.common_prefix(agent.tokens):
             now.tokens = tokens

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcellar.agents.records.agent import Agent
@@ -179,7 +178,7 @@ class Publisher:
             block_tokens = host.key.layout.block_tokens
             ticket = self._publish(host, agent, True, min_new=block_tokens)
             if agent.name in self._owed_since:
-                then = replace(agent)  # it may be in its next turn when the engine rests
+                then = agent.as_it_is()  # it may be in its next turn when the engine rests
                 host.service.when_at_rest(agent.name, lambda: self._at_rest(host, agent, then))
             return ticket
 

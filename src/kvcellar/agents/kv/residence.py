@@ -486,7 +486,7 @@ def save_history(
             boundaries=_resume_points(engine, agent, held),
             parent=agent.parent,
             parent_position=agent.parent_position,
-            metadata=replace(agent).metadata,
+            metadata=agent.as_it_is().metadata,
             may_read=False,
         )
     finally:

@@ -25,7 +25,7 @@ _numbers_of = attrgetter(*(one.name for one in fields(Took)))
 
 @dataclass(slots=True, eq=False)
 class LiveAgent:
-    """What is known of an agent in this process alone, and is gone with it."""
+    """State of an agent in this process alone, which is gone with it."""
 
     gate: Gate = field(default_factory=Gate)
     request_id: int | None = None
@@ -187,13 +187,17 @@ class Agent:
             serial=next_serial(self.serial),
             is_waiting=False,
             is_paused=False,
-            live=LiveAgent(resume_at=self.live.resume_at, digested=self.live.digested),
+            live=self._kept_life(),
             **changes,
         )
 
     def as_it_is(self) -> Agent:
         """Return a copy that stays what the agent is now."""
-        return replace(self, live=LiveAgent())
+        return replace(self, live=self._kept_life())
+
+    def _kept_life(self) -> LiveAgent:
+        """Return what a copy knows of this process: what goes by the history alone."""
+        return LiveAgent(resume_at=self.live.resume_at, digested=self.live.digested)
 
     def forked(self, agent_id: str, position: int, n_turns: int | None) -> Agent:
         """Copy the agent's beginning, as ``cut`` leaves it, to a child of another name."""
