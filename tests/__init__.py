@@ -4,6 +4,6 @@ Such a program has torch run what both torch and native could, as ``conftest.py`
 of which torch is the oracle.
 """
 
-from kvcellar.models import backend_choice
+import os
 
-backend_choice.prefers_native = False
+os.environ["KVCELLAR_PREFERS"] = "torch"

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvcellar.home import default_home
-from kvcellar.models import backend_choice
 from tests.proved import proving
 from tests.tiers import changed_files, needed, tiers_of_test
 
@@ -125,4 +124,4 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Choose, before fixtures load one, who runs a model that both torch and native could."""
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    backend_choice.prefers_native = folder not in OF_TORCH
+    os.environ["KVCELLAR_PREFERS"] = "torch" if folder in OF_TORCH else "native"

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not levels.is_available(), reason="needs the CPU
 @pytest.fixture(autouse=True)
 def as_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Prefer native, as outside of tests, and know no plan but by rules."""
-    monkeypatch.setattr(backend_choice, "prefers_native", True)
+    monkeypatch.delenv(backend_choice.PREFERENCE, raising=False)
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
 
 

