@@ -23,7 +23,7 @@ import torch
 
 import kvcellar as kv
 from kvcellar.backends.torch.cache import memory
-from kvcellar.engine.branches import bytes_per_cell
+from kvcellar.engine.loop.branches import bytes_per_cell
 from kvcellar.kernel import levels
 from kvcellar.models import load_model
 

@@ -36,7 +36,7 @@ from typer.testing import CliRunner
 import kvcellar
 from kvcellar.cellar.answers import params_of
 from kvcellar.cli.program import app
-from kvcellar.engine.sampling import SamplingParams, SamplingState, sample
+from kvcellar.engine.sampler.sampling import SamplingParams, SamplingState, sample
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.files.generation import checked_settings
 from kvcellar.backends.torch.gpu.logits import DeviceLogits

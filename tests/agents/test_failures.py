@@ -14,7 +14,7 @@ from kvcellar.agents import ModelRegistry, Turn
 from kvcellar.agents.kv.overlap_restore import Front, ReadAhead
 from kvcellar.agents.kv.residence import _Job
 from kvcellar.engine import SamplingParams
-from kvcellar.engine.residency import Residency
+from kvcellar.engine.kv.residency import Residency
 from kvcellar.errors import EngineFailedError
 from kvcellar.store import Store
 from tests.agents.fakes import (

@@ -17,7 +17,7 @@ import torch
 from kvcellar.agents import ModelHost, open_host
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.engine import EngineConfig, SamplingParams
-from kvcellar.engine.restore import states_in
+from kvcellar.engine.kv.restore import states_in
 from kvcellar.store import Store
 from tests.agents.fakes import Eager, manager, run, tokens_of, turn
 

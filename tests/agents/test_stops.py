@@ -8,7 +8,7 @@ import pytest
 
 from kvcellar.agents.text.stops import TextStops
 from kvcellar.dialects import DIALECTS, AnswerParser, TextPart
-from kvcellar.engine.text import StopMatcher
+from kvcellar.engine.loop.text import StopMatcher
 from tests.dialects.corpus import FORMATS, TOOLS, outputs
 from tests.dialects.test_corpus import cut, spelt
 from tests.dialects.vocabularies import dialect_with_tokens

@@ -20,7 +20,7 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, write_
 from kvcellar.backends.torch.ranks import checking, processes
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
-from kvcellar.engine.request import FinishEvent
+from kvcellar.engine.requests.request import FinishEvent
 from kvcellar.errors import BackendError, ConfigError, EngineFailedError, ModelError, RankLostError
 from kvcellar.installed import pip_command
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model

@@ -9,8 +9,8 @@ import pytest
 
 from kvcellar.engine.config import EngineConfig
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.request import FinishEvent, Request
-from kvcellar.engine.sampling import SamplingParams
+from kvcellar.engine.requests.request import FinishEvent, Request
+from kvcellar.engine.sampler.sampling import SamplingParams
 from tests.engine.fakes import STATE_PARAMS, ByteTokenizer, HashRunner, make_cache
 from tests.engine.test_engine import nothing_is_left, plain_loop
 

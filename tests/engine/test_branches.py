@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvcellar.engine import SamplingParams, branch, generate, last
-from kvcellar.engine.branches import bytes_per_cell
+from kvcellar.engine.loop.branches import bytes_per_cell
 from kvcellar.errors import ConfigError, PromptError
 from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import FULL_PARAMS, STATE_PARAMS, ByteTokenizer, HashRunner, make_cache

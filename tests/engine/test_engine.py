@@ -11,12 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.engine import scheduler
 from kvcellar.engine.config import EngineConfig
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.generating import Generation, generate, last
-from kvcellar.engine.request import Event, FinishEvent, GeneratedToken, PromptEvent, Request
-from kvcellar.engine.sampling import Choice, SamplingParams, score
+from kvcellar.engine.loop.generating import Generation, generate, last
+from kvcellar.engine.requests.request import (
+    Event,
+    FinishEvent,
+    GeneratedToken,
+    PromptEvent,
+    Request,
+)
+from kvcellar.engine.sampler.sampling import Choice, SamplingParams, score
+from kvcellar.engine.schedule import scheduler
 from kvcellar.engine.speculate import Draft
 from kvcellar.errors import DeadlineError, PromptError
 from kvcellar.types import ModelCacheParams

@@ -21,10 +21,10 @@ from kvcellar.engine import (
     Request,
     SamplingParams,
 )
-from kvcellar.engine.outcomes import Outcomes
-from kvcellar.engine.policy import Mixed
-from kvcellar.engine.residency import Residency
-from kvcellar.engine.scheduler import Scheduler
+from kvcellar.engine.kv.residency import Residency
+from kvcellar.engine.schedule.outcomes import Outcomes
+from kvcellar.engine.schedule.policy import Mixed
+from kvcellar.engine.schedule.scheduler import Scheduler
 from kvcellar.engine.speculate import Speculator
 from kvcellar.errors import CacheFullError, EngineClosedError, EngineFailedError, ModelError
 from tests.engine.fakes import (

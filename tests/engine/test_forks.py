@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.request import FinishEvent, Request
-from kvcellar.engine.sampling import SamplingParams
+from kvcellar.engine.requests.request import FinishEvent, Request
+from kvcellar.engine.sampler.sampling import SamplingParams
 from kvcellar.errors import PromptError
 from tests.engine.fakes import (
     FULL_PARAMS,

@@ -7,8 +7,8 @@ import pytest
 
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams, SamplingState, sample
-from kvcellar.engine.policy import Mixed
-from kvcellar.engine.request import Sequence
+from kvcellar.engine.requests.request import Sequence
+from kvcellar.engine.schedule.policy import Mixed
 from kvcellar.errors import ConfigError
 from tests.engine.fakes import PARAMS, ByteTokenizer, HashRunner, SeqCells
 

@@ -10,7 +10,8 @@ import pytest
 
 import kvcellar as kv
 from kvcellar.backends.torch.cache.caches import TorchCache
-from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, host_offload
+from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams
+from kvcellar.engine.kv import host_offload
 from kvcellar.errors import DeviceMemoryError
 from kvcellar.models import load_model
 from tests.engine.test_engine import nothing_is_left

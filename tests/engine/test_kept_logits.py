@@ -20,7 +20,7 @@ from kvcellar.backends.torch.gpu import sampling
 from kvcellar.backends.torch.gpu.logits import DeviceLogits
 from kvcellar.engine import Engine, FinishEvent, GeneratedToken, PromptEvent, Request
 from kvcellar.engine.sample_on_device import choice_of
-from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample, score
+from kvcellar.engine.sampler.sampling import Choice, SamplingParams, SamplingState, sample, score
 from kvcellar.engine.speculate import Draft, NgramDrafter, verify
 from kvcellar.engine.speculate.verify import states_of, walk
 from kvcellar.errors import ModelError

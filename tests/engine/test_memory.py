@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
-from kvcellar.engine.scheduler import Scheduler
+from kvcellar.engine.schedule.scheduler import Scheduler
 from kvcellar.errors import CacheFullError, PromptError
 from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import FULL_PARAMS, KINDS, PARAMS, STATE_PARAMS, ByteTokenizer, HashRunner

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.engine.sampling import SamplingParams, SamplingState, sample
+from kvcellar.engine.sampler.sampling import SamplingParams, SamplingState, sample
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.history import History
 

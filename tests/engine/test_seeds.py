@@ -11,7 +11,7 @@ import pytest
 
 import kvcellar as kv
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
-from kvcellar.engine.sampling import SamplingState, sample
+from kvcellar.engine.sampler.sampling import SamplingState, sample
 from kvcellar.engine.speculate import NgramDrafter
 from kvcellar.models import load_model
 
@@ -118,7 +118,7 @@ def test_with_guesses_that_are_verified(engine_of, alone):
 
 def test_guesses_do_not_change_the_law_by_which_tokens_come():
     """A guess is right where sampling chooses it: as often as the token is sampled without it."""
-    from kvcellar.engine.draft import Draft
+    from kvcellar.engine.requests.draft import Draft
     from kvcellar.engine.speculate import verify
 
     logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]], dtype=np.float32))

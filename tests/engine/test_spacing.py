@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvcellar.cache_config import make_config
-from kvcellar.engine.spacing import Spacing
+from kvcellar.engine.kv.spacing import Spacing
 from tests.engine.fakes import STATE_PARAMS, STATES
 
 

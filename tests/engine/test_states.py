@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.request import FinishEvent, Request
-from kvcellar.engine.sampling import SamplingParams
+from kvcellar.engine.requests.request import FinishEvent, Request
+from kvcellar.engine.sampler.sampling import SamplingParams
 from kvcellar.engine.speculate import Draft
 from kvcellar.space import SHARED
 from tests.engine.fakes import (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.engine.text import REPLACEMENT, Detokenizer, StopMatcher, TextStream
+from kvcellar.engine.loop.text import REPLACEMENT, Detokenizer, StopMatcher, TextStream
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from tests.engine.fakes import ByteTokenizer

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from kvcellar.engine.token_bytes import TokenBytes, token_bytes
+from kvcellar.engine.loop.token_bytes import TokenBytes, token_bytes
 from tests.engine.fakes import ByteTokenizer
 
 WORDS = ["▁", "▁the", "▁cat", "s", "▁sat", ",", "é", "t", "h", "e"]

@@ -15,8 +15,8 @@ from kvcellar.backends.torch.bind.positions import Positions
 from kvcellar.backends.torch.bind.ropes import SessionRope, hold_ropes
 from kvcellar.backends.torch.cpu.rotations import Rotations
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
-from kvcellar.engine.generating import generate, last
-from kvcellar.engine.sequence import SequenceView
+from kvcellar.engine.loop.generating import generate, last
+from kvcellar.engine.loop.sequence import SequenceView
 from kvcellar.errors import ConfigError
 from kvcellar.hosting.host import ModelHost, open_host
 from kvcellar.models import LoadedModel, load_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.engine.residency import Residency
+from kvcellar.engine.kv.residency import Residency
 from tests.server.live import serving
 
 LONG = "tell me a long story about a cellar and all that is kept in it"

@@ -25,7 +25,7 @@ from kvcellar.agents import DEFAULT_RULES, ModelHost, open_host
 from kvcellar.dialects import Dialect, dialect_for
 from kvcellar.dialects.messages import write_calls
 from kvcellar.engine import EngineService, EventStream, FinishEvent, Request
-from kvcellar.engine.guide import Guide
+from kvcellar.engine.sampler.guide import Guide
 from kvcellar.history import History
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.run import Server, listen

@@ -34,7 +34,7 @@ from kvcellar.agents.text.live_text import LiveEvent, LiveText, Over
 from kvcellar.agents.text.match_messages import continues, join, n_matched
 from kvcellar.agents.text.reading import reading_of
 from kvcellar.engine import Event, EventStream, FinishEvent, GeneratedToken, Request
-from kvcellar.engine.text import StopMatcher, StopsFn
+from kvcellar.engine.loop.text import StopMatcher, StopsFn
 from kvcellar.errors import (
     AgentHeldError,
     EngineClosedError,

@@ -99,7 +99,7 @@ def demo_command(
 
 def _memory(result: BranchReport, bound: Bound) -> dict[str, int]:
     """Cells and bytes: as they were shared, and as they would have been without sharing."""
-    from kvcellar.engine.branches import bytes_per_cell
+    from kvcellar.engine.loop.branches import bytes_per_cell
 
     per_cell = bytes_per_cell(bound.cache.config)
     live = result.usage.groups[0].live

@@ -13,16 +13,30 @@ from typing import TYPE_CHECKING
 from kvcellar.lazy import names_of
 
 if TYPE_CHECKING:
-    from kvcellar.engine.branches import Branch, BranchReport, branch
     from kvcellar.engine.cell_map import CellMap, CellState
     from kvcellar.engine.config import EngineConfig
-    from kvcellar.engine.conversation import Conversation, encode_chat
     from kvcellar.engine.engine import Engine
-    from kvcellar.engine.generating import Finish, GeneratedToken, Generation, Usage, generate, last
-    from kvcellar.engine.guide import Guide
-    from kvcellar.engine.request import Event, FinishEvent, PromptEvent, PromptProgress, Request
-    from kvcellar.engine.restore import HeldPrefix, Restore, RowCache
-    from kvcellar.engine.sampling import (
+    from kvcellar.engine.kv.restore import HeldPrefix, Restore, RowCache
+    from kvcellar.engine.loop.branches import Branch, BranchReport, branch
+    from kvcellar.engine.loop.conversation import Conversation, encode_chat
+    from kvcellar.engine.loop.generating import (
+        Finish,
+        GeneratedToken,
+        Generation,
+        Usage,
+        generate,
+        last,
+    )
+    from kvcellar.engine.loop.text import Detokenizer, StopMatcher, TextStream
+    from kvcellar.engine.requests.request import (
+        Event,
+        FinishEvent,
+        PromptEvent,
+        PromptProgress,
+        Request,
+    )
+    from kvcellar.engine.sampler.guide import Guide
+    from kvcellar.engine.sampler.sampling import (
         DEFAULTABLE,
         Choice,
         SamplingParams,
@@ -32,25 +46,24 @@ if TYPE_CHECKING:
     )
     from kvcellar.engine.service import EngineService, EventStream
     from kvcellar.engine.stats import EngineStats
-    from kvcellar.engine.text import Detokenizer, StopMatcher, TextStream
     from kvcellar.space import Space
 
 _MODULES = {
-    "kvcellar.engine.branches": "Branch BranchReport branch",
     "kvcellar.engine.cell_map": "CellMap CellState",
     "kvcellar.engine.config": "EngineConfig",
-    "kvcellar.engine.conversation": "Conversation encode_chat",
     "kvcellar.engine.engine": "Engine",
-    "kvcellar.engine.generating": "Finish GeneratedToken Generation Usage generate last",
-    "kvcellar.engine.guide": "Guide",
-    "kvcellar.engine.request": "Event FinishEvent PromptEvent PromptProgress Request",
-    "kvcellar.engine.restore": "HeldPrefix Restore RowCache",
-    "kvcellar.engine.sampling": (
+    "kvcellar.engine.kv.restore": "HeldPrefix Restore RowCache",
+    "kvcellar.engine.loop.branches": "Branch BranchReport branch",
+    "kvcellar.engine.loop.conversation": "Conversation encode_chat",
+    "kvcellar.engine.loop.generating": "Finish GeneratedToken Generation Usage generate last",
+    "kvcellar.engine.loop.text": "Detokenizer StopMatcher TextStream",
+    "kvcellar.engine.requests.request": "Event FinishEvent PromptEvent PromptProgress Request",
+    "kvcellar.engine.sampler.guide": "Guide",
+    "kvcellar.engine.sampler.sampling": (
         "Choice DEFAULTABLE SamplingParams SamplingState TokenLogprob sample"
     ),
     "kvcellar.engine.service": "EngineService EventStream",
     "kvcellar.engine.stats": "EngineStats",
-    "kvcellar.engine.text": "Detokenizer StopMatcher TextStream",
     "kvcellar.space": "Space",
 }
 """Names that are imported when somebody asks for them, by where they are."""

@@ -14,7 +14,7 @@ from kvcellar.space import Space
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
-    from kvcellar.engine.scheduler import Scheduler
+    from kvcellar.engine.schedule.scheduler import Scheduler
 
 
 class CellState(enum.IntEnum):

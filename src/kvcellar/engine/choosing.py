@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.batch import Batch, BatchPart, Verdict
-from kvcellar.engine.sampling import sample, score
+from kvcellar.engine.requests.batch import Batch, BatchPart, Verdict
+from kvcellar.engine.sampler.sampling import sample, score
 from kvcellar.engine.speculate import verify
 from kvcellar.errors import ModelError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcellar.checks import flag, number, text, whole
-from kvcellar.engine.policy import Policy, make_policy
+from kvcellar.engine.schedule.policy import Policy, make_policy
 from kvcellar.errors import ConfigError
 from kvcellar.prefix import PrefixIndex, make_index
 from kvcellar.sight import FULL, Sight

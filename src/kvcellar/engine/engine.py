@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcellar.cache import SeqCache, TreeSeqCache
-from kvcellar.engine.batch import Batch, Verdict
 from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.choosing import choose
 from kvcellar.engine.config import EngineConfig
 from kvcellar.engine.first_use import run_first_steps
-from kvcellar.engine.host_offload import moved_out
-from kvcellar.engine.outcomes import Outcomes
-from kvcellar.engine.prepared_step import Ahead
-from kvcellar.engine.request import Event, FinishEvent, PromptProgress, Request
-from kvcellar.engine.residency import Residency
-from kvcellar.engine.restore import HeldPrefix, Restore, hold
+from kvcellar.engine.kv.host_offload import moved_out
+from kvcellar.engine.kv.residency import Residency
+from kvcellar.engine.kv.restore import HeldPrefix, Restore, hold
+from kvcellar.engine.requests.batch import Batch, Verdict
+from kvcellar.engine.requests.prepared_step import Ahead
+from kvcellar.engine.requests.request import Event, FinishEvent, PromptProgress, Request
 from kvcellar.engine.sample_on_device import choose_kept
-from kvcellar.engine.scheduler import Limits, Scheduler
+from kvcellar.engine.schedule.outcomes import Outcomes
+from kvcellar.engine.schedule.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError, DeviceMemoryError, EngineFailedError, RankLostError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvcellar.cache import SeqCache, StateCache
-from kvcellar.engine.restore import ApartCache
+from kvcellar.engine.kv.restore import ApartCache
 from kvcellar.errors import CacheFullError
 from kvcellar.models.kept_logits import CompilingRunner, FirstStep, RowSampling
 from kvcellar.sampler_settings import SamplerSettings

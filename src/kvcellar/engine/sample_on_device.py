@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvcellar.engine.batch import Batch, BatchPart, Verdict
-from kvcellar.engine.sampling import Choice, SamplingState, TokenLogprob
+from kvcellar.engine.requests.batch import Batch, BatchPart, Verdict
+from kvcellar.engine.sampler.sampling import Choice, SamplingState, TokenLogprob
 from kvcellar.engine.speculate.verify import states_of, walk
 from kvcellar.models.kept_logits import (
     KeptLogits,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.mailbox import Mailbox
-from kvcellar.engine.request import Event, FinishEvent, Request
+from kvcellar.engine.requests.request import Event, FinishEvent, Request
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import EngineClosedError, EngineFailedError
 

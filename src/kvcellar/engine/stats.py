@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvcellar.cache_config import CacheUsage
 
 if TYPE_CHECKING:
-    from kvcellar.engine.scheduler import Scheduler
+    from kvcellar.engine.schedule.scheduler import Scheduler
 
 RECENT = 256
 """Steps over which times are given."""

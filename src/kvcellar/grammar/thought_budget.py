@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcellar.dialects import ReasoningMarks
 from kvcellar.engine import Guide
-from kvcellar.engine.token_bytes import TokenBytes, token_bytes
+from kvcellar.engine.loop.token_bytes import TokenBytes, token_bytes
 from kvcellar.hosting.host import ModelHost
 from kvcellar.models.text.templates import text_of_templates
 

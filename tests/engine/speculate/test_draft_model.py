@@ -10,7 +10,7 @@ import pytest
 
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Request, SamplingParams, generate, last
-from kvcellar.engine.draft import LATER
+from kvcellar.engine.requests.draft import LATER
 from kvcellar.engine.speculate import DraftModel, DraftRequest
 from kvcellar.errors import ConfigError
 from tests.engine.fakes import (

@@ -13,8 +13,8 @@ import pytest
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Request, SamplingParams
 from kvcellar.engine.config import EngineConfig
-from kvcellar.engine.draft import LATER
 from kvcellar.engine.engine import Engine
+from kvcellar.engine.requests.draft import LATER
 from kvcellar.engine.speculate import Eagle3Drafter
 from kvcellar.errors import ConfigError
 from kvcellar.types import ModelCacheParams

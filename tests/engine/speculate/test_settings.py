@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcellar.engine import FinishEvent, GeneratedToken, Request, SamplingParams
-from kvcellar.engine.generating import generate
+from kvcellar.engine.loop.generating import generate
 from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, HashRunner, make_cache
 from tests.engine.speculate.test_lossless import DRAFTERS, drafter_of
 from tests.engine.speculate.test_trees import UpTo

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import Request, SamplingParams
-from kvcellar.engine.draft import LATER, NO_DRAFT
+from kvcellar.engine.requests.draft import LATER, NO_DRAFT
 from kvcellar.engine.speculate import Draft, DraftRequest, NgramDrafter, Speculator, StepCosts
 from kvcellar.engine.speculate.ngram import _key, _keys
 from kvcellar.errors import ConfigError

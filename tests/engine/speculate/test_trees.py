@@ -11,8 +11,8 @@ import pytest
 from kvcellar.bookkeeping import TreeSequences
 from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
-from kvcellar.engine.draft import NO_DRAFT, Draft
-from kvcellar.engine.sampling import SamplingState
+from kvcellar.engine.requests.draft import NO_DRAFT, Draft
+from kvcellar.engine.sampler.sampling import SamplingState
 from kvcellar.engine.speculate import DraftRequest, verify
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.types import ModelCacheParams

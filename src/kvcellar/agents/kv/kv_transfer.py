@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcellar.backends.host_memory import Landing
 from kvcellar.engine import HeldPrefix, Restore, RowCache
-from kvcellar.engine.restore import states_in
+from kvcellar.engine.kv.restore import states_in
 from kvcellar.store import (
     BoundaryState,
     GroupRows,

@@ -19,7 +19,7 @@ from kvcellar.dialects.messages import (
     tools_said,
     without_tools,
 )
-from kvcellar.engine.text import StopFinder
+from kvcellar.engine.loop.text import StopFinder
 from kvcellar.history import History
 from kvcellar.hosting.messages import Message
 from kvcellar.models.text.prompts import begun_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcellar.dialects import AnswerParser
-from kvcellar.engine.text import StopMatcher
+from kvcellar.engine.loop.text import StopMatcher
 
 
 class TextStops:

@@ -5,7 +5,7 @@ Imports sampling and sequences of the engine; no scheduler and no runtime come i
 Start in ``speculator.py``.
 """
 
-from kvcellar.engine.draft import Draft
+from kvcellar.engine.requests.draft import Draft
 from kvcellar.engine.speculate.draft_model import DraftModel
 from kvcellar.engine.speculate.drafter import Drafter, DraftRequest, FeatureReader
 from kvcellar.engine.speculate.eagle3 import Eagle3Drafter

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.cache import TreeSeqCache
-from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
+from kvcellar.engine.requests.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, make_room, propose_levels
 from kvcellar.errors import CacheFullError, ConfigError

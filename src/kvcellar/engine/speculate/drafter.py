@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvcellar.engine.draft import Draft
+from kvcellar.engine.requests.draft import Draft
 from kvcellar.history import History
 from kvcellar.space import SHARED, Space
 

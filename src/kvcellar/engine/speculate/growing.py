@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcellar.cache import SeqCache, TreeCache
-from kvcellar.engine.draft import Draft
+from kvcellar.engine.requests.draft import Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.models.runner import FloatArray
 from kvcellar.types import IntArray

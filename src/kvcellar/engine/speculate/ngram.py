@@ -15,7 +15,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.requests.draft import NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.errors import ConfigError
 from kvcellar.history import History

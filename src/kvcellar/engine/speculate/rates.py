@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass, field
 
-from kvcellar.engine.draft import Draft
+from kvcellar.engine.requests.draft import Draft
 
 _DECAY = 0.97
 _PRIOR = 4.0

@@ -17,8 +17,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
-from kvcellar.engine.request import Sequence
+from kvcellar.engine.requests.draft import LATER, NO_DRAFT, Draft
+from kvcellar.engine.requests.request import Sequence
 from kvcellar.engine.speculate.drafter import Drafter, DraftRequest, FeatureReader
 from kvcellar.engine.speculate.rates import HitRate, Rates
 from kvcellar.engine.speculate.step_costs import StepCosts, blend

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.batch import Verdict
-from kvcellar.engine.draft import Draft
-from kvcellar.engine.sampling import Choice, SamplingState, sample
+from kvcellar.engine.requests.batch import Verdict
+from kvcellar.engine.requests.draft import Draft
+from kvcellar.engine.sampler.sampling import Choice, SamplingState, sample
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray

@@ -18,7 +18,7 @@ from kvcellar.dialects import (
     is_whole,
 )
 from kvcellar.engine import GeneratedToken, Guide
-from kvcellar.engine.generating import Finish
+from kvcellar.engine.loop.generating import Finish
 from kvcellar.errors import ModelError
 from kvcellar.grammar.beginning import begin_guide
 from kvcellar.grammar.grammars import MOST_CALLS, Constraint

@@ -9,7 +9,7 @@ from typing import Any
 from kvcellar.agents import AgentUsage
 from kvcellar.dialects import Call, Part, is_whole
 from kvcellar.engine import SamplingParams
-from kvcellar.engine.generating import GeneratedToken
+from kvcellar.engine.loop.generating import GeneratedToken
 from kvcellar.grammar.form import ResponseFormat
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.thinking import Thinking
@@ -100,7 +100,7 @@ class Ended:
 
     Attributes:
         reason: ``stop``, ``length`` or ``tool_calls``; the last where all calls are whole.
-        cause: why, as ``engine.generating.Finish`` has it.
+        cause: why, as ``engine.loop.generating.Finish`` has it.
         stop_text: the stop text that ended it, if one did.
         text: all text that is in no call and no reasoning.
         calls: all calls.

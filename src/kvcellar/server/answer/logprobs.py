@@ -7,8 +7,8 @@ from typing import Any
 
 from kvcellar.agents import ModelHost
 from kvcellar.engine import Choice, Detokenizer
-from kvcellar.engine.generating import GeneratedToken
-from kvcellar.engine.token_bytes import token_bytes
+from kvcellar.engine.loop.generating import GeneratedToken
+from kvcellar.engine.loop.token_bytes import token_bytes
 
 LEAST = -9999.0
 """What stands for a log probability that no number of JSON's is."""

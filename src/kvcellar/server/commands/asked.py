@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvcellar.engine.generating import Generation
-from kvcellar.engine.sampling import DEFAULTABLE, SamplingParams
+from kvcellar.engine.loop.generating import Generation
+from kvcellar.engine.sampler.sampling import DEFAULTABLE, SamplingParams
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
 
 if TYPE_CHECKING:

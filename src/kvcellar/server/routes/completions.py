@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import ModelHost
-from kvcellar.engine.generating import GeneratedToken
+from kvcellar.engine.loop.generating import GeneratedToken
 from kvcellar.server.answer.answer_facts import ignored_of, note, predictions
 from kvcellar.server.answer.completions import (
     Continuation,

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import ModelHost
 from kvcellar.engine import Engine, SamplingParams
-from kvcellar.engine.token_bytes import TokenBytes, token_bytes
+from kvcellar.engine.loop.token_bytes import TokenBytes, token_bytes
 from kvcellar.hosting.text_limits import refuse_bytes, refuse_text, size_of
 from kvcellar.models.text.controls import encode_text
 from kvcellar.models.text.prompts import encode_plain

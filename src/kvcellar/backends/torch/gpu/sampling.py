@@ -1,7 +1,7 @@
 """Sampling of many rows of logits at once, on their device, by the kernels of ``draws``.
 
-It does to all rows what ``kvcellar.engine.sampling`` does to one, with the same numbers, so that
-the same draws choose the same tokens. Nothing here waits for the device.
+It does to all rows what ``kvcellar.engine.sampler.sampling`` does to one, with the same numbers, so
+that the same draws choose the same tokens. Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from kvcellar.agents import AgentUsage, ModelHost
 from kvcellar.dialects import Call, CallPart, ReasoningPart, TextPart
-from kvcellar.engine.generating import GeneratedToken, Usage
+from kvcellar.engine.loop.generating import GeneratedToken, Usage
 from kvcellar.server.answer.answer_facts import AnswerFrames, extra_of, note, notes_of
 from kvcellar.server.answer.completions import Continuations, Pieces
 from kvcellar.server.answer.dialogue import (

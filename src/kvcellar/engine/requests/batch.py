@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvcellar.engine.draft import Draft
-from kvcellar.engine.sampling import Choice
+from kvcellar.engine.requests.draft import Draft
+from kvcellar.engine.sampler.sampling import Choice
 from kvcellar.space import Space
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
-    from kvcellar.engine.request import Sequence
+    from kvcellar.engine.requests.request import Sequence
 
 
 @dataclass(slots=True, eq=False)

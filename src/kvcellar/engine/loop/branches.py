@@ -12,15 +12,15 @@ import numpy as np
 from kvcellar.cache import SeqCache
 from kvcellar.cache_config import CacheConfig, CacheUsage
 from kvcellar.checks import whole
-from kvcellar.engine.generating import (
+from kvcellar.engine.loop.generating import (
     Finish,
     check_prompt,
     prefill,
     told,
 )
-from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample
-from kvcellar.engine.sequence import SequenceView
-from kvcellar.engine.text import TextStream, Tokenizer
+from kvcellar.engine.loop.sequence import SequenceView
+from kvcellar.engine.loop.text import TextStream, Tokenizer
+from kvcellar.engine.sampler.sampling import Choice, SamplingParams, SamplingState, sample
 from kvcellar.errors import ConfigError, PromptError
 from kvcellar.models.runner import rope_border_of, turning
 

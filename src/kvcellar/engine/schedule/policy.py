@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from kvcellar.engine.batch import BatchPart
-from kvcellar.engine.request import Sequence
+from kvcellar.engine.requests.batch import BatchPart
+from kvcellar.engine.requests.request import Sequence
 from kvcellar.errors import ConfigError
 
 

@@ -6,15 +6,15 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvcellar.engine.batch import Batch, BatchPart, Verdict
-from kvcellar.engine.draft import NO_DRAFT
-from kvcellar.engine.generating import check_tokens
-from kvcellar.engine.outcomes import Outcomes
-from kvcellar.engine.policy import Policy
-from kvcellar.engine.request import Event, PromptProgress, Request, Sequence
-from kvcellar.engine.residency import Residency, most_expected
-from kvcellar.engine.sampling import SamplingState
-from kvcellar.engine.text import TextStream
+from kvcellar.engine.kv.residency import Residency, most_expected
+from kvcellar.engine.loop.generating import check_tokens
+from kvcellar.engine.loop.text import TextStream
+from kvcellar.engine.requests.batch import Batch, BatchPart, Verdict
+from kvcellar.engine.requests.draft import NO_DRAFT
+from kvcellar.engine.requests.request import Event, PromptProgress, Request, Sequence
+from kvcellar.engine.sampler.sampling import SamplingState
+from kvcellar.engine.schedule.outcomes import Outcomes
+from kvcellar.engine.schedule.policy import Policy
 from kvcellar.errors import DeadlineError, KVCellarError, PromptError
 from kvcellar.history import History
 from kvcellar.space import LONG

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvcellar.cache import Cache
-from kvcellar.engine.generating import GeneratedToken, Generation, PrefillFn, generate
-from kvcellar.engine.sampling import SamplingParams
-from kvcellar.engine.sequence import SequenceView
-from kvcellar.engine.text import Tokenizer
+from kvcellar.engine.loop.generating import GeneratedToken, Generation, PrefillFn, generate
+from kvcellar.engine.loop.sequence import SequenceView
+from kvcellar.engine.loop.text import Tokenizer
+from kvcellar.engine.sampler.sampling import SamplingParams
 from kvcellar.errors import ModelError
 from kvcellar.history import History
 from kvcellar.models.text.prompts import PromptTokenizer, encode, render

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcellar.cache import SeqCache, TreeSeqCache
-from kvcellar.engine.draft import Draft
-from kvcellar.engine.request import Sequence
-from kvcellar.engine.spacing import Spacing
+from kvcellar.engine.kv.spacing import Spacing
+from kvcellar.engine.requests.draft import Draft
+from kvcellar.engine.requests.request import Sequence
 from kvcellar.prefix import PrefixIndex
 from kvcellar.types import MOST_CELLS
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvcellar.cache import Cache
 from kvcellar.checks import whole
-from kvcellar.engine.sampling import SamplingParams, SamplingState, TokenLogprob, sample
-from kvcellar.engine.sequence import SequenceView
-from kvcellar.engine.text import TextStream, Tokenizer
+from kvcellar.engine.loop.sequence import SequenceView
+from kvcellar.engine.loop.text import TextStream, Tokenizer
+from kvcellar.engine.sampler.sampling import SamplingParams, SamplingState, TokenLogprob, sample
 from kvcellar.errors import PromptError
 from kvcellar.history import History
 from kvcellar.models.runner import TurningRunner, rope_border_of, step_limit, turning

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from kvcellar.cache import SeqCache
-from kvcellar.engine.batch import Batch, BatchPart
+from kvcellar.engine.requests.batch import Batch, BatchPart
 from kvcellar.models.kept_logits import PreparingRunner
 
 

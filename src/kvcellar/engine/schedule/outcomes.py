@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcellar.cache import TreeSeqCache
-from kvcellar.engine.batch import Batch, BatchPart, Verdict
-from kvcellar.engine.generating import (
+from kvcellar.engine.kv.residency import Residency
+from kvcellar.engine.loop.generating import (
     Finish,
     GeneratedToken,
     Usage,
@@ -16,15 +16,15 @@ from kvcellar.engine.generating import (
     out_of_tokens,
     told,
 )
-from kvcellar.engine.request import (
+from kvcellar.engine.requests.batch import Batch, BatchPart, Verdict
+from kvcellar.engine.requests.request import (
     EndReason,
     Event,
     FinishEvent,
     PromptEvent,
     Sequence,
 )
-from kvcellar.engine.residency import Residency
-from kvcellar.engine.sampling import Choice
+from kvcellar.engine.sampler.sampling import Choice
 from kvcellar.engine.speculate import Speculator
 from kvcellar.errors import CacheFullError
 

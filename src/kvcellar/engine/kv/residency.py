@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.cache import SeqCache
-from kvcellar.engine.prepared_step import Ahead
-from kvcellar.engine.request import Sequence
-from kvcellar.engine.snapshots import Snapshots
+from kvcellar.engine.kv.snapshots import Snapshots
+from kvcellar.engine.requests.prepared_step import Ahead
+from kvcellar.engine.requests.request import Sequence
 from kvcellar.prefix import PrefixIndex, key_of
 from kvcellar.space import LONG, SHARED, Space
 from kvcellar.states import NO_SLOT

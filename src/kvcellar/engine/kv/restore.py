@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvcellar.backends.host_rows import LeavingRows
 from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.cache import SeqCache, StateCache
-from kvcellar.engine.residency import Residency
+from kvcellar.engine.kv.residency import Residency
 from kvcellar.models import Runner
 from kvcellar.models.runner import in_spaces
 from kvcellar.prefix import PrefixHandle, key_of

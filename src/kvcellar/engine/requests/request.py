@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvcellar.checks import number, seen, whole, wholes
-from kvcellar.engine.draft import NO_DRAFT, Draft
-from kvcellar.engine.generating import Finish, GeneratedToken, Usage
-from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
-from kvcellar.engine.text import StopMatcher, StopsFn, TextStream
+from kvcellar.engine.loop.generating import Finish, GeneratedToken, Usage
+from kvcellar.engine.loop.text import StopMatcher, StopsFn, TextStream
+from kvcellar.engine.requests.draft import NO_DRAFT, Draft
+from kvcellar.engine.sampler.sampling import Choice, SamplingParams, SamplingState
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.space import SHARED, Space

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvcellar.backends.host_memory import Arrival
-from kvcellar.engine.restore import ApartCache, Restore, RowCache
+from kvcellar.engine.kv.restore import ApartCache, Restore, RowCache
 from kvcellar.errors import DeviceMemoryError
 
 if TYPE_CHECKING:
-    from kvcellar.engine.request import Sequence
-    from kvcellar.engine.residency import Residency
+    from kvcellar.engine.kv.residency import Residency
+    from kvcellar.engine.requests.request import Sequence
 
 MOST_BYTES = 4 << 30
 """Main memory that KV of sequences that wait may take."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.checks import flag, number, seen, whole, wholes
-from kvcellar.engine.guide import Guide, checked_guide
+from kvcellar.engine.sampler.guide import Guide, checked_guide
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.models.kept_logits import RowSampling, no_probabilities, nothing_may_come
