@@ -11,7 +11,7 @@ from typing import Any
 
 from harness import run
 
-from kvcellar.cli.bench import read_text
+from kvcellar.cli.models.bench import read_text
 from kvcellar.engine.quality import measure_kv_quality
 from kvcellar.models import load_model
 

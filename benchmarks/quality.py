@@ -19,7 +19,7 @@ from typing import Any
 
 from harness import run
 
-from kvcellar.cli.bench import read_text
+from kvcellar.cli.models.bench import read_text
 from kvcellar.engine.quality import measure_kv_quality, measure_weights_quality
 from kvcellar.models import LoadedModel, LoadOptions, load_model
 from kvcellar.models.kv_quality import CANDIDATES

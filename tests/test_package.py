@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import kvcellar
-from kvcellar.cli import doctor
+from kvcellar.cli.models import doctor
 from kvcellar.version import __version__
 
 ROOT = Path(__file__).parents[1]

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from kvcellar.agents.planning import Turn
 from kvcellar.cache_config import CacheConfig
 from kvcellar.cli import app
-from kvcellar.cli.groups import CacheOptions, SamplingOptions
-from kvcellar.cli.serving import EngineOptions
+from kvcellar.cli.common.groups import CacheOptions, SamplingOptions
+from kvcellar.cli.serve.serving import EngineOptions
 from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.models import LoadOptions
 from kvcellar.models.files.hub import DEMO_FOLDER

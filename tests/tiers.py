@@ -50,7 +50,7 @@ TIERS = {
         ),
     ),
     "deploy": Tier(
-        ("src/kvcellar/deploy", "src/kvcellar/cli/deploy.py"),
+        ("src/kvcellar/deploy", "src/kvcellar/cli/serve/deploy.py"),
         ("tests/deploy", "tests/cli/test_deploy.py"),
     ),
     "shared": Tier(

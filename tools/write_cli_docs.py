@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from kvcellar.cli import app
-from kvcellar.cli.exits import ExitCode
+from kvcellar.cli.common.exits import ExitCode
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 

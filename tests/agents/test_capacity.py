@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import MemoryPlan, choose_capacity, open_host, planned_context
-from kvcellar.cli.session import bound_model
+from kvcellar.cli.talk.session import bound_model
 from kvcellar.errors import ConfigError
 from kvcellar.hosting import memory as agent_memory
 from kvcellar.models import LoadOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcellar.cli import terminal
+from kvcellar.cli.common import terminal
 from tests.agents.fakes import eager as eager
 
 

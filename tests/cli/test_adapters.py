@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from kvcellar.backends.torch.learn.shrink.checkpoints import make_tokenizer, write_tiny
 from kvcellar.cli import app
-from kvcellar.cli.offering import adapters_of, with_adapters
-from kvcellar.cli.options import one_adapter, read_adapters
+from kvcellar.cli.common.options import one_adapter, read_adapters
+from kvcellar.cli.serve.offering import adapters_of, with_adapters
 from kvcellar.errors import ConfigError
 from tests.models.adapters import logits_of, merged, write_adapter
 

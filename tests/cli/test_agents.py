@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar.agents import leasing
-from kvcellar.cli import agent_turns, app
+from kvcellar.cli import app
+from kvcellar.cli.agents import agent_turns
 from kvcellar.hosting import host
 from kvcellar.store import Store
 

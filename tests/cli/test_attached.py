@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar.cli import app
-from kvcellar.cli.attached import RunningServer
+from kvcellar.cli.store.attached import RunningServer
 from kvcellar.home import SERVER_LOCK
 from kvcellar.server.commands.presence import Presence, find_server, held_store
 from kvcellar.version import __version__
@@ -82,7 +82,11 @@ def asks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **more: Any) -> Any:
         raise AssertionError("this is the server's to do")
 
-    for where in ("generate.bound_model", "chat.bound_model", "agent_store.opened_agents"):
+    for where in (
+        "talk.generate.bound_model",
+        "talk.chat.bound_model",
+        "agents.agent_store.opened_agents",
+    ):
         monkeypatch.setattr(f"kvcellar.cli.{where}", refuse)
 
 
@@ -268,7 +272,7 @@ def test_a_server_of_another_version_or_that_does_not_answer_is_not_asked(
         code, out, err = run(*args)
         assert (code, out) == (0, "[]\n") and "does not answer" in err
         assert run(*args, "--alone") == (0, "[]\n", "")
-        monkeypatch.setattr("kvcellar.cli.attached.__version__", "9")
+        monkeypatch.setattr("kvcellar.cli.store.attached.__version__", "9")
         assert f"is of version {__version__}, and this is 9" in run(*args)[2]
 
 

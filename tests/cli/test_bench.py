@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar.cli import app
-from kvcellar.cli.bench import read_text
+from kvcellar.cli.models.bench import read_text
 from kvcellar.kernel import levels
 from kvcellar.models.kv_quality import (
     KvQuality,

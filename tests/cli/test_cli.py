@@ -265,7 +265,7 @@ def test_a_reader_that_leaves_ends_it_in_silence(
     def closed(text: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("kvcellar.cli.terminal.write", closed)
+    monkeypatch.setattr("kvcellar.cli.common.terminal.write", closed)
     result = run("generate", tiny, "-p", "hello")
     assert (result.exit_code, result.output) == (141, "")
 

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from kvcellar.cli import app as kvcellar_app
-from kvcellar.cli.commands import add_command
-from kvcellar.cli.groups import ChatSampling, SamplingOptions
+from kvcellar.cli.common.commands import add_command
+from kvcellar.cli.common.groups import ChatSampling, SamplingOptions
 
 
 @dataclass(frozen=True, kw_only=True)

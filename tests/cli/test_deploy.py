@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcellar.cli.deploy import ScaleOptions
+from kvcellar.cli.serve.deploy import ScaleOptions
 from kvcellar.errors import ConfigError
 
 

@@ -10,7 +10,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.cli import app, doctor
+from kvcellar.cli import app
+from kvcellar.cli.models import doctor
 from kvcellar.installed import pip_command
 from kvcellar.store import Store
 

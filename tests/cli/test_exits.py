@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar import errors
-from kvcellar.cli import app, doctor
-from kvcellar.cli.exits import ExitCode, code_of
+from kvcellar.cli import app
+from kvcellar.cli.common.exits import ExitCode, code_of
+from kvcellar.cli.models import doctor
 from kvcellar.store import Store
 
 RUNNER = CliRunner()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcellar.cli import app, offering
-from kvcellar.cli.options import read_adapters
+from kvcellar.cli import app
+from kvcellar.cli.common.options import read_adapters
+from kvcellar.cli.serve import offering
 from kvcellar.errors import ConfigError
 from kvcellar.hosting import loader
 from kvcellar.models import LoadOptions

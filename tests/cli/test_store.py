@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar.cli import app
-from kvcellar.cli.store import parse_size, size_text
+from kvcellar.cli.store.store import parse_size, size_text
 from kvcellar.errors import ConfigError
 from kvcellar.store import Store
 from tests.store.fakes import History, fork, make_key, save, tokens_of

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.cli import app, talking, terminal
-from kvcellar.cli.session import Bound
-from kvcellar.cli.terminal import ShownAnswer
+from kvcellar.cli import app
+from kvcellar.cli.common import terminal
+from kvcellar.cli.common.terminal import ShownAnswer
+from kvcellar.cli.talk import talking
+from kvcellar.cli.talk.session import Bound
 from tests.server.scripted import scripted_host
 
 THOUGHT = "<think>\nRain is wet.\n</think>\n\nIt rains."
@@ -64,7 +66,7 @@ def thinks(monkeypatch: pytest.MonkeyPatch) -> None:
         yield Bound(model, host.engine.cache, host.engine.runner, None)  # type: ignore[arg-type]
 
     for where in ("generate", "chat"):
-        monkeypatch.setattr(f"kvcellar.cli.{where}.bound_model", bound)
+        monkeypatch.setattr(f"kvcellar.cli.talk.{where}.bound_model", bound)
 
 
 @pytest.mark.usefixtures("thinks")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.cli import terminal as cli_terminal
-from kvcellar.cli.terminal import progress_bar, progress_lines
+from kvcellar.cli.common import terminal as cli_terminal
+from kvcellar.cli.common.terminal import progress_bar, progress_lines
 
 pty = pytest.importorskip("pty")
 pytest.importorskip("torch")

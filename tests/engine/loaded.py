@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcellar.cli.session import bound_model
+from kvcellar.cli.talk.session import bound_model
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams
 from kvcellar.models import LoadOptions
 

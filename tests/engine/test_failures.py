@@ -421,7 +421,7 @@ def test_every_thread_of_ours_is_known_to_a_test_of_its_failure():
         "kvcellar-models": "hosting/models.py",  # tests/agents/test_failures.py
         "kvcellar-cellar": "cellar/waiting.py",  # tests/cellar/test_cellar.py
         "kvcellar-close": "cellar/waiting.py",  # ends with what it closes
-        "progress": "cli/terminal.py",  # tests/cli/test_terminal.py
+        "progress": "cli/common/terminal.py",  # tests/cli/test_terminal.py
     }
 
 

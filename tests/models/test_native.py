@@ -24,7 +24,7 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import (
     random_network,
     write_tiny,
 )
-from kvcellar.cli.planned import show_plan
+from kvcellar.cli.models.planned import show_plan
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, load_model

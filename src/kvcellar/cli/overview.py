@@ -30,6 +30,22 @@ COMMANDS: Mapping[str, str] = {
 }
 """Commands, each in the module of its name, and the first paragraph of their help."""
 
+ROOMS: Mapping[str, str] = {
+    "generate": "talk",
+    "chat": "talk",
+    "serve": "serve",
+    "deploy": "serve",
+    "demo": "talk",
+    "export": "models",
+    "inspect": "models",
+    "doctor": "models",
+    "agents": "agents",
+    "models": "models",
+    "store": "store",
+    "bench": "models",
+}
+"""Rooms of the command line, by the commands whose modules they have."""
+
 OPTIONS: Mapping[str, str] = {
     "--version": "Print the version.",
     "--install-completion": "Install completion for the current shell.",

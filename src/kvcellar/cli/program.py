@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvcellar.cli.commands import examples
+from kvcellar.cli.common.commands import examples
+from kvcellar.cli.common.exits import ExitCode, code_of
+from kvcellar.cli.common.terminal import print_error
 from kvcellar.cli.config_file import defaults_of
-from kvcellar.cli.exits import ExitCode, code_of
-from kvcellar.cli.overview import ABOUT, COMMANDS, EXAMPLES, overview
+from kvcellar.cli.overview import ABOUT, COMMANDS, EXAMPLES, ROOMS, overview
 from kvcellar.cli.start import show_start
-from kvcellar.cli.terminal import print_error
 from kvcellar.errors import ConfigError, KVCellarError
 from kvcellar.version import __version__
 
@@ -51,7 +51,7 @@ class LazyCommands(Mapping[str, Any]):
             if name not in COMMANDS:
                 raise KeyError(name)
             own = typer.Typer(rich_markup_mode="rich")
-            import_module(f"kvcellar.cli.{name}").register(own)
+            import_module(f"kvcellar.cli.{ROOMS[name]}.{name}").register(own)
             self._made |= typer.main.get_group(own).commands
         return self._made[name]
 
@@ -68,7 +68,7 @@ class Commands(TyperGroup):
     """Ends every command alike: one line for what is wrong, never a traceback for it.
 
     Options have the user's own defaults, where the config file has some. Exit codes are those of
-    :class:`~kvcellar.cli.exits.ExitCode`.
+    :class:`~kvcellar.cli.common.exits.ExitCode`.
     """
 
     def __init__(self, **attrs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcellar.cli.terminal import write
+from kvcellar.cli.common.terminal import write
 from kvcellar.home import default_config
 from kvcellar.version import __version__
 

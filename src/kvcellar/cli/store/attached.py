@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from kvcellar import errors
-from kvcellar.cli.store import StorePlace
-from kvcellar.cli.terminal import print_line
+from kvcellar.cli.common.terminal import print_line
+from kvcellar.cli.store.store import StorePlace
 from kvcellar.server.commands.presence import Presence, find_server
 from kvcellar.version import __version__
 
 if TYPE_CHECKING:
-    from kvcellar.cli.groups import ModelOptions
+    from kvcellar.cli.common.groups import ModelOptions
     from kvcellar.server.commands.verbs import Tell
 
 SILENT_S = 120.0

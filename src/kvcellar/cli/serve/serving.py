@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.budget import parse_size
-from kvcellar.cli.commands import option
-from kvcellar.cli.options import in_loading
-from kvcellar.cli.terminal import print_warning
+from kvcellar.cli.common.commands import option
+from kvcellar.cli.common.options import in_loading
+from kvcellar.cli.common.terminal import print_warning
 from kvcellar.errors import ConfigError
 
 if TYPE_CHECKING:

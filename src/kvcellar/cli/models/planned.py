@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from kvcellar.cli.terminal import write
+from kvcellar.cli.common.terminal import write
 from kvcellar.errors import ModelError
 from kvcellar.models.files.checkpoint import read_config, read_json
 from kvcellar.models.plans.plan import GELU_TANH, SILU, LayerPlan, LinearPlan, ModelPlan, kept_plan

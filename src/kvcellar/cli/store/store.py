@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli.commands import add_command, examples, option
-from kvcellar.cli.exits import ExitCode
-from kvcellar.cli.terminal import print_warning, progress_bar, write
+from kvcellar.cli.common.commands import add_command, examples, option
+from kvcellar.cli.common.exits import ExitCode
+from kvcellar.cli.common.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_store
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.budget import format_size
-from kvcellar.cli.checking import check_command
-from kvcellar.cli.commands import add_command, examples
-from kvcellar.cli.inspect import sized
-from kvcellar.cli.store import AsJson
-from kvcellar.cli.terminal import print_note, progress_bar, write
+from kvcellar.cli.common.commands import add_command, examples
+from kvcellar.cli.common.terminal import print_note, progress_bar, write
+from kvcellar.cli.models.checking import check_command
+from kvcellar.cli.models.inspect import sized
+from kvcellar.cli.store.store import AsJson
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.models.check import known_verdict, torch_versions
 from kvcellar.models.files.checkpoint import read_config

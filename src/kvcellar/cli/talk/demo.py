@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.commands import add_command, option
-from kvcellar.cli.session import Bound, bound_model
-from kvcellar.cli.store import AsJson
-from kvcellar.cli.terminal import progress_bar, write
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command, option
+from kvcellar.cli.common.terminal import progress_bar, write
+from kvcellar.cli.store.store import AsJson
+from kvcellar.cli.talk.session import Bound, bound_model
 from kvcellar.models.options import DEMO, LoadOptions
 
 if TYPE_CHECKING:

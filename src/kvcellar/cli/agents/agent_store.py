@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.attached import Asked, running_server
-from kvcellar.cli.hosting import hosting_of, open_shown
-from kvcellar.cli.options import one_adapter, read_adapters
-from kvcellar.cli.store import StorePlace
-from kvcellar.cli.terminal import counted, print_warning, progress_bar, write
+from kvcellar.cli.common import options
+from kvcellar.cli.common.hosting import hosting_of, open_shown
+from kvcellar.cli.common.options import one_adapter, read_adapters
+from kvcellar.cli.common.terminal import counted, print_warning, progress_bar, write
+from kvcellar.cli.store.attached import Asked, running_server
+from kvcellar.cli.store.store import StorePlace
 from kvcellar.errors import UnknownAgentError
 from kvcellar.models.options import DEMO, LoadOptions
 
 if TYPE_CHECKING:
     from kvcellar.agents import AgentManager
-    from kvcellar.cli.groups import ModelOptions
+    from kvcellar.cli.common.groups import ModelOptions
     from kvcellar.server.commands.verbs import Tell
     from kvcellar.store import Store, StoreConfig
 
@@ -47,7 +47,7 @@ class OwnAgents:
         self.manager = manager
 
     def ask(self, verb: str, tell: Tell | None = None, **given: Any) -> Any:
-        """Do a verb; see :class:`kvcellar.cli.attached.Asked`."""
+        """Do a verb; see :class:`kvcellar.cli.store.attached.Asked`."""
         from kvcellar.server.commands.verbs import VERBS
 
         return asyncio.run(_done(VERBS[verb](self.manager, tell or _to_nobody, **given)))

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.budget import format_size
-from kvcellar.cli import options
-from kvcellar.cli.commands import add_command, examples, option
-from kvcellar.cli.store import AsJson
-from kvcellar.cli.terminal import print_note, progress_bar, write
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command, examples, option
+from kvcellar.cli.common.terminal import print_note, progress_bar, write
+from kvcellar.cli.store.store import AsJson
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.files.checkpoint import read_json

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from kvcellar.cli import options
+from kvcellar.cli.common import options
 from kvcellar.models.options import DEMO, LoadOptions
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
 

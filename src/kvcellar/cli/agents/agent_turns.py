@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.agent_store import AgentId, ModelName, asked_agents
-from kvcellar.cli.groups import CacheOptions, ChatSampling, SamplingOptions
-from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace
-from kvcellar.cli.talking import Command, Talk, talk
-from kvcellar.cli.terminal import ShownAnswer, print_note, shown_answer, write
+from kvcellar.cli.agents.agent_store import AgentId, ModelName, asked_agents
+from kvcellar.cli.common import options
+from kvcellar.cli.common.groups import CacheOptions, ChatSampling, SamplingOptions
+from kvcellar.cli.common.terminal import ShownAnswer, print_note, shown_answer, write
+from kvcellar.cli.store.store import HOME_STORE, AsJson, StorePlace
+from kvcellar.cli.talk.talking import Command, Talk, talk
 
 
 def generate_command(

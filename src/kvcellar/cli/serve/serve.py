@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.commands import add_command
-from kvcellar.cli.hosting import open_shown
-from kvcellar.cli.offering import Offer, ServedOptions, log, log_stage, offered_models
-from kvcellar.cli.store import StorePlace
-from kvcellar.cli.terminal import (
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command
+from kvcellar.cli.common.hosting import open_shown
+from kvcellar.cli.common.terminal import (
     ProgressFn,
     print_note,
     print_warning,
@@ -21,6 +19,8 @@ from kvcellar.cli.terminal import (
     progress_lines,
     write,
 )
+from kvcellar.cli.serve.offering import Offer, ServedOptions, log, log_stage, offered_models
+from kvcellar.cli.store.store import StorePlace
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.installed import pip_command
 from kvcellar.models.options import DEMO

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcellar.budget import parse_size
-from kvcellar.cli.commands import option
+from kvcellar.cli.common.commands import option
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
 from kvcellar.models.options import CACHES

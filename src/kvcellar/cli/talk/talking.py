@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.cli.terminal import (
+from kvcellar.cli.common.terminal import (
     ShownAnswer,
     is_interactive,
     print_error,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli.commands import add_command, option
-from kvcellar.cli.offering import ServedOptions
-from kvcellar.cli.terminal import print_note, write
+from kvcellar.cli.common.commands import add_command, option
+from kvcellar.cli.common.terminal import print_note, write
+from kvcellar.cli.serve.offering import ServedOptions
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.installed import pip_command
 

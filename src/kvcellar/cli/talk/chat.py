@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.attached import RunningServer, running_server
-from kvcellar.cli.commands import add_command
-from kvcellar.cli.generate import followed, show_end, told_prefill
-from kvcellar.cli.groups import AnyCacheOptions, ChatSampling, SamplingOptions
-from kvcellar.cli.session import Bound, bound_model
-from kvcellar.cli.store import StorePlace
-from kvcellar.cli.talking import Command, Talk, talk
-from kvcellar.cli.terminal import is_interactive, print_note
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command
+from kvcellar.cli.common.groups import AnyCacheOptions, ChatSampling, SamplingOptions
+from kvcellar.cli.common.terminal import is_interactive, print_note
+from kvcellar.cli.store.attached import RunningServer, running_server
+from kvcellar.cli.store.store import StorePlace
+from kvcellar.cli.talk.generate import followed, show_end, told_prefill
+from kvcellar.cli.talk.session import Bound, bound_model
+from kvcellar.cli.talk.talking import Command, Talk, talk
 from kvcellar.errors import ModelError
 from kvcellar.models.files.places import full_path
 from kvcellar.models.options import DEMO

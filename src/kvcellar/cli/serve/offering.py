@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.groups import CacheOptions
-from kvcellar.cli.hosting import hosting_of
-from kvcellar.cli.serving import (
+from kvcellar.cli.common import options
+from kvcellar.cli.common.groups import CacheOptions
+from kvcellar.cli.common.hosting import hosting_of
+from kvcellar.cli.common.terminal import progress_bar
+from kvcellar.cli.serve.serving import (
     AnyModel,
     DialectName,
     EngineOptions,
@@ -26,8 +27,7 @@ from kvcellar.cli.serving import (
     TrustOptions,
     server_config,
 )
-from kvcellar.cli.store import HOME_STORE, StorePlace
-from kvcellar.cli.terminal import progress_bar
+from kvcellar.cli.store.store import HOME_STORE, StorePlace
 from kvcellar.errors import ConfigError
 from kvcellar.models.adapter_names import adapted
 from kvcellar.models.files.packaged import NAMES, PACKAGED, fetch_packaged

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcellar.budget import format_size, machine_bytes
-from kvcellar.cli.commands import add_command
-from kvcellar.cli.exits import ExitCode
-from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace
-from kvcellar.cli.terminal import write
+from kvcellar.cli.common.commands import add_command
+from kvcellar.cli.common.exits import ExitCode
+from kvcellar.cli.common.terminal import write
+from kvcellar.cli.store.store import HOME_STORE, AsJson, StorePlace
 from kvcellar.errors import ConfigError, KVCellarError, StoreError
 from kvcellar.home import default_config, default_home, default_models
 from kvcellar.installed import pip_command

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from kvcellar.budget import format_size
-from kvcellar.cli.terminal import ProgressFn, print_note, progress_bar, shown_warnings
+from kvcellar.cli.common.terminal import ProgressFn, print_note, progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache import Cache
-from kvcellar.cli.options import one_adapter
-from kvcellar.cli.terminal import progress_bar, shown_warnings
+from kvcellar.cli.common.options import one_adapter
+from kvcellar.cli.common.terminal import progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
 from kvcellar.models.options import CACHES, DEMO
 from kvcellar.types import ModelCacheParams

@@ -12,10 +12,10 @@ import typer
 
 from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
-from kvcellar.cli import options
-from kvcellar.cli.commands import add_command, option
-from kvcellar.cli.store import AsJson
-from kvcellar.cli.terminal import print_warning, progress_bar, write
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command, option
+from kvcellar.cli.common.terminal import print_warning, progress_bar, write
+from kvcellar.cli.store.store import AsJson
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
@@ -140,7 +140,7 @@ def inspect_command(
     false in the object of --json, and the status is 0 all the same.
     """
     if is_planned:
-        from kvcellar.cli.planned import show_plan
+        from kvcellar.cli.models.planned import show_plan
 
         if model is None:
             raise ConfigError("the plan of what? name a model")

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.agent_store import (
+from kvcellar.cli.agents.agent_store import (
     AgentId,
     ModelName,
     asked_agents,
@@ -22,11 +21,11 @@ from kvcellar.cli.agent_store import (
     shared_by,
     show_agent,
 )
-from kvcellar.cli.agent_turns import chat_command, generate_command
-from kvcellar.cli.commands import add_command, examples, option
-from kvcellar.cli.groups import CacheOptions, ModelOptions
-from kvcellar.cli.store import HOME_STORE, AsJson, StorePlace, size_text
-from kvcellar.cli.terminal import (
+from kvcellar.cli.agents.agent_turns import chat_command, generate_command
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command, examples, option
+from kvcellar.cli.common.groups import CacheOptions, ModelOptions
+from kvcellar.cli.common.terminal import (
     counted,
     print_line,
     print_note,
@@ -35,6 +34,7 @@ from kvcellar.cli.terminal import (
     shown_answer,
     write,
 )
+from kvcellar.cli.store.store import HOME_STORE, AsJson, StorePlace, size_text
 from kvcellar.errors import ConfigError
 
 _TRANSCRIPTS = {".md": "markdown", ".json": "json"}

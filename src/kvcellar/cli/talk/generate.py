@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcellar.cli import options
-from kvcellar.cli.attached import RunningServer, running_server
-from kvcellar.cli.commands import add_command, option
-from kvcellar.cli.groups import AnyCacheOptions, SamplingOptions
-from kvcellar.cli.session import Bound, bound_model
-from kvcellar.cli.store import StorePlace
-from kvcellar.cli.terminal import print_note, print_warning, shown_answer, write
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command, option
+from kvcellar.cli.common.groups import AnyCacheOptions, SamplingOptions
+from kvcellar.cli.common.terminal import print_note, print_warning, shown_answer, write
+from kvcellar.cli.store.attached import RunningServer, running_server
+from kvcellar.cli.store.store import StorePlace
+from kvcellar.cli.talk.session import Bound, bound_model
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.models.files.places import full_path

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcellar.cli.commands import option
-from kvcellar.cli.exits import ExitCode
-from kvcellar.cli.store import AsJson
-from kvcellar.cli.terminal import progress_bar, write
+from kvcellar.cli.common.commands import option
+from kvcellar.cli.common.exits import ExitCode
+from kvcellar.cli.common.terminal import progress_bar, write
+from kvcellar.cli.store.store import AsJson
 from kvcellar.errors import ConfigError
 from kvcellar.models.check import PARTS, TOLERANCE
 from kvcellar.models.files.checkpoint import read_config

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.budget import format_size
-from kvcellar.cli import options
-from kvcellar.cli.commands import add_command, option
-from kvcellar.cli.store import AsJson
-from kvcellar.cli.terminal import progress_bar, write
+from kvcellar.cli.common import options
+from kvcellar.cli.common.commands import add_command, option
+from kvcellar.cli.common.terminal import progress_bar, write
+from kvcellar.cli.store.store import AsJson
 from kvcellar.errors import ConfigError
 from kvcellar.registry import load_backend
 
