@@ -231,7 +231,7 @@ class Bench:
 
 def products_of(model: Any) -> dict[str, str]:
     """Return how products of few rows of a model on a card are computed: their ways, by shape."""
-    from kvcellar.backends.torch.gpu.ways import chosen_of  # it imports Triton
+    from kvcellar.backends.torch.gpu.weights.ways import chosen_of  # it imports Triton
 
     return chosen_of(model.network)
 

@@ -15,7 +15,7 @@ from gpu_bench import TINY, Bench, Found, Sequences, products_of
 from random_models import LLAMA_1B, write_blocks
 
 import kvcellar as kv
-from kvcellar.backends.torch.gpu.logits import DeviceLogits
+from kvcellar.backends.torch.gpu.sampler.logits import DeviceLogits
 from kvcellar.models.kept_logits import RowSampling
 from kvcellar.sampler_settings import SAMPLER_SETTINGS, SamplerSettings
 

@@ -61,7 +61,11 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     from kvcellar.backends.torch import loading
-    from kvcellar.backends.torch.gpu import choice, graphs, launch, lists, logits, multiply, plans
+    from kvcellar.backends.torch.gpu import choice
+    from kvcellar.backends.torch.gpu.attend import launch, lists, plans
+    from kvcellar.backends.torch.gpu.record import graphs
+    from kvcellar.backends.torch.gpu.sampler import logits
+    from kvcellar.backends.torch.gpu.weights import multiply
     from tests.backends.gpu.fake_device import FakeDevice
     from tests.backends.gpu.interpreter import hasten
 

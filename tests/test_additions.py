@@ -39,7 +39,7 @@ from kvcellar.cli.program import app
 from kvcellar.engine.sampler.sampling import SamplingParams, SamplingState, sample
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.files.generation import checked_settings
-from kvcellar.backends.torch.gpu.logits import DeviceLogits
+from kvcellar.backends.torch.gpu.sampler.logits import DeviceLogits
 from kvcellar.server.answer.parsing import sampling_of
 from kvcellar.server.routes.viewer import sampler_script
 from kvcellar.server.schemas.agents import GenerateRequest

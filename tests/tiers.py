@@ -46,7 +46,11 @@ TIERS = {
         ("tests/backends/gpu",),
         entrances=tuple(
             f"src/kvcellar/backends/torch/gpu/{name}.py"
-            for name in ("__init__", "choice", "compiled", "logits", "pinned", "settings")
+            for name in (
+                *("__init__", "choice", "compiled"),
+                *("sampler/__init__", "sampler/logits", "sampler/settings"),
+                *("transfer/__init__", "transfer/pinned"),
+            )
         ),
     ),
     "deploy": Tier(

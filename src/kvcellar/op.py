@@ -5,9 +5,9 @@ meets the cache that is active in its thread (``registry.use_cache``).
 
 Torch's modules have no other way to a cache. Two ways of running all layers in one call pass by
 it: small steps of the CPU kernel (``backends/torch/cpu/decoder.py``) attend in C++, and a graph
-that is played on a GPU (``backends/torch/gpu/graphs.py``) has met the op when it was recorded. Both
-ask the bookkeeping for all plans (``Steps.plan_all``) and tell it when all layers have written
-(``Steps.wrote_all``).
+that is played on a GPU (``backends/torch/gpu/record/graphs.py``) has met the op when it was
+recorded. Both ask the bookkeeping for all plans (``Steps.plan_all``) and tell it when all layers
+have written (``Steps.wrote_all``).
 
 ExecuTorch registers an op of this name and schema too. Both packages import in either order:
 the definition is made by whoever comes first, and our kernel, which serves both, is registered in

@@ -3,7 +3,7 @@
 Everything else follows from ``SamplerSettings``: checks of values, defaults that files of models
 name, fields of requests, options of commands, the page's form and their help. How a setting changes
 a row of logits is in ``kvcellar.engine.sampler.sampling``, and for devices in ``draws.py`` and
-``settings.py`` of ``kvcellar.backends.torch.gpu``.
+``settings.py`` of ``kvcellar.backends.torch.gpu.sampler``.
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ class TritonAdapter(TorchAdapter):
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        from kvcellar.backends.torch.gpu import choice, launch, lists, plans
+        from kvcellar.backends.torch.gpu import choice
+        from kvcellar.backends.torch.gpu.attend import launch, lists, plans
 
         def tiling(n_heads: int, pool: Any, dtype: Any, device: Any) -> plans.Tiling:
             n_kv_heads = pool.k.data.shape[1]

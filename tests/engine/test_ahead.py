@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 import kvcellar as kv
-from kvcellar.backends.torch.gpu import logits as device
+from kvcellar.backends.torch.gpu.sampler import logits as device
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams
 from kvcellar.engine.speculate import NgramDrafter
 from kvcellar.errors import ModelError

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 import kvcellar as kv
-from kvcellar.backends.torch.gpu import logits as device
-from kvcellar.backends.torch.gpu import sampling
-from kvcellar.backends.torch.gpu.logits import DeviceLogits
+from kvcellar.backends.torch.gpu.sampler import logits as device
+from kvcellar.backends.torch.gpu.sampler import sampling
+from kvcellar.backends.torch.gpu.sampler.logits import DeviceLogits
 from kvcellar.engine import Engine, FinishEvent, GeneratedToken, PromptEvent, Request
 from kvcellar.engine.sample_on_device import choice_of
 from kvcellar.engine.sampler.sampling import Choice, SamplingParams, SamplingState, sample, score

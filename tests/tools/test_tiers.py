@@ -34,7 +34,7 @@ def test_every_path_of_a_tier_exists_and_it_has_tests(name: str):
         ([], set()),
         (["src/kvcellar/backends/mlx/pools.py"], {"mlx"}),
         (["tests/models/test_mlx_families.py"], {"mlx"}),
-        (["src/kvcellar/backends/torch/gpu/launch.py", "docs/tour.md"], {"gpu", "docs"}),
+        (["src/kvcellar/backends/torch/gpu/attend/launch.py", "docs/tour.md"], {"gpu", "docs"}),
         (["src/kvcellar/backends/torch/gpu/choice.py"], None),
         (["src/kvcellar/store/shared/tier.py"], {"shared"}),
         (["src/kvcellar/store/store.py", "docs/tour.md"], None),

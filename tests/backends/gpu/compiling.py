@@ -24,23 +24,13 @@ from triton.compiler import ASTSource
 
 from kvcellar import LayerGroup, ModelCacheParams, make_config, make_paged_session, make_seq_session
 from kvcellar.backends.torch.cpu.rotations import Rotation
-from kvcellar.backends.torch.gpu import (
-    between,
-    choice,
-    draws,
-    kernels,
-    launch,
-    layers,
-    linears,
-    multiply,
-    products,
-    sampling,
-    settings,
-    stores,
-)
-from kvcellar.backends.torch.gpu.matrices import FORMS, PACKED, CardMatrices, Form, Parts
-from kvcellar.backends.torch.gpu.steps import placed_of
-from kvcellar.backends.torch.gpu.ways import SIZES
+from kvcellar.backends.torch.gpu import choice
+from kvcellar.backends.torch.gpu.attend import kernels, launch, stores
+from kvcellar.backends.torch.gpu.attend.steps import placed_of
+from kvcellar.backends.torch.gpu.sampler import draws, sampling, settings
+from kvcellar.backends.torch.gpu.weights import between, layers, linears, multiply, products
+from kvcellar.backends.torch.gpu.weights.matrices import FORMS, PACKED, CardMatrices, Form, Parts
+from kvcellar.backends.torch.gpu.weights.ways import SIZES
 from kvcellar.models.kept_logits import RowSampling
 from kvcellar.sampler_settings import SamplerSettings
 from tests.stretches import stretches

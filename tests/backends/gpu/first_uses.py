@@ -19,8 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import kvcellar as kv
-from kvcellar.backends.torch.gpu import choice, recording, sampling
-from kvcellar.backends.torch.gpu.graphs import StepGraphs
+from kvcellar.backends.torch.gpu import choice
+from kvcellar.backends.torch.gpu.record import recording
+from kvcellar.backends.torch.gpu.record.graphs import StepGraphs
+from kvcellar.backends.torch.gpu.sampler import sampling
 from kvcellar.backends.torch.run.runner import SamplingTorchRunner
 from kvcellar.engine import Engine, EngineConfig
 from kvcellar.models import load_model

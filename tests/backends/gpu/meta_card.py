@@ -22,7 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvcellar.backends.torch.gpu import choice, launch, layers, linears, multiply, sampling
+from kvcellar.backends.torch.gpu import choice
+from kvcellar.backends.torch.gpu.attend import launch
+from kvcellar.backends.torch.gpu.sampler import sampling
+from kvcellar.backends.torch.gpu.weights import layers, linears, multiply
 from kvcellar.backends.torch.run import place_weights as holding
 
 CARD = torch.device("meta")

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from kvcellar import CacheConfig, LayerGroup, ModelCacheParams, make_config  # noqa: E402
 from kvcellar.backends.torch.cache.pools import BlockFirstPool, GroupBlocks, Pool  # noqa: E402
-from kvcellar.backends.torch.gpu import launch, lists, plans  # noqa: E402
+from kvcellar.backends.torch.gpu.attend import launch, lists, plans  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.backends.gpu.plans import attended, random_plan  # noqa: E402
 

@@ -20,7 +20,8 @@ from kvcellar.backends.torch.cache.caches import (  # noqa: E402
     TorchPagedCache,
     TorchSeqCache,
 )
-from kvcellar.backends.torch.gpu import choice, launch, lists, plans  # noqa: E402
+from kvcellar.backends.torch.gpu import choice  # noqa: E402
+from kvcellar.backends.torch.gpu.attend import launch, lists, plans  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.stretches import stretches  # noqa: E402
 

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 from kvcellar import LayerGroup, ModelCacheParams, make_config, make_seq_session
-from kvcellar.backends.torch.gpu import launch, lists
-from kvcellar.backends.torch.gpu.following import Following
-from kvcellar.backends.torch.gpu.plans import SECTIONS, PackedPlan, Tiling, rounded_up
+from kvcellar.backends.torch.gpu.attend import launch, lists
+from kvcellar.backends.torch.gpu.attend.following import Following
+from kvcellar.backends.torch.gpu.attend.plans import SECTIONS, PackedPlan, Tiling, rounded_up
 from kvcellar.types import StepPlan
 from tests.stretches import stretches
 

@@ -18,8 +18,10 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcellar.backends.torch.gpu import choice, graphs, launch, lists, plans  # noqa: E402
-from kvcellar.backends.torch.gpu.graphs import StepGraphs  # noqa: E402
+from kvcellar.backends.torch.gpu import choice  # noqa: E402
+from kvcellar.backends.torch.gpu.attend import launch, lists, plans  # noqa: E402
+from kvcellar.backends.torch.gpu.record import graphs  # noqa: E402
+from kvcellar.backends.torch.gpu.record.graphs import StepGraphs  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.backends.torch.run import place_weights  # noqa: E402
 from kvcellar.budget import MemoryBudget  # noqa: E402

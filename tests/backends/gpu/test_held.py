@@ -28,10 +28,11 @@ from kvcellar.backends.torch.cpu.blocks import fitted  # noqa: E402
 from kvcellar.backends.torch.cpu.experts import ShippedWeights  # noqa: E402
 from kvcellar.backends.torch.cpu.mixtures import mixtures, replace_experts  # noqa: E402
 from kvcellar.backends.torch.cpu.sorted_experts import replace_sorted  # noqa: E402
-from kvcellar.backends.torch.gpu import choice, multiply  # noqa: E402
-from kvcellar.backends.torch.gpu.hold import card_experts  # noqa: E402
-from kvcellar.backends.torch.gpu.linears import CardExperts, CardLinear  # noqa: E402
-from kvcellar.backends.torch.gpu.matrices import packed, placed  # noqa: E402
+from kvcellar.backends.torch.gpu import choice  # noqa: E402
+from kvcellar.backends.torch.gpu.weights import multiply  # noqa: E402
+from kvcellar.backends.torch.gpu.weights.hold import card_experts  # noqa: E402
+from kvcellar.backends.torch.gpu.weights.linears import CardExperts, CardLinear  # noqa: E402
+from kvcellar.backends.torch.gpu.weights.matrices import packed, placed  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.errors import BackendError  # noqa: E402
 from kvcellar.models import load_model  # noqa: E402

@@ -25,28 +25,19 @@ from kvcellar.backends.host_rows import empty_rows  # noqa: E402
 from kvcellar.backends.torch import gpu  # noqa: E402
 from kvcellar.backends.torch.cache.state_pools import StatePools  # noqa: E402
 from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
-from kvcellar.backends.torch.gpu import (  # noqa: E402
-    choice,
-    launch,
-    layers,
-    linears,
-    lists,
-    matrices,
-    multiply,
-    plans,
-    recording,
-    rows,
-    sampling,
-    settings,
-    transfers,
-)
-from kvcellar.backends.torch.gpu.capture import CudaGraphs  # noqa: E402
-from kvcellar.backends.torch.gpu.following import Following  # noqa: E402
-from kvcellar.backends.torch.gpu.graphs import StepGraphs  # noqa: E402
-from kvcellar.backends.torch.gpu.logits import DeviceLogits  # noqa: E402
-from kvcellar.backends.torch.gpu.side import SideStream  # noqa: E402
-from kvcellar.backends.torch.gpu.steps import GpuSteps  # noqa: E402
-from kvcellar.backends.torch.gpu.transfers import transfers_on  # noqa: E402
+from kvcellar.backends.torch.gpu import choice  # noqa: E402
+from kvcellar.backends.torch.gpu.attend import launch, lists, plans  # noqa: E402
+from kvcellar.backends.torch.gpu.attend.following import Following  # noqa: E402
+from kvcellar.backends.torch.gpu.attend.steps import GpuSteps  # noqa: E402
+from kvcellar.backends.torch.gpu.record import recording  # noqa: E402
+from kvcellar.backends.torch.gpu.record.capture import CudaGraphs  # noqa: E402
+from kvcellar.backends.torch.gpu.record.graphs import StepGraphs  # noqa: E402
+from kvcellar.backends.torch.gpu.sampler import sampling, settings  # noqa: E402
+from kvcellar.backends.torch.gpu.sampler.logits import DeviceLogits  # noqa: E402
+from kvcellar.backends.torch.gpu.transfer import rows, transfers  # noqa: E402
+from kvcellar.backends.torch.gpu.transfer.side import SideStream  # noqa: E402
+from kvcellar.backends.torch.gpu.transfer.transfers import transfers_on  # noqa: E402
+from kvcellar.backends.torch.gpu.weights import layers, linears, matrices, multiply  # noqa: E402
 from kvcellar.sight import Sight  # noqa: E402
 from kvcellar.states import StateGroup, StateShape  # noqa: E402
 from kvcellar.types import StepPlan  # noqa: E402
@@ -278,7 +269,7 @@ OTHERS = (
 
 def functions() -> Iterator[FunctionType]:
     """Public functions of the room with arguments of which there may be none."""
-    for one in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+    for one in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
         module = importlib.import_module(one.name)
         public = [found for name, found in vars(module).items() if not name.startswith("_")]
         owners = [found for found in public if inspect.isclass(found)]

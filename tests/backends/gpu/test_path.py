@@ -28,7 +28,9 @@ if not levels.is_available():
 
 import kvcellar as kv  # noqa: E402
 from kvcellar.backends.torch.cache import kernel  # noqa: E402
-from kvcellar.backends.torch.gpu import choice, launch, lists, logits, plans  # noqa: E402
+from kvcellar.backends.torch.gpu import choice  # noqa: E402
+from kvcellar.backends.torch.gpu.attend import launch, lists, plans  # noqa: E402
+from kvcellar.backends.torch.gpu.sampler import logits  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.backends.torch.run import place_weights as holding  # noqa: E402
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams  # noqa: E402

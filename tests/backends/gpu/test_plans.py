@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvcellar.backends.torch.gpu.lists import ALL, BAND, CAUSAL, CellList, lists_of
-from kvcellar.backends.torch.gpu.plans import SECTIONS, PackedPlan, Tiling, pack
+from kvcellar.backends.torch.gpu.attend.lists import ALL, BAND, CAUSAL, CellList, lists_of
+from kvcellar.backends.torch.gpu.attend.plans import SECTIONS, PackedPlan, Tiling, pack
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.spans import Span
 from kvcellar.sight import Sight
@@ -56,7 +56,7 @@ def seen_in(lists: list[CellList], query: int) -> Counter[int]:
 def test_lists_show_each_query_the_cells_of_its_read_once(
     sight: Sight, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcellar.backends.torch.gpu.lists.LEAST_SHARED", 5)
+    monkeypatch.setattr("kvcellar.backends.torch.gpu.attend.lists.LEAST_SHARED", 5)
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, 160, (3, 1, 4, 1), sight, 20 * (seed % 3))
     lists = lists_of(plan, sight)

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from kvcellar.backends.torch.cpu.blocks import StoredAffine, StoredBlocks  # noqa: E402
 from kvcellar.backends.torch.cpu.linears import KernelLinear  # noqa: E402
-from kvcellar.backends.torch.gpu import multiply  # noqa: E402
-from kvcellar.backends.torch.gpu.matrices import (  # noqa: E402
+from kvcellar.backends.torch.gpu.weights import multiply  # noqa: E402
+from kvcellar.backends.torch.gpu.weights.matrices import (  # noqa: E402
     CardMatrices,
     experts_on_card,
     joined,

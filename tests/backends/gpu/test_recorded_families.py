@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import kvcellar as kv  # noqa: E402
 from kvcellar.backends.torch.bind import model_attention  # noqa: E402
 from kvcellar.backends.torch.bind.binding import bind_network  # noqa: E402
-from kvcellar.backends.torch.gpu.graphs import StepGraphs  # noqa: E402
+from kvcellar.backends.torch.gpu.record.graphs import StepGraphs  # noqa: E402
 from kvcellar.backends.torch.learn.probe import learn_facts  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, random_network, twin_raw  # noqa: E402
 from kvcellar.backends.torch.run.place_weights import hold_parts  # noqa: E402

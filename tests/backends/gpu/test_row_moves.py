@@ -15,9 +15,10 @@ torch = pytest.importorskip("torch")
 import kvcellar as kv  # noqa: E402
 from kvcellar import LayerGroup, ModelCacheParams  # noqa: E402
 from kvcellar.backends.host_memory import HEADROOM, empty_arrays  # noqa: E402
-from kvcellar.backends.torch.gpu import choice, stores  # noqa: E402
-from kvcellar.backends.torch.gpu.side import SideStream  # noqa: E402
-from kvcellar.backends.torch.gpu.transfers import RowTransfers  # noqa: E402
+from kvcellar.backends.torch.gpu import choice  # noqa: E402
+from kvcellar.backends.torch.gpu.attend import stores  # noqa: E402
+from kvcellar.backends.torch.gpu.transfer.side import SideStream  # noqa: E402
+from kvcellar.backends.torch.gpu.transfer.transfers import RowTransfers  # noqa: E402
 from kvcellar.errors import ShapeError  # noqa: E402
 from kvcellar.states import StateGroup, StateShape  # noqa: E402
 from kvcellar.store.format import Tensor, pack  # noqa: E402

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 import kvcellar as kv  # noqa: E402
 from kvcellar import LayerGroup, ModelCacheParams  # noqa: E402
 from kvcellar.backends import host_memory  # noqa: E402
-from kvcellar.backends.torch.gpu import pinned  # noqa: E402
-from kvcellar.backends.torch.gpu.pinned import PinnedMemory  # noqa: E402
+from kvcellar.backends.torch.gpu.transfer import pinned  # noqa: E402
+from kvcellar.backends.torch.gpu.transfer.pinned import PinnedMemory  # noqa: E402
 from kvcellar.store.format import Tensor, pack  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 

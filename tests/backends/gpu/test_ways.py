@@ -23,9 +23,9 @@ if not levels.is_available():
 
 import kvcellar as kv  # noqa: E402
 from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
-from kvcellar.backends.torch.gpu import layers, linears, multiply, ways  # noqa: E402
-from kvcellar.backends.torch.gpu.matrices import floats, packed  # noqa: E402
-from kvcellar.backends.torch.gpu.ways import PLAIN, SIZES, TILES, TORCH, KeptMeter, Way  # noqa: E402
+from kvcellar.backends.torch.gpu.weights import layers, linears, multiply, ways  # noqa: E402
+from kvcellar.backends.torch.gpu.weights.matrices import floats, packed  # noqa: E402
+from kvcellar.backends.torch.gpu.weights.ways import PLAIN, SIZES, TILES, TORCH, KeptMeter, Way  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.engine import (  # noqa: E402
     Engine,

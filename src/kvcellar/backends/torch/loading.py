@@ -24,7 +24,7 @@ from kvcellar.backends.torch.cpu.hold import Held
 from kvcellar.backends.torch.cpu.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gpu.choice import is_gpu
 from kvcellar.backends.torch.gpu.compiled import keep_compiled
-from kvcellar.backends.torch.gpu.pinned import use_pinned_memory
+from kvcellar.backends.torch.gpu.transfer.pinned import use_pinned_memory
 from kvcellar.backends.torch.load.card import CardMemory, card_memory
 from kvcellar.backends.torch.load.counting import NOTHING, Counted, count, may_keep
 from kvcellar.backends.torch.load.gguf import makers_of, other_types

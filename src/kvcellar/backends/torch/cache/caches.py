@@ -43,7 +43,7 @@ from kvcellar.types import (
 )
 
 if TYPE_CHECKING:
-    from kvcellar.backends.torch.gpu.steps import GpuSteps, GroupPlan
+    from kvcellar.backends.torch.gpu.attend.steps import GpuSteps, GroupPlan
 
 LONG_RUN = 512
 """Runs of at least this many cells are attended where they lie; shorter ones are gathered."""
@@ -296,7 +296,7 @@ class TorchCache(RowMoves, StateKeeper):
 
     def _gpu_steps(self) -> GpuSteps:
         """Return what lies on the GPU, made with the first forward: Triton is imported then."""
-        from kvcellar.backends.torch.gpu.steps import GpuSteps
+        from kvcellar.backends.torch.gpu.attend.steps import GpuSteps
 
         if self.on_gpu is None:
             self.on_gpu = GpuSteps()

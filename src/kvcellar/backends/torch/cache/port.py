@@ -23,7 +23,7 @@ from kvcellar.states import StatePlan
 from kvcellar.types import IntArray, LayerGroup, StepPlan
 
 if TYPE_CHECKING:
-    from kvcellar.backends.torch.gpu.transfers import RowTransfers
+    from kvcellar.backends.torch.gpu.transfer.transfers import RowTransfers
 
 _COPY = "a copy of rows"
 
@@ -224,7 +224,9 @@ class TorchPools:
     def _transfers(self) -> RowTransfers | None:
         """Return what moves rows to and from a card, made with the first; None on a CPU."""
         if self._of_card is None and choice.is_gpu(self.home):
-            from kvcellar.backends.torch.gpu.transfers import transfers_on  # it imports Triton
+            from kvcellar.backends.torch.gpu.transfer.transfers import (
+                transfers_on,  # it imports Triton
+            )
 
             self._of_card = transfers_on(self.home)
         return self._of_card
@@ -250,7 +252,7 @@ class TorchPools:
             if pool.device is not None:
                 pool.ensure(base + len(src_cells), pool.device)
                 if is_apart and choice.has_cells(pool, pool.device):
-                    from kvcellar.backends.torch.gpu import launch  # it imports Triton
+                    from kvcellar.backends.torch.gpu.attend import launch  # it imports Triton
 
                     cells = there.to(pool.device)
                     launch.move(launch.pool_arguments(pool.placed()), base, cells)

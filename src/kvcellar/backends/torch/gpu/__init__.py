@@ -2,5 +2,5 @@
 
 Imports caches, bound networks and their modules; nothing that reads a checkpoint comes in.
 
-Start in ``choice.py`` for when it is used, in ``launch.py`` for what is launched.
+Start in ``choice.py`` for when it is used, in ``attend/launch.py`` for what is launched.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.backends.torch.adapters.updates import Adapters
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder
-from kvcellar.backends.torch.gpu.logits import samples_on
+from kvcellar.backends.torch.gpu.sampler.logits import samples_on
 from kvcellar.backends.torch.load.weights import own_tensors, touch_weights
 from kvcellar.backends.torch.run.runner import SamplingTorchRunner, TorchRunner
 from kvcellar.cache_config import CacheConfig

@@ -47,14 +47,16 @@ def hold_parts(
         are a kernel's.
     """
     if weights is None and is_gpu(device):
-        from kvcellar.backends.torch.gpu.hold import hold_experts_on_card  # it imports Triton
+        from kvcellar.backends.torch.gpu.weights.hold import (
+            hold_experts_on_card,  # it imports Triton
+        )
 
         hold_experts_on_card(network, device)
         return None, {}
     if weights is None:
         return None, hold_mixers(network, known)
     if is_gpu(device):
-        from kvcellar.backends.torch.gpu.hold import hold_on_card  # it imports Triton
+        from kvcellar.backends.torch.gpu.weights.hold import hold_on_card  # it imports Triton
 
         held = hold_on_card(network, weights, device, known=known, blocks=blocks)
         return held, held.parts

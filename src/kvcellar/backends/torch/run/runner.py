@@ -16,7 +16,7 @@ from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.shortage import within_memory
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder
 from kvcellar.backends.torch.gpu import choice
-from kvcellar.backends.torch.gpu.logits import DeviceLogits
+from kvcellar.backends.torch.gpu.sampler.logits import DeviceLogits
 from kvcellar.errors import StepError
 from kvcellar.models.kept_logits import FirstStep
 from kvcellar.models.runner import BoundRunner, FloatArray, Turned
@@ -24,7 +24,7 @@ from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
 
 if TYPE_CHECKING:
-    from kvcellar.backends.torch.gpu.graphs import StepGraphs
+    from kvcellar.backends.torch.gpu.record.graphs import StepGraphs
     from kvcellar.backends.torch.ranks.leading import Leader
 
 
@@ -297,7 +297,7 @@ class SamplingTorchRunner(TorchRunner):
         """See :meth:`kvcellar.models.kept_logits.CompilingRunner.first_steps`."""
         if self.graphs is None:
             return ()
-        from kvcellar.backends.torch.gpu.first import first_steps  # few runners have graphs
+        from kvcellar.backends.torch.gpu.record.first import first_steps  # few runners have graphs
 
         return first_steps(most_tokens, most_rows)
 
@@ -305,7 +305,7 @@ class SamplingTorchRunner(TorchRunner):
         """See :meth:`kvcellar.models.kept_logits.CompilingRunner.choosing`."""
         if self.graphs is None:
             return nullcontext()
-        from kvcellar.backends.torch.gpu.ways import choosing  # it imports Triton
+        from kvcellar.backends.torch.gpu.weights.ways import choosing  # it imports Triton
 
         return choosing(self._network)
 
@@ -324,6 +324,6 @@ def _none_of(ids: IntArray) -> FloatArray:
 def _graphs_of(model: Any, modules: Sequence[Any]) -> StepGraphs | None:
     if not choice.has_graphs(model.device):
         return None
-    from kvcellar.backends.torch.gpu.graphs import graphs_for  # it imports Triton
+    from kvcellar.backends.torch.gpu.record.graphs import graphs_for  # it imports Triton
 
     return graphs_for(model, modules)

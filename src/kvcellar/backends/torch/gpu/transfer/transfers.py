@@ -22,9 +22,9 @@ from kvcellar.backends.torch.cache.codecs import Parts
 from kvcellar.backends.torch.cache.exact import LayerPool, PoolBeside
 from kvcellar.backends.torch.cache.pools import BlockFirstPool, Pool
 from kvcellar.backends.torch.cache.state_pools import StateArrays, StatePools
-from kvcellar.backends.torch.gpu.pinned import pin_ahead
-from kvcellar.backends.torch.gpu.rows import Planes, Strided
-from kvcellar.backends.torch.gpu.side import Landed, SideStream
+from kvcellar.backends.torch.gpu.transfer.pinned import pin_ahead
+from kvcellar.backends.torch.gpu.transfer.rows import Planes, Strided
+from kvcellar.backends.torch.gpu.transfer.side import Landed, SideStream
 from kvcellar.states import StatePlan
 from kvcellar.types import IntArray, LayerGroup, Run, StepPlan
 

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcellar.backends.torch.gpu import stores
-from kvcellar.backends.torch.gpu.launch import on_device
-from kvcellar.backends.torch.gpu.plans import rounded_up
+from kvcellar.backends.torch.gpu.attend import stores
+from kvcellar.backends.torch.gpu.attend.launch import on_device
+from kvcellar.backends.torch.gpu.attend.plans import rounded_up
 
 _NUMBERS = {
     1: (tl.uint8, torch.uint8), 2: (tl.int16, torch.int16),

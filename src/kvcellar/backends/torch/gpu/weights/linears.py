@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.cpu.experts import HeldExperts, Rows, weighed
 from kvcellar.backends.torch.cpu.layers import HeldEmbedding
-from kvcellar.backends.torch.gpu import between, multiply
-from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
-from kvcellar.backends.torch.gpu.matrices import CardMatrices, joined
-from kvcellar.backends.torch.gpu.plans import rounded_up
-from kvcellar.backends.torch.gpu.ways import (
+from kvcellar.backends.torch.gpu.attend.launch import is_interpreted, on_device
+from kvcellar.backends.torch.gpu.attend.plans import rounded_up
+from kvcellar.backends.torch.gpu.weights import between, multiply
+from kvcellar.backends.torch.gpu.weights.matrices import CardMatrices, joined
+from kvcellar.backends.torch.gpu.weights.ways import (
     PLAIN,
     PROGRAMS,
     SIZES,

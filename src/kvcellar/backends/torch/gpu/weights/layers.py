@@ -16,10 +16,10 @@ from kvcellar.backends.torch.bind.active_adapters import is_active
 from kvcellar.backends.torch.cpu.layers import KernelAttention, take_attributes
 from kvcellar.backends.torch.cpu.rotations import Rotation, Sides
 from kvcellar.backends.torch.cpu.routed import KernelMixture
-from kvcellar.backends.torch.gpu import between
-from kvcellar.backends.torch.gpu.launch import on_device
-from kvcellar.backends.torch.gpu.linears import CardLinear, CardNorm, gate
-from kvcellar.backends.torch.gpu.multiply import HeadTurn
+from kvcellar.backends.torch.gpu.attend.launch import on_device
+from kvcellar.backends.torch.gpu.weights import between
+from kvcellar.backends.torch.gpu.weights.linears import CardLinear, CardNorm, gate
+from kvcellar.backends.torch.gpu.weights.multiply import HeadTurn
 
 
 class CardMlp(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcellar.backends.torch.cache.shortage import within_memory
 from kvcellar.backends.torch.gpu.choice import has_triton
-from kvcellar.backends.torch.gpu.settings import is_plain, sent
+from kvcellar.backends.torch.gpu.sampler.settings import is_plain, sent
 from kvcellar.models.kept_logits import RowChoice, RowSampling
 from kvcellar.types import IntArray
 
@@ -45,7 +45,7 @@ class DeviceLogits:
 
     def score(self, first: int, token_ids: IntArray, n_top: int) -> list[RowChoice]:
         """See :meth:`kvcellar.models.kept_logits.KeptLogits.score`."""
-        from kvcellar.backends.torch.gpu.sampling import scored  # it imports Triton
+        from kvcellar.backends.torch.gpu.sampler.sampling import scored  # it imports Triton
 
         n_top = min(n_top, self._logits.shape[1])
         with torch.inference_mode():
@@ -78,7 +78,7 @@ class DeviceLogits:
     def _told(
         self, parts: Sequence[Sequence[RowSampling]], n_top: int
     ) -> list[NDArray[np.float64]]:
-        from kvcellar.backends.torch.gpu.sampling import sampled  # it imports Triton
+        from kvcellar.backends.torch.gpu.sampler.sampling import sampled  # it imports Triton
 
         device, n_vocab = self._logits.device, self._logits.shape[1]
         found = [sampled(self._logits, sent(part, n_vocab, device), n_top) for part in parts]

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from kvcellar.backends.torch.cache.codecs import AffineCodec, ByteFloatCodec, Codec, Parts
 from kvcellar.backends.torch.cache.pools import Placed
-from kvcellar.backends.torch.gpu import kernels, stores
-from kvcellar.backends.torch.gpu.lists import idle_lists, lists_of
-from kvcellar.backends.torch.gpu.plans import SECTIONS, Form, PackedPlan, Tiling, pack, rounded_up
+from kvcellar.backends.torch.gpu.attend import kernels, stores
+from kvcellar.backends.torch.gpu.attend.lists import idle_lists, lists_of
+from kvcellar.backends.torch.gpu.attend.plans import (
+    SECTIONS,
+    Form,
+    PackedPlan,
+    Tiling,
+    pack,
+    rounded_up,
+)
 from kvcellar.kv_dtype import STORED_TYPES
 from kvcellar.sight import Sight
 from kvcellar.types import StepPlan, Write

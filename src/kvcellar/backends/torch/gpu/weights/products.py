@@ -1,13 +1,13 @@
 """Triton kernels of linear layers whose weights stay in few bits: products, and rows read back.
 
-Weights are read as :mod:`kvcellar.backends.torch.gpu.matrices` puts them, and are numbers in
-registers alone. For a few rows of inputs a product is bound by the weights' bytes, and after that
-by what is computed for each of them: a program multiplies some outputs with all inputs in float32,
-and in few bits each thread reads chunks of 16 bytes, turns a field into a float in two operations,
-and scales the sum of a chunk's products, never the weights. For more rows weights become the
-inputs' type on their way to the tensor cores, and for many they are unpacked before. Experts are
-matrices behind one another: either each row has its own, or rows are sorted by expert and cut into
-tiles, of which each has one.
+Weights are read as :mod:`kvcellar.backends.torch.gpu.weights.matrices` puts them, and are numbers
+in registers alone. For a few rows of inputs a product is bound by the weights' bytes, and after
+that by what is computed for each of them: a program multiplies some outputs with all inputs in
+float32, and in few bits each thread reads chunks of 16 bytes, turns a field into a float in two
+operations, and scales the sum of a chunk's products, never the weights. For more rows weights
+become the inputs' type on their way to the tensor cores, and for many they are unpacked before.
+Experts are matrices behind one another: either each row has its own, or rows are sorted by expert
+and cut into tiles, of which each has one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcellar.backends.torch.gpu import matrices
+from kvcellar.backends.torch.gpu.weights import matrices
 
 IQ4 = tl.constexpr(matrices.IQ4)
 E2M1 = tl.constexpr(matrices.E2M1)

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.gpu.plans import Ints, rounded_up
+from kvcellar.backends.torch.gpu.attend.plans import Ints, rounded_up
 
 R = TypeVar("R")
 

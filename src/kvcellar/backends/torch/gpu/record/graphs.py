@@ -21,10 +21,10 @@ from kvcellar.backends.host_rows import slots_of
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.state_pools import Together, together
 from kvcellar.backends.torch.gpu import choice
-from kvcellar.backends.torch.gpu.capture import CudaGraphs, Graph, GraphDevice
-from kvcellar.backends.torch.gpu.following import Following
-from kvcellar.backends.torch.gpu.plans import Ints, PackedPlan, Tiling, rounded_up
-from kvcellar.backends.torch.gpu.recording import (
+from kvcellar.backends.torch.gpu.attend.following import Following
+from kvcellar.backends.torch.gpu.attend.plans import Ints, PackedPlan, Tiling, rounded_up
+from kvcellar.backends.torch.gpu.record.capture import CudaGraphs, Graph, GraphDevice
+from kvcellar.backends.torch.gpu.record.recording import (
     BufferedForward,
     Played,
     Shape,

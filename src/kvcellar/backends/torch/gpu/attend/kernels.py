@@ -1,8 +1,8 @@
 """Triton kernels: attention over lists of runs, the merge of its parts, and writes of K and V.
 
 Cells are read where they lie, by the runs of a device plan (see
-:mod:`kvcellar.backends.torch.gpu.plans`), whose integers are all that changes from one decode step
-to the next. The algorithms are known ones:
+:mod:`kvcellar.backends.torch.gpu.attend.plans`), whose integers are all that changes from one
+decode step to the next. The algorithms are known ones:
 
 - many queries: a tile of queries walks the cells with an online softmax (FlashAttention-2, Dao
   2023);
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcellar.backends.torch.gpu import lists, plans
+from kvcellar.backends.torch.gpu.attend import lists, plans
 
 LIST = tl.constexpr(plans.LIST_INTS)
 RUN = tl.constexpr(plans.RUN_INTS)

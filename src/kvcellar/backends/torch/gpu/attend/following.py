@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcellar.backends.torch.gpu import launch
-from kvcellar.backends.torch.gpu.plans import PackedPlan, Tiling
+from kvcellar.backends.torch.gpu.attend import launch
+from kvcellar.backends.torch.gpu.attend.plans import PackedPlan, Tiling
 from kvcellar.sight import Sight
 from kvcellar.types import AttendKind, StepPlan, Write
 

@@ -27,9 +27,14 @@ from kvcellar.backends.torch.cpu.mixtures import (
 from kvcellar.backends.torch.cpu.parts import Kinds, Part, build
 from kvcellar.backends.torch.cpu.recurrent import MixerPart
 from kvcellar.backends.torch.cpu.sorted_experts import replace_sorted
-from kvcellar.backends.torch.gpu.layers import CardAttention, CardLayer, CardMlp
-from kvcellar.backends.torch.gpu.linears import CardEmbedding, CardExperts, CardLinear, CardNorm
-from kvcellar.backends.torch.gpu.matrices import (
+from kvcellar.backends.torch.gpu.weights.layers import CardAttention, CardLayer, CardMlp
+from kvcellar.backends.torch.gpu.weights.linears import (
+    CardEmbedding,
+    CardExperts,
+    CardLinear,
+    CardNorm,
+)
+from kvcellar.backends.torch.gpu.weights.matrices import (
     CardMatrices,
     experts_on_card,
     floats,

@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kvcellar.backends.torch.gpu import draws
-from kvcellar.backends.torch.gpu.launch import is_interpreted, on_device
-from kvcellar.backends.torch.gpu.settings import Settings
+from kvcellar.backends.torch.gpu.attend.launch import is_interpreted, on_device
+from kvcellar.backends.torch.gpu.sampler import draws
+from kvcellar.backends.torch.gpu.sampler.settings import Settings
 
 TILE = 2048
 """Logits of a program."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcellar.backends.torch.gpu.kernels import places
+from kvcellar.backends.torch.gpu.attend.kernels import places
 from kvcellar.kv_dtype import STORED_TYPES
 
 ROUNDER = tl.constexpr(12582912.0)

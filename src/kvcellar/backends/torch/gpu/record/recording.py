@@ -18,10 +18,10 @@ from kvcellar.backends.torch.bind.inputs import inputs_of
 from kvcellar.backends.torch.bind.positions import Positions
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.state_pools import StateKeeper, Stretches, Together
-from kvcellar.backends.torch.gpu import launch
-from kvcellar.backends.torch.gpu.plans import Form, Ints, PackedPlan
-from kvcellar.backends.torch.gpu.sampling import likeliest
-from kvcellar.backends.torch.gpu.steps import GroupPlan
+from kvcellar.backends.torch.gpu.attend import launch
+from kvcellar.backends.torch.gpu.attend.plans import Form, Ints, PackedPlan
+from kvcellar.backends.torch.gpu.attend.steps import GroupPlan
+from kvcellar.backends.torch.gpu.sampler.sampling import likeliest
 from kvcellar.errors import StepError
 from kvcellar.registry import use_cache
 from kvcellar.types import IntArray

@@ -12,7 +12,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.gpu.launch import on_device
+from kvcellar.backends.torch.gpu.attend.launch import on_device
 
 Held = deque[tuple[Any, tuple[Any, ...]]]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcellar.backends.torch.gpu.graphs import MOST_TOKENS
-from kvcellar.backends.torch.gpu.plans import rounded_up
+from kvcellar.backends.torch.gpu.attend.plans import rounded_up
+from kvcellar.backends.torch.gpu.record.graphs import MOST_TOKENS
 from kvcellar.models.kept_logits import FirstStep
 
 _PROMPT = 5

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvcellar.backends.torch.cache.exact import LayerPool, PoolBeside
 from kvcellar.backends.torch.cache.pools import Placed
-from kvcellar.backends.torch.gpu import launch
-from kvcellar.backends.torch.gpu.following import Following
-from kvcellar.backends.torch.gpu.launch import DevicePlan, PlanOnDevice, PoolArguments
-from kvcellar.backends.torch.gpu.plans import Tiling
+from kvcellar.backends.torch.gpu.attend import launch
+from kvcellar.backends.torch.gpu.attend.following import Following
+from kvcellar.backends.torch.gpu.attend.launch import DevicePlan, PlanOnDevice, PoolArguments
+from kvcellar.backends.torch.gpu.attend.plans import Tiling
 from kvcellar.types import LayerGroup, StepPlan, Write
 
 

@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from kvcellar.backends.torch.gpu import products
-from kvcellar.backends.torch.gpu.launch import TYPES, is_interpreted, on_device, programs_of
-from kvcellar.backends.torch.gpu.matrices import IQ4_NUMBERS, CardMatrices
-from kvcellar.backends.torch.gpu.plans import rounded_up
-from kvcellar.backends.torch.gpu.ways import PLAIN, PROGRAMS, TORCH, Way
+from kvcellar.backends.torch.gpu.attend.launch import TYPES, is_interpreted, on_device, programs_of
+from kvcellar.backends.torch.gpu.attend.plans import rounded_up
+from kvcellar.backends.torch.gpu.weights import products
+from kvcellar.backends.torch.gpu.weights.matrices import IQ4_NUMBERS, CardMatrices
+from kvcellar.backends.torch.gpu.weights.ways import PLAIN, PROGRAMS, TORCH, Way
 
 FEW = 4
 """Rows up to which a product is computed in float32 by programs that have all inputs."""
