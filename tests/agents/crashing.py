@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.store import StoreConfig
-from kvcellar.store.folder import Folder
+from kvcellar.store.disk.folder import Folder
 from tests.agents.fakes import PARAMS, make_host, manager, turn
 from tests.engine.fakes import MIXED_PARAMS, STATE_PARAMS
 

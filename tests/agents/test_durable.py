@@ -21,10 +21,11 @@ from kvcellar.agents.records.checking import _check_turn
 from kvcellar.agents.records.durable import entry_of, stored_state
 from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.errors import StoreError, UnknownReferenceError
-from kvcellar.store import Store, StoreConfig, leases
-from kvcellar.store.facts import BadFactError
-from kvcellar.store.folder import RESERVE_BYTES
-from kvcellar.store.journal import Journal
+from kvcellar.store import Store, StoreConfig
+from kvcellar.store.disk import leases
+from kvcellar.store.disk.folder import RESERVE_BYTES
+from kvcellar.store.disk.journal import Journal
+from kvcellar.store.values.facts import BadFactError
 from tests.agents.crashing import CONFIG, NAMES, new_tokens
 from tests.agents.fakes import BLOCK_TOKENS, make_host, manager, run, tokens_of, turn
 from tests.agents.test_crash import states_of

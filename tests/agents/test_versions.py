@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvcellar.store import EventKind, catalogue, journal
+from kvcellar.store import EventKind
+from kvcellar.store.disk import catalogue, journal
 from tests.agents.fakes import make_host, manager, oracle, run, tokens_of, turn
 from tests.agents.versions.make import HERE, VERSIONS
 from tests.engine import fakes as models

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import StoreError
-from kvcellar.store.cold import ColdTier
-from kvcellar.store.journal import Journal
+from kvcellar.store.disk.cold import ColdTier
+from kvcellar.store.disk.journal import Journal
 
 SAID = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 BODIES: dict[str, dict[str, Any]] = {

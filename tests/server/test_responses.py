@@ -12,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from kvcellar.errors import StoreError
-from kvcellar.store import Store, journal
+from kvcellar.store import Store
+from kvcellar.store.disk import journal
 from tests.server.live import PATIENCE_S, serving
 
 TOOL = {

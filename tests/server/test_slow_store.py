@@ -21,10 +21,12 @@ from fastapi.routing import APIRoute
 
 from kvcellar.agents.kv import residence
 from kvcellar.server.routes import observe, viewer
-from kvcellar.store import Store, blocks, reference_files
-from kvcellar.store.catalogue import Catalogue
-from kvcellar.store.folder import Folder
-from kvcellar.store.journal import Journal
+from kvcellar.store import Store
+from kvcellar.store.disk import reference_files
+from kvcellar.store.disk.catalogue import Catalogue
+from kvcellar.store.disk.folder import Folder
+from kvcellar.store.disk.journal import Journal
+from kvcellar.store.values import blocks
 from tests.server.live import PATIENCE_S, Live, serving
 
 pytestmark = pytest.mark.slow

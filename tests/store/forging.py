@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.store.format import FileBytes, Tensor, pack, read_file
+from kvcellar.store.values.format import FileBytes, Tensor, pack, read_file
 
 NAMES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int64": "I64"}
 

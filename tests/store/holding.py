@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvcellar.store.folder import Folder
-from kvcellar.store.leases import LocalLeases
+from kvcellar.store.disk.folder import Folder
+from kvcellar.store.disk.leases import LocalLeases
 
 if __name__ == "__main__":
     leases = LocalLeases(Folder(Path(sys.argv[1])))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvcellar.store import Store, StoreConfig
-from kvcellar.store.catalogue import Catalogue
+from kvcellar.store.disk.catalogue import Catalogue
 from tests.processes import started
 from tests.store.crashing import KEY, NAMES, tokens_after
 from tests.store.fakes import History, load_all, save, tokens_of

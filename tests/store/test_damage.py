@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvcellar.cli import app
 from kvcellar.errors import AgentError, KVCellarError, StoreError
 from kvcellar.store import Store, StoreConfig
-from kvcellar.store.folder import Folder
+from kvcellar.store.disk.folder import Folder
 from tests.agents.fakes import manager, run, turn
 from tests.server.live import serving
 from tests.store.forging import about, facts, forge, forge_export, random_change

@@ -20,7 +20,7 @@ import pytest
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig, StoreEvent
-from kvcellar.store.journal import Journal
+from kvcellar.store.disk.journal import Journal
 from kvcellar.store.writer import Writer
 from tests.store.fakes import FULL, STATE, WINDOW, History, load_all, make_key, save, tokens_of
 

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvcellar.history import History as TokenHistory
-from kvcellar.store.blocks import Kind, Link, read_sealed, unsealed_block
-from kvcellar.store.blocks import address_of as address
-from kvcellar.store.format import DamagedError, Tensor, pack, read_file, read_header
-from kvcellar.store.references import Reference
+from kvcellar.store.values.blocks import Kind, Link, read_sealed, unsealed_block
+from kvcellar.store.values.blocks import address_of as address
+from kvcellar.store.values.format import DamagedError, Tensor, pack, read_file, read_header
+from kvcellar.store.values.references import Reference
 from tests.store.fakes import History, make_key
 
 FACTS_OF_VERSION_1 = {

@@ -10,8 +10,8 @@ import pytest
 
 from kvcellar.errors import LeaseHeldError, LeaseLostError, StoreError
 from kvcellar.store import Store
-from kvcellar.store.folder import Folder
-from kvcellar.store.leases import LocalLeases
+from kvcellar.store.disk.folder import Folder
+from kvcellar.store.disk.leases import LocalLeases
 from tests.processes import started
 
 
@@ -92,7 +92,7 @@ def test_where_nobody_can_write_nobody_else_extends_a_history(
     def refuse(path: Path, flags: int) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("kvcellar.store.leases.open_own", refuse)
+    monkeypatch.setattr("kvcellar.store.disk.leases.open_own", refuse)
     lease = ours.take("poet")
     assert ours.renew(lease) == lease
     ours.release(lease)

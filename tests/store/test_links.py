@@ -12,8 +12,8 @@ from kvcellar.errors import StoreError
 from kvcellar.home import open_own
 from kvcellar.server.commands.presence import held_store
 from kvcellar.store import Store, StoreConfig
-from kvcellar.store.blocks import Kind
-from kvcellar.store.reports import EventKind
+from kvcellar.store.values.blocks import Kind
+from kvcellar.store.values.reports import EventKind
 from tests.store.fakes import History, make_key
 
 FOLDERS = ["blocks", "windows", "references", "tmp", "quarantine"]

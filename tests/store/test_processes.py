@@ -12,8 +12,8 @@ import pytest
 
 from kvcellar.errors import StoreError
 from kvcellar.store import Store, StoreConfig
-from kvcellar.store import folder as folders
-from kvcellar.store.folder import Folder
+from kvcellar.store.disk import folder as folders
+from kvcellar.store.disk.folder import Folder
 from tests.processes import started
 from tests.store.fakes import History, load_all, make_key, save, tokens_of
 

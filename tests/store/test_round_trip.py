@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import ShapeError, StoreError
 from kvcellar.store import Side, Store, StoreConfig
-from kvcellar.store.layout import GroupRows
+from kvcellar.store.values.layout import GroupRows
 from kvcellar.types import LayerGroup
 from tests.store.fakes import (
     FULL,

@@ -12,7 +12,7 @@ import pytest
 from kvcellar.errors import ShapeError
 from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import EventKind, RowLayout, States, Store, StoreConfig
-from kvcellar.store.format import read_file
+from kvcellar.store.values.format import read_file
 from tests.store.fakes import (
     FULL,
     STATE,

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from kvcellar.backends.host_memory import Landing
     from kvcellar.home import default_home, default_store
     from kvcellar.models.fingerprint import Fingerprint, fingerprint_checkpoint, fingerprint_of
-    from kvcellar.store.catalogue import RefRow
     from kvcellar.store.config import StoreConfig
-    from kvcellar.store.layout import (
+    from kvcellar.store.disk.catalogue import RefRow
+    from kvcellar.store.disk.leases import Lease, Leases
+    from kvcellar.store.matching import BoundaryState, Loaded, Match
+    from kvcellar.store.store import Store
+    from kvcellar.store.tickets import RowSource, SaveState, SaveTicket
+    from kvcellar.store.values.layout import (
         BLOCK_TOKENS,
         GroupRows,
         ModelKey,
@@ -26,10 +30,8 @@ if TYPE_CHECKING:
         States,
         WindowRows,
     )
-    from kvcellar.store.leases import Lease, Leases
-    from kvcellar.store.matching import BoundaryState, Loaded, Match
-    from kvcellar.store.references import DROPPED, Boundary, Reference
-    from kvcellar.store.reports import (
+    from kvcellar.store.values.references import DROPPED, Boundary, Reference
+    from kvcellar.store.values.reports import (
         EventKind,
         GcReport,
         StoreEvent,
@@ -37,24 +39,24 @@ if TYPE_CHECKING:
         TierStats,
         VerifyReport,
     )
-    from kvcellar.store.store import Store
-    from kvcellar.store.tickets import RowSource, SaveState, SaveTicket
 
 _MODULES = {
     "kvcellar.backends.host_memory": "Landing",
     "kvcellar.home": "default_home default_store",
     "kvcellar.models.fingerprint": "Fingerprint fingerprint_checkpoint fingerprint_of",
-    "kvcellar.store.catalogue": "RefRow",
     "kvcellar.store.config": "StoreConfig",
-    "kvcellar.store.layout": (
-        "BLOCK_TOKENS GroupRows ModelKey RowLayout Rows Side States WindowRows"
-    ),
-    "kvcellar.store.leases": "Lease Leases",
+    "kvcellar.store.disk.catalogue": "RefRow",
+    "kvcellar.store.disk.leases": "Lease Leases",
     "kvcellar.store.matching": "BoundaryState Loaded Match",
-    "kvcellar.store.references": "Boundary DROPPED Reference",
-    "kvcellar.store.reports": "EventKind GcReport StoreEvent StoreStats TierStats VerifyReport",
     "kvcellar.store.store": "Store",
     "kvcellar.store.tickets": "RowSource SaveState SaveTicket",
+    "kvcellar.store.values.layout": (
+        "BLOCK_TOKENS GroupRows ModelKey RowLayout Rows Side States WindowRows"
+    ),
+    "kvcellar.store.values.references": "Boundary DROPPED Reference",
+    "kvcellar.store.values.reports": (
+        "EventKind GcReport StoreEvent StoreStats TierStats VerifyReport"
+    ),
 }
 """Names that are imported when somebody asks for them, by where they are."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcellar.errors import ConfigError
-from kvcellar.store.precision import EXACT, PRECISIONS
+from kvcellar.store.values.precision import EXACT, PRECISIONS
 
 GIB = 1 << 30
 

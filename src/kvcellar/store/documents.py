@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from kvcellar.store.journal import Journal
-from kvcellar.store.references import file_stem
+from kvcellar.store.disk.journal import Journal
 from kvcellar.store.shared.guarded_calls import AwayError
 from kvcellar.store.shared.places import ForeignError
 from kvcellar.store.shared.tier import SharedTier
+from kvcellar.store.values.references import file_stem
 
 ASK_S = 2.0
 """How long a shared place is waited for; what it does not take then is here alone."""

@@ -10,11 +10,18 @@ from functools import cached_property
 import numpy as np
 
 from kvcellar.history import History, common_prefix
-from kvcellar.store.blocks import Info, Kind, Link, Sealed, Unsealed, boundary_link, chain
-from kvcellar.store.cold import ColdTier
-from kvcellar.store.format import DamagedError
-from kvcellar.store.layout import ModelKey, Rows, States, WindowRows, rows_size_bytes, slice_rows
+from kvcellar.store.disk.cold import ColdTier
 from kvcellar.store.shared.blocks import SharedBlocks
+from kvcellar.store.values.blocks import Info, Kind, Link, Sealed, Unsealed, boundary_link, chain
+from kvcellar.store.values.format import DamagedError
+from kvcellar.store.values.layout import (
+    ModelKey,
+    Rows,
+    States,
+    WindowRows,
+    rows_size_bytes,
+    slice_rows,
+)
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.types import IntArray
 

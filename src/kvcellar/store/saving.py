@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from kvcellar.errors import StoreError
 from kvcellar.history import History
-from kvcellar.store.blocks import (
+from kvcellar.store.config import StoreConfig
+from kvcellar.store.disk.cold import ColdTier
+from kvcellar.store.tickets import HistoryState, RowSource, SaveState, SaveTicket
+from kvcellar.store.values.blocks import (
     Kind,
     Sealed,
     Unsealed,
@@ -20,13 +23,10 @@ from kvcellar.store.blocks import (
     unsealed_block,
     unsealed_boundary,
 )
-from kvcellar.store.cold import ColdTier
-from kvcellar.store.config import StoreConfig
-from kvcellar.store.layout import ModelKey
-from kvcellar.store.precision import EXACT
-from kvcellar.store.references import Boundary, Reference
-from kvcellar.store.reports import EventKind, EventLog
-from kvcellar.store.tickets import HistoryState, RowSource, SaveState, SaveTicket
+from kvcellar.store.values.layout import ModelKey
+from kvcellar.store.values.precision import EXACT
+from kvcellar.store.values.references import Boundary, Reference
+from kvcellar.store.values.reports import EventKind, EventLog
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.store.writer import Writer
 

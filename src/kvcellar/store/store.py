@@ -14,18 +14,22 @@ from pathlib import Path
 
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
-from kvcellar.store import exchange, upkeep
-from kvcellar.store.blocks import chain
-from kvcellar.store.catalogue import Catalogue, RefRow
-from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
+from kvcellar.store.disk import exchange, upkeep
+from kvcellar.store.disk.catalogue import Catalogue, RefRow
+from kvcellar.store.disk.cold import ColdTier
+from kvcellar.store.disk.folder import Folder
+from kvcellar.store.disk.leases import Leases, LocalLeases
 from kvcellar.store.documents import Documents
-from kvcellar.store.folder import Folder
-from kvcellar.store.layout import ModelKey
-from kvcellar.store.leases import Leases, LocalLeases
 from kvcellar.store.matching import BoundaryState, Finder, Loaded, Match
-from kvcellar.store.references import Reference, checked_json, checked_name
-from kvcellar.store.reports import (
+from kvcellar.store.saving import Saver
+from kvcellar.store.shared.opening import open_place
+from kvcellar.store.shared.tier import TIMEOUT_S, SharedTier
+from kvcellar.store.tickets import HistoryState, Metadata, RowSource, SaveTicket
+from kvcellar.store.values.blocks import chain
+from kvcellar.store.values.layout import ModelKey
+from kvcellar.store.values.references import Reference, checked_json, checked_name
+from kvcellar.store.values.reports import (
     EventKind,
     EventLog,
     GcReport,
@@ -33,10 +37,6 @@ from kvcellar.store.reports import (
     StoreStats,
     VerifyReport,
 )
-from kvcellar.store.saving import Saver
-from kvcellar.store.shared.opening import open_place
-from kvcellar.store.shared.tier import TIMEOUT_S, SharedTier
-from kvcellar.store.tickets import HistoryState, Metadata, RowSource, SaveTicket
 from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
 from kvcellar.types import IntArray

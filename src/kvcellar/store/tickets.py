@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from kvcellar.backends.host_memory import Landing
 from kvcellar.history import History
-from kvcellar.store.layout import ModelKey, Rows, States, WindowRows
-from kvcellar.store.references import Reference
+from kvcellar.store.values.layout import ModelKey, Rows, States, WindowRows
+from kvcellar.store.values.references import Reference
 
 Metadata = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """JSON of a caller's own, or a function that returns it."""

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcellar.store.blocks import Info, Kind, Sealed, Unsealed
-from kvcellar.store.reports import TierStats
+from kvcellar.store.values.blocks import Info, Kind, Sealed, Unsealed
+from kvcellar.store.values.reports import TierStats
 
 Item = Unsealed | Sealed
 

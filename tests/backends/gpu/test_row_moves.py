@@ -21,7 +21,7 @@ from kvcellar.backends.torch.gpu.transfer.side import SideStream  # noqa: E402
 from kvcellar.backends.torch.gpu.transfer.transfers import RowTransfers  # noqa: E402
 from kvcellar.errors import ShapeError  # noqa: E402
 from kvcellar.states import StateGroup, StateShape  # noqa: E402
-from kvcellar.store.format import Tensor, pack  # noqa: E402
+from kvcellar.store.values.format import Tensor, pack  # noqa: E402
 from tests.backends.gpu.deferred import DeferredCard  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.stretches import stretches  # noqa: E402

@@ -16,7 +16,7 @@ from kvcellar import LayerGroup, ModelCacheParams  # noqa: E402
 from kvcellar.backends import host_memory  # noqa: E402
 from kvcellar.backends.torch.gpu.transfer import pinned  # noqa: E402
 from kvcellar.backends.torch.gpu.transfer.pinned import PinnedMemory  # noqa: E402
-from kvcellar.store.format import Tensor, pack  # noqa: E402
+from kvcellar.store.values.format import Tensor, pack  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 
 HEADS = LayerGroup((0, 1), 2, 16, 24)

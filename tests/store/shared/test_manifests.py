@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.store import Store, StoreConfig
-from kvcellar.store.format import DamagedError, FileBytes, read_from
 from kvcellar.store.shared.manifests import Manifest, register_of, unpack_manifest
+from kvcellar.store.values.format import DamagedError, FileBytes, read_from
 from tests.store.fakes import FULL, WINDOW, History, make_key, save, tokens_of
 from tests.store.forging import forged
 

@@ -18,7 +18,7 @@ from kvcellar.engine import Restore
 from kvcellar.kv_dtype import STORED_TYPES, SideDtype
 from kvcellar.models import Runner
 from kvcellar.store import BoundaryState, GroupRows, Loaded, RowLayout, Side, States
-from kvcellar.store.precision import as_floats
+from kvcellar.store.values.precision import as_floats
 from kvcellar.types import IntArray, LayerGroup
 
 MAX_ROWS = 8

@@ -18,7 +18,7 @@ from kvcellar.history import History
 from kvcellar.hosting.fair_lock import Gate
 from kvcellar.hosting.messages import Messages
 from kvcellar.store import ModelKey, Reference
-from kvcellar.store.references import SERIAL
+from kvcellar.store.values.references import SERIAL
 
 _numbers_of = attrgetter(*(one.name for one in fields(Took)))
 

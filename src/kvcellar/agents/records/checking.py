@@ -11,7 +11,7 @@ from kvcellar.errors import KVCellarError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import ModelKey, Reference, RowLayout
-from kvcellar.store.facts import (
+from kvcellar.store.values.facts import (
     BadFactError,
     flag,
     items,
@@ -22,7 +22,7 @@ from kvcellar.store.facts import (
     text,
     whole,
 )
-from kvcellar.store.references import SERIAL
+from kvcellar.store.values.references import SERIAL
 from kvcellar.types import LayerGroup
 
 KIND = "kvcellar_agent"

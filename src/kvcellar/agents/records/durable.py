@@ -22,8 +22,16 @@ from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
 from kvcellar.hosting.messages import Messages, n_alike
 from kvcellar.store import EventKind, Reference, Store
-from kvcellar.store.facts import BadFactError, items, object_of, parse_json, plain, text, whole
-from kvcellar.store.format import VERSION, DamagedError, Tensor, pack, read_from
+from kvcellar.store.values.facts import (
+    BadFactError,
+    items,
+    object_of,
+    parse_json,
+    plain,
+    text,
+    whole,
+)
+from kvcellar.store.values.format import VERSION, DamagedError, Tensor, pack, read_from
 from kvcellar.types import IntArray
 
 

@@ -21,7 +21,7 @@ from kvcellar.agents import (
 )
 from kvcellar.agents.records.names import is_response
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
-from kvcellar.store.journal import MOST_DOCUMENTS
+from kvcellar.store.disk.journal import MOST_DOCUMENTS
 
 MAX_SESSIONS = 4096
 """Session ids of clients whose last agent is remembered."""

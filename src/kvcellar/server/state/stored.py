@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.store import Store
-from kvcellar.store.facts import BadFactError, items, object_of, parse_json, text, whole
+from kvcellar.store.values.facts import BadFactError, items, object_of, parse_json, text, whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 
 from kvcellar.history import History
-from kvcellar.store.blocks import Info, Kind, Link, Sealed, opened
-from kvcellar.store.format import DamagedError, read_from
-from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.guarded_calls import N_THREADS, AwayError, Reach
 from kvcellar.store.shared.places import ForeignError
+from kvcellar.store.values.blocks import Info, Kind, Link, Sealed, opened
+from kvcellar.store.values.format import DamagedError, read_from
+from kvcellar.store.values.reports import EventKind, EventLog
 
 PROBE_S = 1.0
 """How long a turn waits to hear what is there."""

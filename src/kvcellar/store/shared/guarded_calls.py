@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.places import PlaceError, SharedPlace
+from kvcellar.store.values.reports import EventKind, EventLog
 
 T = TypeVar("T")
 

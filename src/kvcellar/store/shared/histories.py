@@ -16,12 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvcellar.errors import StoreError
-from kvcellar.store.blocks import Info, Kind, address_of
-from kvcellar.store.cold import ColdTier
-from kvcellar.store.format import BrokenError, DamagedError
-from kvcellar.store.layout import root_address
-from kvcellar.store.references import DROPPED, Boundary, Reference
-from kvcellar.store.reports import EventKind, EventLog
+from kvcellar.store.disk.cold import ColdTier
 from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.ledger import DELETED, Known, Ledger
@@ -35,6 +30,11 @@ from kvcellar.store.shared.manifests import (
     unpack_manifest,
 )
 from kvcellar.store.shared.places import PlaceState, SharedPlace
+from kvcellar.store.values.blocks import Info, Kind, address_of
+from kvcellar.store.values.format import BrokenError, DamagedError
+from kvcellar.store.values.layout import root_address
+from kvcellar.store.values.references import DROPPED, Boundary, Reference
+from kvcellar.store.values.reports import EventKind, EventLog
 
 log = logging.getLogger("kvcellar.store")
 

@@ -13,10 +13,10 @@ import time
 from dataclasses import replace
 
 from kvcellar.errors import LeaseHeldError, LeaseLostError
-from kvcellar.store.leases import Lease, Leases
-from kvcellar.store.references import file_stem
+from kvcellar.store.disk.leases import Lease, Leases
 from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.places import ForeignError, SharedPlace
+from kvcellar.store.values.references import file_stem
 
 TTL_S = 8.0
 """How long a lease lasts that nobody renews: what a machine that died keeps others waiting, who are

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.home import open_own
-from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage
+from kvcellar.store.disk.catalogue import BUSY_TIMEOUT_S, is_damage
 
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shared (
     place TEXT NOT NULL, register TEXT NOT NULL, name TEXT NOT NULL, number INTEGER NOT NULL,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcellar.store.blocks import Info, Kind, address_of
-from kvcellar.store.facts import MOST_INT, BadFactError, object_of, parse_json, whole
-from kvcellar.store.format import DamagedError, FileBytes, Tensor, read_from
-from kvcellar.store.layout import root_address
-from kvcellar.store.references import Reference, file_stem, unpack_reference
+from kvcellar.store.values.blocks import Info, Kind, address_of
+from kvcellar.store.values.facts import MOST_INT, BadFactError, object_of, parse_json, whole
+from kvcellar.store.values.format import DamagedError, FileBytes, Tensor, read_from
+from kvcellar.store.values.layout import root_address
+from kvcellar.store.values.references import Reference, file_stem, unpack_reference
 from kvcellar.types import IntArray
 
 TOMBSTONE = b"deleted"

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Iterable
 
-from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.histories import DivergedError, SharedHistories
+from kvcellar.store.values.reports import EventKind, EventLog
 
 REST_S = 2.0
 """How long a history rests before its blocks are sent."""

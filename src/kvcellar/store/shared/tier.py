@@ -12,11 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvcellar.store.catalogue import Catalogue
-from kvcellar.store.cold import ColdTier
-from kvcellar.store.leases import Leases
-from kvcellar.store.references import DROPPED
-from kvcellar.store.reports import EventKind, EventLog, SharedStats
+from kvcellar.store.disk.catalogue import Catalogue
+from kvcellar.store.disk.cold import ColdTier
+from kvcellar.store.disk.leases import Leases
 from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.histories import Pulled, SharedHistories
@@ -25,6 +23,8 @@ from kvcellar.store.shared.ledger import Ledger
 from kvcellar.store.shared.manifests import folder_of, register_of
 from kvcellar.store.shared.places import ForeignError, PlaceError, SharedPlace
 from kvcellar.store.shared.pusher import Pusher
+from kvcellar.store.values.references import DROPPED
+from kvcellar.store.values.reports import EventKind, EventLog, SharedStats
 
 TIMEOUT_S = 30.0
 """How long the place may take for one request."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcellar.errors import StoreError
-from kvcellar.store.blocks import ADDRESS_BYTES
-from kvcellar.store.format import BrokenError, DamagedError
 from kvcellar.store.shared.blocks import key_of
 from kvcellar.store.shared.manifests import TOMBSTONE, Manifest, is_register, unpack_manifest
 from kvcellar.store.shared.places import Entry, PlaceError, PlaceState, SharedPlace
+from kvcellar.store.values.blocks import ADDRESS_BYTES
+from kvcellar.store.values.format import BrokenError, DamagedError
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from kvcellar.errors import StoreError
 from kvcellar.history import History
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.states import StateGroup, StateShape
-from kvcellar.store.facts import MOST_INT
-from kvcellar.store.format import (
+from kvcellar.store.values.facts import MOST_INT
+from kvcellar.store.values.format import (
     VERSION,
     DamagedError,
     FileBytes,
@@ -31,7 +31,7 @@ from kvcellar.store.format import (
     read_file,
     read_header,
 )
-from kvcellar.store.layout import (
+from kvcellar.store.values.layout import (
     NUMPY,
     Array,
     GroupRows,
@@ -44,7 +44,13 @@ from kvcellar.store.layout import (
     side_parts,
     states_size_bytes,
 )
-from kvcellar.store.precision import EXACT, PRECISIONS, from_precision, stored_dtype, to_precision
+from kvcellar.store.values.precision import (
+    EXACT,
+    PRECISIONS,
+    from_precision,
+    stored_dtype,
+    to_precision,
+)
 from kvcellar.types import IntArray, LayerGroup
 
 ADDRESS_BYTES = 16

@@ -23,9 +23,9 @@ from filelock import lock_descriptor
 
 from kvcellar.errors import StoreError
 from kvcellar.home import SERVER_LOCK, open_own
-from kvcellar.store.blocks import Kind
-from kvcellar.store.format import VERSION, Bytes, DamagedError, read_header
-from kvcellar.store.references import file_stem
+from kvcellar.store.values.blocks import Kind
+from kvcellar.store.values.format import VERSION, Bytes, DamagedError, read_header
+from kvcellar.store.values.references import file_stem
 
 RESERVE_BYTES = 64 << 10
 

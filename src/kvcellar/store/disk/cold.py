@@ -13,15 +13,15 @@ from typing import TypeVar
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
-from kvcellar.store.blocks import Info, Kind, Sealed, read_sealed
-from kvcellar.store.catalogue import Catalogue
-from kvcellar.store.folder import Folder, stamp_of
-from kvcellar.store.format import DamagedError
-from kvcellar.store.journal import Journal
-from kvcellar.store.listing import Listing
-from kvcellar.store.reference_files import ReferenceFiles
-from kvcellar.store.references import DROPPED, Reference
-from kvcellar.store.reports import EventKind, EventLog
+from kvcellar.store.disk.catalogue import Catalogue
+from kvcellar.store.disk.folder import Folder, stamp_of
+from kvcellar.store.disk.journal import Journal
+from kvcellar.store.disk.listing import Listing
+from kvcellar.store.disk.reference_files import ReferenceFiles
+from kvcellar.store.values.blocks import Info, Kind, Sealed, read_sealed
+from kvcellar.store.values.format import DamagedError
+from kvcellar.store.values.references import DROPPED, Reference
+from kvcellar.store.values.reports import EventKind, EventLog
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
-from kvcellar.store.blocks import Info, Kind, opened
-from kvcellar.store.cold import ColdTier
-from kvcellar.store.folder import SUFFIX
-from kvcellar.store.format import Bytes, DamagedError, FileBytes, read_from
-from kvcellar.store.listing import root_of
-from kvcellar.store.references import Reference, unpack_reference
+from kvcellar.store.disk.cold import ColdTier
+from kvcellar.store.disk.folder import SUFFIX
+from kvcellar.store.disk.listing import root_of
+from kvcellar.store.values.blocks import Info, Kind, opened
+from kvcellar.store.values.format import Bytes, DamagedError, FileBytes, read_from
+from kvcellar.store.values.references import Reference, unpack_reference
 
 Progress = Callable[[float, str], None]
 

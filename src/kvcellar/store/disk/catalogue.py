@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvcellar.home import open_own
-from kvcellar.store.blocks import Info, Kind
-from kvcellar.store.references import Reference
+from kvcellar.store.values.blocks import Info, Kind
+from kvcellar.store.values.references import Reference
 
 SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 10.0

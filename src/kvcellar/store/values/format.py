@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.host_memory import HEADROOM, empty_bytes
 from kvcellar.home import open_own
-from kvcellar.store.layout import NUMPY, Array
+from kvcellar.store.values.layout import NUMPY, Array
 
 Bytes = NDArray[np.uint8]
 

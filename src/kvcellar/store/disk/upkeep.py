@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcellar.errors import StoreError
-from kvcellar.store.catalogue import Catalogue, is_damage
-from kvcellar.store.cold import ColdTier
-from kvcellar.store.references import Reference
-from kvcellar.store.reports import GcReport, SharedStats, StoreStats, TierStats, VerifyReport
+from kvcellar.store.disk.catalogue import Catalogue, is_damage
+from kvcellar.store.disk.cold import ColdTier
+from kvcellar.store.values.references import Reference
+from kvcellar.store.values.reports import GcReport, SharedStats, StoreStats, TierStats, VerifyReport
 
 Progress = Callable[[float, str], None]
 

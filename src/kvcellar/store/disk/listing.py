@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvcellar.errors import StoreError
-from kvcellar.store.blocks import Kind, read_info
-from kvcellar.store.catalogue import Catalogue, is_damage
-from kvcellar.store.folder import Folder
-from kvcellar.store.format import DamagedError
-from kvcellar.store.layout import root_address
-from kvcellar.store.reference_files import ReferenceFiles
-from kvcellar.store.references import Reference
-from kvcellar.store.reports import EventKind, EventLog
+from kvcellar.store.disk.catalogue import Catalogue, is_damage
+from kvcellar.store.disk.folder import Folder
+from kvcellar.store.disk.reference_files import ReferenceFiles
+from kvcellar.store.values.blocks import Kind, read_info
+from kvcellar.store.values.format import DamagedError
+from kvcellar.store.values.layout import root_address
+from kvcellar.store.values.references import Reference
+from kvcellar.store.values.reports import EventKind, EventLog
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvcellar.backends.reference.byte_floats import from_bytes
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise
 from kvcellar.kv_dtype import KvDtype, SideDtype
-from kvcellar.store.layout import Array, GroupRows, Side
+from kvcellar.store.values.layout import Array, GroupRows, Side
 from kvcellar.types import LayerGroup
 
 EXACT, INT8 = "exact", "int8"

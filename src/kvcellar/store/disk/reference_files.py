@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvcellar.errors import StoreError
-from kvcellar.store.facts import text
-from kvcellar.store.folder import PREVIOUS, Folder
-from kvcellar.store.format import DamagedError, FileBytes, read_file, read_header
-from kvcellar.store.references import Reference, file_stem, unpack_reference
-from kvcellar.store.reports import EventKind, EventLog
+from kvcellar.store.disk.folder import PREVIOUS, Folder
+from kvcellar.store.values.facts import text
+from kvcellar.store.values.format import DamagedError, FileBytes, read_file, read_header
+from kvcellar.store.values.references import Reference, file_stem, unpack_reference
+from kvcellar.store.values.reports import EventKind, EventLog
 
 
 class ReferenceFiles:

@@ -28,9 +28,9 @@ from typing import Any
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
-from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage, is_not_writable
-from kvcellar.store.folder import Folder
-from kvcellar.store.reports import EventKind, EventLog
+from kvcellar.store.disk.catalogue import BUSY_TIMEOUT_S, is_damage, is_not_writable
+from kvcellar.store.disk.folder import Folder
+from kvcellar.store.values.reports import EventKind, EventLog
 
 SCHEMA_VERSION = 2
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from kvcellar.errors import StoreError
 from kvcellar.history import History
-from kvcellar.store.blocks import ADDRESS_BYTES
-from kvcellar.store.facts import (
+from kvcellar.store.values.blocks import ADDRESS_BYTES
+from kvcellar.store.values.facts import (
     MOST_INT,
     BadFactError,
     flag,
@@ -23,7 +23,7 @@ from kvcellar.store.facts import (
     text,
     whole,
 )
-from kvcellar.store.format import VERSION, DamagedError, FileBytes, Tensor, pack
+from kvcellar.store.values.format import VERSION, DamagedError, FileBytes, Tensor, pack
 from kvcellar.types import IntArray
 
 MAX_NAME_BYTES = 512

@@ -21,8 +21,8 @@ from filelock import lock_descriptor
 
 from kvcellar.errors import LeaseHeldError, LeaseLostError, StoreError
 from kvcellar.home import open_own, owner_in, write_owner
-from kvcellar.store.folder import Folder
-from kvcellar.store.references import checked_name, file_stem
+from kvcellar.store.disk.folder import Folder
+from kvcellar.store.values.references import checked_name, file_stem
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
