@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.bookkeeping.compaction import Compacted
-from kvcellar.bookkeeping.growth import grown_size
+from kvcellar.bookkeeping.cells.compaction import Compacted
+from kvcellar.bookkeeping.cells.growth import grown_size
 from kvcellar.cache_config import CacheConfig, CacheUsage
 from kvcellar.types import IntArray
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvcellar.bookkeeping.growth import STEP_TOKENS, grown_size
-from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN
+from kvcellar.bookkeeping.cells.growth import STEP_TOKENS, grown_size
+from kvcellar.bookkeeping.cells.pool import MAX_GAP, MIN_RUN
 from kvcellar.cache_config import MIN_CHUNK, WINDOW_SLACK
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import ModelCacheParams

@@ -180,7 +180,7 @@ class TorchInSmallPieces(TorchWithoutKernel):
     @contextmanager
     def settings(self) -> Iterator[None]:
         from kvcellar.backends.torch.cache import attention, caches
-        from kvcellar.bookkeeping import reads
+        from kvcellar.bookkeeping.layouts import reads
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(caches, "LONG_RUN", 2)
@@ -272,7 +272,7 @@ class MlxInSmallPieces(MlxAdapter):
     @contextmanager
     def settings(self) -> Iterator[None]:
         from kvcellar.backends.mlx import attention, caches
-        from kvcellar.bookkeeping import reads
+        from kvcellar.bookkeeping.layouts import reads
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(caches, "LONG_RUN", 2)

@@ -18,7 +18,7 @@ from kvcellar import (
     make_seq_session,
     make_tree_session,
 )
-from kvcellar.bookkeeping.exact import BASE, N_SEQUENCES, ExactCells
+from kvcellar.bookkeeping.cells.exact import BASE, N_SEQUENCES, ExactCells
 from kvcellar.budget import MemoryBudget
 from kvcellar.testing.dense import stored
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from kvcellar.bookkeeping import BlockPool, OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.pool import CellMove
-from kvcellar.bookkeeping.reads import TILE
+from kvcellar.bookkeeping.cells.pool import CellMove
+from kvcellar.bookkeeping.layouts.reads import TILE
 from kvcellar.cache_config import CacheConfig
 from kvcellar.sight import Sight
 from kvcellar.types import (

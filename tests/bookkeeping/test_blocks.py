@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from kvcellar.bookkeeping.pool import MIN_RUN, BlockPool
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.cells.pool import MIN_RUN, BlockPool
+from kvcellar.bookkeeping.cells.spans import Span
 from kvcellar.errors import (
     CacheFullError,
     ConfigError,

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcellar.bookkeeping.free_runs import FreeRuns
-from kvcellar.bookkeeping.pool import MIN_RUN, BlockPool
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.cells.free_runs import FreeRuns
+from kvcellar.bookkeeping.cells.pool import MIN_RUN, BlockPool
+from kvcellar.bookkeeping.cells.spans import Span
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
 from kvcellar.types import Run, cells_of, runs_of
 from tests.bookkeeping.actions import ActionMachine, action

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, Growth, grown_size
+from kvcellar.bookkeeping.cells.growth import ARRAY_BYTES, INDEX_BYTES, Growth, grown_size
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, ConfigError, KVCellarError

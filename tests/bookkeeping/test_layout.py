@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcellar.bookkeeping import Sequences, TreeSequences
-from kvcellar.bookkeeping.pool import MIN_RUN
+from kvcellar.bookkeeping.cells.pool import MIN_RUN
 from tests.bookkeeping.byte_simulator import config_of
 from tests.stretches import stretches
 

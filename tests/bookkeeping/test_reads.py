@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.reads import TILE, band, causal_reads
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.cells.spans import Span
+from kvcellar.bookkeeping.layouts.drafts import DraftTree
+from kvcellar.bookkeeping.layouts.reads import TILE, band, causal_reads
 from kvcellar.errors import ProposalError
 from kvcellar.sight import FULL, Sight
 from kvcellar.types import AttendKind, Run

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from kvcellar.bookkeeping.compaction import relocated
+from kvcellar.bookkeeping.cells.compaction import relocated
 from kvcellar.errors import (
     CacheFullError,
     PositionError,

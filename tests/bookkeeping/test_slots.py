@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.bookkeeping import OneSequence, Sequences, TreeSequences
-from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES
+from kvcellar.bookkeeping.cells.growth import ARRAY_BYTES, INDEX_BYTES
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, ConfigError, RewindError, StepError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from kvcellar.bookkeeping import TreeSequences
-from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES
+from kvcellar.bookkeeping.cells.growth import ARRAY_BYTES, INDEX_BYTES
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, RewindError

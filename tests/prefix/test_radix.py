@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from kvcellar.bookkeeping.pool import BlockPool
-from kvcellar.bookkeeping.spans import spans_of
+from kvcellar.bookkeeping.cells.pool import BlockPool
+from kvcellar.bookkeeping.cells.spans import spans_of
 from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix import HashedIndex, RadixIndex, make_index
 from kvcellar.sight import FULL, Sight

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.host_memory import Landing, empty_arrays
 from kvcellar.bookkeeping import Steps
-from kvcellar.bookkeeping.exact import ExactCells
+from kvcellar.bookkeeping.cells.exact import ExactCells
 from kvcellar.errors import ShapeError
 from kvcellar.kv_dtype import STORED_TYPES, KvDtype
 from kvcellar.types import IntArray, LayerGroup, ModelCacheParams

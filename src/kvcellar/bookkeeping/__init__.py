@@ -5,12 +5,12 @@ Imports types and settings; no bytes, no tensors and no text come in.
 Start in ``face.py`` for the verbs, in ``steps.py`` for the life of one forward.
 """
 
+from kvcellar.bookkeeping.cells.pool import BlockPool
+from kvcellar.bookkeeping.cells.spans import Span
 from kvcellar.bookkeeping.contiguous import OneSequence
-from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.layout import Bytes, Layout, NoBytes, SharedLayout
-from kvcellar.bookkeeping.pool import BlockPool
+from kvcellar.bookkeeping.layouts.drafts import DraftTree
+from kvcellar.bookkeeping.layouts.layout import Bytes, Layout, NoBytes, SharedLayout
 from kvcellar.bookkeeping.sequences import Sequences
-from kvcellar.bookkeeping.spans import Span
 from kvcellar.bookkeeping.steps import Steps
 from kvcellar.bookkeeping.trees import TreeSequences
 

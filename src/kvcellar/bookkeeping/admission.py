@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.layout import Demand, SharedLayout
-from kvcellar.bookkeeping.pool import Appends
+from kvcellar.bookkeeping.cells.growth import Growth
+from kvcellar.bookkeeping.cells.pool import Appends
+from kvcellar.bookkeeping.layouts.layout import Demand, SharedLayout
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import CacheFullError
 

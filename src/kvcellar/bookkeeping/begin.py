@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvcellar.bookkeeping.admission import Room
-from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.layout import Stretch
-from kvcellar.bookkeeping.rows import appends_of
+from kvcellar.bookkeeping.layouts.drafts import DraftTree
+from kvcellar.bookkeeping.layouts.layout import Stretch
+from kvcellar.bookkeeping.layouts.rows import appends_of
 from kvcellar.bookkeeping.steps import Positions, Steps, check_positions
 from kvcellar.checks import seen, whole, wholes
 from kvcellar.errors import PositionError, StepError, UnknownSequenceError

@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from kvcellar.bookkeeping.drafts import Drafts
+from kvcellar.bookkeeping.cells.growth import Growth
 from kvcellar.bookkeeping.face import StepFace
-from kvcellar.bookkeeping.frozen import frozen_spans
-from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.layout import Bytes, NoBytes, Stretch
-from kvcellar.bookkeeping.one_run import OneRun
-from kvcellar.bookkeeping.reads import ReadsOf, reads_of
-from kvcellar.bookkeeping.slots import make_slots
+from kvcellar.bookkeeping.layouts.drafts import Drafts
+from kvcellar.bookkeeping.layouts.frozen import frozen_spans
+from kvcellar.bookkeeping.layouts.layout import Bytes, NoBytes, Stretch
+from kvcellar.bookkeeping.layouts.one_run import OneRun
+from kvcellar.bookkeeping.layouts.reads import ReadsOf, reads_of
+from kvcellar.bookkeeping.layouts.slots import make_slots
 from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole, wholes

@@ -15,8 +15,8 @@ from kvcellar.bookkeeping.begin import (
     check_stretches,
     stretches_of,
 )
-from kvcellar.bookkeeping.frozen import cells_to_freeze
-from kvcellar.bookkeeping.rows import appends_of
+from kvcellar.bookkeeping.layouts.frozen import cells_to_freeze
+from kvcellar.bookkeeping.layouts.rows import appends_of
 from kvcellar.bookkeeping.tables import Tables
 from kvcellar.checks import whole
 from kvcellar.errors import (

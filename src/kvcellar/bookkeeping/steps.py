@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcellar.bookkeeping.drafts import Drafts
-from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.layout import Bytes, Keeper, Layout, Stretch
-from kvcellar.bookkeeping.slots import Slots
+from kvcellar.bookkeeping.cells.growth import Growth
+from kvcellar.bookkeeping.layouts.drafts import Drafts
+from kvcellar.bookkeeping.layouts.layout import Bytes, Keeper, Layout, Stretch
+from kvcellar.bookkeeping.layouts.slots import Slots
 from kvcellar.cache_config import CacheConfig, CacheUsage
 from kvcellar.checks import wholes
 from kvcellar.errors import PositionError, StepError

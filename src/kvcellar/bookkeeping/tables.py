@@ -9,15 +9,15 @@ import numpy as np
 
 from kvcellar.bookkeeping.admission import Room
 from kvcellar.bookkeeping.begin import check_seq_id, refuse
-from kvcellar.bookkeeping.compaction import Compacted, compact
-from kvcellar.bookkeeping.drafts import Drafts
+from kvcellar.bookkeeping.cells.compaction import Compacted, compact
+from kvcellar.bookkeeping.cells.growth import Growth
+from kvcellar.bookkeeping.cells.spans import Span, spans_of
 from kvcellar.bookkeeping.face import StepFace
-from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.layout import Bytes, Demand, NoBytes
-from kvcellar.bookkeeping.reads import ReadsOf, reads_of
-from kvcellar.bookkeeping.rows import check_tables, lacks_of, make_rows
-from kvcellar.bookkeeping.slots import make_slots
-from kvcellar.bookkeeping.spans import Span, spans_of
+from kvcellar.bookkeeping.layouts.drafts import Drafts
+from kvcellar.bookkeeping.layouts.layout import Bytes, Demand, NoBytes
+from kvcellar.bookkeeping.layouts.reads import ReadsOf, reads_of
+from kvcellar.bookkeeping.layouts.rows import check_tables, lacks_of, make_rows
+from kvcellar.bookkeeping.layouts.slots import make_slots
 from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvcellar.bookkeeping.begin import begin_sequence_0, check_seq_id
-from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.layout import Bytes
+from kvcellar.bookkeeping.layouts.drafts import DraftTree
+from kvcellar.bookkeeping.layouts.layout import Bytes
 from kvcellar.bookkeeping.sequences import Sequences
 from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole, wholes

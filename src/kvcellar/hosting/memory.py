@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvcellar.bookkeeping.exact import exact_bytes
-from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
-from kvcellar.bookkeeping.pool import MIN_RUN
+from kvcellar.bookkeeping.cells.exact import exact_bytes
+from kvcellar.bookkeeping.cells.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
+from kvcellar.bookkeeping.cells.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget, format_size, machine_bytes, round_up
 from kvcellar.cache_config import MIN_CHUNK
 from kvcellar.engine.config import EngineConfig

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.compaction import Relocation
+from kvcellar.bookkeeping.cells.compaction import Relocation
 from kvcellar.errors import CacheFullError
 from kvcellar.prefix.nodes import PathNode, Tokens, check_sights
 from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo

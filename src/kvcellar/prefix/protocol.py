@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvcellar.bookkeeping.compaction import Relocation
+from kvcellar.bookkeeping.cells.compaction import Relocation
 from kvcellar.prefix.nodes import PathNode, Tokens
 from kvcellar.sight import Sight
 from kvcellar.types import IntArray

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.compaction import Relocation, relocated
+from kvcellar.bookkeeping.cells.compaction import Relocation, relocated
 from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix.nodes import (
     PathNode,

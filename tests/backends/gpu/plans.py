@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.reads import band
+from kvcellar.bookkeeping.layouts.reads import band
 from kvcellar.sight import Sight
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of, join_runs
 

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 
 from kvcellar.backends.torch.gpu.attend.lists import ALL, BAND, CAUSAL, CellList, lists_of
 from kvcellar.backends.torch.gpu.attend.plans import SECTIONS, PackedPlan, Tiling, pack
-from kvcellar.bookkeeping.reads import causal_reads
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.cells.spans import Span
+from kvcellar.bookkeeping.layouts.reads import causal_reads
 from kvcellar.sight import Sight
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of
 from tests.backends.gpu.plans import random_plan, seen_cells

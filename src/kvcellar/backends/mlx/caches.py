@@ -23,8 +23,8 @@ from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_ro
 from kvcellar.backends.mlx.state_pools import GivenStates, StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import BASE, exact_cells, layer_plan
-from kvcellar.bookkeeping.reads import ReadsOf, reads_of
+from kvcellar.bookkeeping.cells.exact import BASE, exact_cells, layer_plan
+from kvcellar.bookkeeping.layouts.reads import ReadsOf, reads_of
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.states import StatePlan

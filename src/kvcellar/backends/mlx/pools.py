@@ -14,7 +14,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from kvcellar.backends.mlx.codecs import Codec, Parts, Stored, make_codec
-from kvcellar.bookkeeping.exact import BASE
+from kvcellar.bookkeeping.cells.exact import BASE
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError
@@ -161,7 +161,7 @@ class Pool:
 
 
 class ExactPool(Pool):
-    """A quantised pool whose cells from ``BASE`` on are float32: see ``bookkeeping.exact``."""
+    """A quantised pool with float32 cells from ``BASE`` on: see ``bookkeeping.cells.exact``."""
 
     def __init__(self, group: LayerGroup, config: CacheConfig, n_exact: int) -> None:
         """Create a pool with ``n_exact`` exact cells beside; none are allocated yet."""

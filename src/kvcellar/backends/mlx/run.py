@@ -13,7 +13,7 @@ from kvcellar.backends.mlx.attention import joined
 from kvcellar.backends.mlx.caches import MlxContiguousCache
 from kvcellar.backends.mlx.codecs import Stored, rotate
 from kvcellar.backends.mlx.pools import ExactPool
-from kvcellar.bookkeeping.reads import whole_reads
+from kvcellar.bookkeeping.layouts.reads import whole_reads
 from kvcellar.cache_config import CacheConfig
 from kvcellar.types import Run
 

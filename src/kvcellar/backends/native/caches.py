@@ -15,7 +15,7 @@ from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bi
 from kvcellar.backends.reference.quantise import rotate
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import BASE, layer_plan
+from kvcellar.bookkeeping.cells.exact import BASE, layer_plan
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import BackendError, ShapeError
 from kvcellar.kernel import attend, levels

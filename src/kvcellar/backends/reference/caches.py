@@ -22,7 +22,7 @@ from kvcellar.backends.reference.pools import (
 from kvcellar.backends.reference.state_pools import StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import exact_cells, layer_plan
+from kvcellar.bookkeeping.cells.exact import exact_cells, layer_plan
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.states import StatePlan

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.reference.byte_floats import from_bytes, to_bytes
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise, rotate
-from kvcellar.bookkeeping.exact import BASE
+from kvcellar.bookkeeping.cells.exact import BASE
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.kv_dtype import STORED_TYPES, SideDtype, parse_kv_dtype
@@ -167,7 +167,7 @@ def _grown(old: NDArray[Any], n_cells: int) -> NDArray[Any]:
 
 
 class ExactPool:
-    """A quantised pool with a few float32 cells beside it; see ``bookkeeping.exact``."""
+    """A quantised pool with a few float32 cells beside it; see ``bookkeeping.cells.exact``."""
 
     def __init__(self, cells: Pool | BlockFirstPool, group: LayerGroup, n_exact: int) -> None:
         """Beside the pool ``cells``, ``n_exact`` exact cells."""

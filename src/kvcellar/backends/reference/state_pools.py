@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.bookkeeping.growth import STEP_SLOTS, grown_size
+from kvcellar.bookkeeping.cells.growth import STEP_SLOTS, grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.states import StateGroup

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcellar.bookkeeping.exact import exact_bytes
+from kvcellar.bookkeeping.cells.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli.common import options
 from kvcellar.cli.common.commands import add_command, option

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from kvcellar.bookkeeping.compaction import Relocation
+from kvcellar.bookkeeping.cells.compaction import Relocation
 from kvcellar.cache import SeqCache
 from kvcellar.engine.kv.snapshots import Snapshots
 from kvcellar.engine.requests.prepared_step import Ahead

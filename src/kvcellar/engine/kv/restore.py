@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.host_rows import LeavingRows
-from kvcellar.bookkeeping.compaction import Relocation, relocated
+from kvcellar.bookkeeping.cells.compaction import Relocation, relocated
 from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.kv.residency import Residency
 from kvcellar.models import Runner

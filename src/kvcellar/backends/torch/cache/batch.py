@@ -13,7 +13,7 @@ from kvcellar.backends.torch.cache.codecs import rotate
 from kvcellar.backends.torch.cache.exact import LayerPool
 from kvcellar.backends.torch.cache.port import TorchPools
 from kvcellar.bookkeeping import Sequences
-from kvcellar.bookkeeping.reads import whole_reads
+from kvcellar.bookkeeping.layouts.reads import whole_reads
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.types import Run, StepPlan, cells_of

@@ -25,7 +25,7 @@ from kvcellar.backends.torch.cache.state_pools import (
 )
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import layer_plan
+from kvcellar.bookkeeping.cells.exact import layer_plan
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native

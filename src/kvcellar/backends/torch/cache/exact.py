@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcellar.backends.torch.cache.codecs import Parts, Stored
 from kvcellar.backends.torch.cache.pools import BlockFirstPool, Pool
-from kvcellar.bookkeeping.exact import BASE
+from kvcellar.bookkeeping.cells.exact import BASE
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import attend
@@ -98,7 +98,7 @@ class PoolBeside:
 
 
 class ExactPool(PoolBeside):
-    """A pool whose cells from ``BASE`` on are float32: see :mod:`kvcellar.bookkeeping.exact`."""
+    """A pool with float32 cells from ``BASE`` on: see :mod:`kvcellar.bookkeeping.cells.exact`."""
 
     def __init__(self, cells: LayerPool, group: LayerGroup, config: CacheConfig, n: int) -> None:
         """Put ``n`` exact cells beside the pool ``cells``; none are allocated yet."""

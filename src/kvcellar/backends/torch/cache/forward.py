@@ -10,7 +10,7 @@ import torch
 from kvcellar.backends.torch.cache import kernel
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.exact import ExactPool
-from kvcellar.bookkeeping.exact import ExactCells
+from kvcellar.bookkeeping.cells.exact import ExactCells
 from kvcellar.kernel import attend
 from kvcellar.types import IntArray, StepPlan
 

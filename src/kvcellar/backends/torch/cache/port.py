@@ -16,7 +16,7 @@ from kvcellar.backends.torch.cache.pools import BlockFirstPool, GroupBlocks, Poo
 from kvcellar.backends.torch.cache.shortage import within_memory
 from kvcellar.backends.torch.cache.state_pools import StateArrays, StatePools
 from kvcellar.backends.torch.gpu import choice
-from kvcellar.bookkeeping.exact import exact_cells
+from kvcellar.bookkeeping.cells.exact import exact_cells
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError
 from kvcellar.states import StatePlan

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcellar.backends.torch.cache import memory
-from kvcellar.bookkeeping.growth import STEP_SLOTS, grown_size
+from kvcellar.bookkeeping.cells.growth import STEP_SLOTS, grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.states import NO_SLOT, Advance, StateGroup, StatePlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcellar.bookkeeping.reads import band
+from kvcellar.bookkeeping.layouts.reads import band
 from kvcellar.sight import Sight
 from kvcellar.types import AttendKind, AttendSpec, BoolArray, Run, StepPlan, clip_runs, join_runs
 

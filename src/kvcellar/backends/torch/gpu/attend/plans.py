@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.torch.gpu.attend.lists import ALL, MASK, CellList
-from kvcellar.bookkeeping.exact import BASE
+from kvcellar.bookkeeping.cells.exact import BASE
 from kvcellar.cache_config import FROZEN
 from kvcellar.types import IntArray, Run, StepPlan, Write, cells_of
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.bookkeeping.free_runs import FreeRuns, find_room, take_runs
-from kvcellar.bookkeeping.holdings import Holdings, Refs
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.cells.free_runs import FreeRuns, find_room, take_runs
+from kvcellar.bookkeeping.cells.holdings import Holdings, Refs
+from kvcellar.bookkeeping.cells.spans import Span
 from kvcellar.errors import CacheFullError, PositionError
 from kvcellar.types import IntArray, Run, join_runs, runs_of
 

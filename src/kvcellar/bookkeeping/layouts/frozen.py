@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.cells.spans import Span
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import RewindError
 from kvcellar.types import IntArray, LayerGroup

@@ -6,14 +6,21 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.frozen import FrozenSpans, frozen_spans
-from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.holdings import Refs
-from kvcellar.bookkeeping.layout import Demand, Lengths, Stretch
-from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN, Appends, BlockCopy, BlockPool, CellMove
-from kvcellar.bookkeeping.reads import ReadsOf, reads_of
-from kvcellar.bookkeeping.spans import Span, spans_of
-from kvcellar.bookkeeping.window import Window
+from kvcellar.bookkeeping.cells.growth import Growth
+from kvcellar.bookkeeping.cells.holdings import Refs
+from kvcellar.bookkeeping.cells.pool import (
+    MAX_GAP,
+    MIN_RUN,
+    Appends,
+    BlockCopy,
+    BlockPool,
+    CellMove,
+)
+from kvcellar.bookkeeping.cells.spans import Span, spans_of
+from kvcellar.bookkeeping.layouts.frozen import FrozenSpans, frozen_spans
+from kvcellar.bookkeeping.layouts.layout import Demand, Lengths, Stretch
+from kvcellar.bookkeeping.layouts.reads import ReadsOf, reads_of
+from kvcellar.bookkeeping.layouts.window import Window
 from kvcellar.cache_config import CacheConfig, GroupUsage
 from kvcellar.checks import seen
 from kvcellar.errors import ConfigError, PositionError, RewindError
@@ -24,9 +31,9 @@ from kvcellar.types import AttendSpec, BoolArray, IntArray, StepPlan, Write, cel
 class Rows:
     """The cells of one layer group, by blocks, for many sequences.
 
-    A layout, see :class:`kvcellar.bookkeeping.layout.SharedLayout`, with what tables need besides.
-    Where queries see a window or a chunk, it lets go of whole blocks that every query has passed,
-    some time after, and knows where sequences cannot resume any more.
+    A layout, see :class:`kvcellar.bookkeeping.layouts.layout.SharedLayout`, with what tables need
+    besides. Where queries see a window or a chunk, it lets go of whole blocks that every query has
+    passed, some time after, and knows where sequences cannot resume any more.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.pool import Appends, CellMove
+from kvcellar.bookkeeping.cells.pool import Appends, CellMove
+from kvcellar.bookkeeping.layouts.drafts import DraftTree
 from kvcellar.cache_config import GroupUsage
 from kvcellar.types import IntArray, StepPlan
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import finalize
 
-from kvcellar.bookkeeping.exact import exact_bytes
-from kvcellar.bookkeeping.pool import MIN_RUN
+from kvcellar.bookkeeping.cells.exact import exact_bytes
+from kvcellar.bookkeeping.cells.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.frozen import FrozenSpans
-from kvcellar.bookkeeping.layout import Lengths, Stretch
-from kvcellar.bookkeeping.pool import CellMove
-from kvcellar.bookkeeping.reads import ReadsOf
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.cells.pool import CellMove
+from kvcellar.bookkeeping.cells.spans import Span
+from kvcellar.bookkeeping.layouts.frozen import FrozenSpans
+from kvcellar.bookkeeping.layouts.layout import Lengths, Stretch
+from kvcellar.bookkeeping.layouts.reads import ReadsOf
 from kvcellar.cache_config import GroupUsage
 from kvcellar.sight import Sight
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
@@ -24,7 +24,7 @@ from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 class OneRun:
     """Sequence 0 in one layer group: positions from ``base`` on, in cells from 0 on.
 
-    A layout, see :class:`kvcellar.bookkeeping.layout.Layout`.
+    A layout, see :class:`kvcellar.bookkeeping.layouts.layout.Layout`.
     """
 
     def __init__(

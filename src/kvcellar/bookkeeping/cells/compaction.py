@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.bookkeeping.pool import MIN_RUN, BlockPool, CellMove
+from kvcellar.bookkeeping.cells.pool import MIN_RUN, BlockPool, CellMove
 from kvcellar.types import IntArray, runs_of
 
 Relocation = tuple[IntArray | None, ...]

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.layout import Stretch
-from kvcellar.bookkeeping.spans import Span, as_runs, positions_of
+from kvcellar.bookkeeping.cells.spans import Span, as_runs, positions_of
+from kvcellar.bookkeeping.layouts.drafts import DraftTree
+from kvcellar.bookkeeping.layouts.layout import Stretch
 from kvcellar.sight import Sight
 from kvcellar.types import AttendKind, AttendSpec, BoolArray
 

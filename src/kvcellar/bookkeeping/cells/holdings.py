@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.bookkeeping.spans import Span, as_runs, merged, without
+from kvcellar.bookkeeping.cells.spans import Span, as_runs, merged, without
 from kvcellar.errors import SequenceConflictError
 from kvcellar.types import IntArray, Run, runs_of
 

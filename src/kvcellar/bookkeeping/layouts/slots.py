@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.drafts import Drafts, DraftTree
-from kvcellar.bookkeeping.layout import Demand, Lengths, Stretch
-from kvcellar.bookkeeping.pool import Appends
+from kvcellar.bookkeeping.cells.pool import Appends
+from kvcellar.bookkeeping.layouts.drafts import Drafts, DraftTree
+from kvcellar.bookkeeping.layouts.layout import Demand, Lengths, Stretch
 from kvcellar.budget import format_size
 from kvcellar.cache_config import CacheConfig, GroupUsage
 from kvcellar.errors import RewindError
@@ -26,8 +26,8 @@ from kvcellar.types import MOST_CELLS, IntArray
 class Slots:
     """Slots by sequence and length, and the number of owners of each. Integers only.
 
-    A layout, see :class:`kvcellar.bookkeeping.layout.SharedLayout`, whose cells are slots. A
-    sequence of n tokens holds one slot for its states after n tokens, and one for each point that
+    A layout, see :class:`kvcellar.bookkeeping.layouts.layout.SharedLayout`, whose cells are slots.
+    A sequence of n tokens holds one slot for its states after n tokens, and one for each point that
     ``keep_point`` was told of.
 
     Invariants (asserted by ``check``):
