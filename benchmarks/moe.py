@@ -22,7 +22,7 @@ import kvcellar as kv
 from kvcellar.backends.torch.bind.model_attention import NAME
 from kvcellar.backends.torch.cache.memory import Arena
 from kvcellar.backends.torch.cpu.hold import Held, hold_weights
-from kvcellar.backends.torch.cpu.mixtures import hold_experts
+from kvcellar.backends.torch.cpu.modules.mixtures import hold_experts
 from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.kernel.experts import expert_counts
 

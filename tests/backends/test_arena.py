@@ -13,7 +13,7 @@ from torch import nn
 from kvcellar.backends.torch.cache import memory
 from kvcellar.backends.torch.cache.memory import LARGE_PAGE, LINE, Arena
 from kvcellar.backends.torch.cache.pools import make_side
-from kvcellar.backends.torch.cpu.linears import KernelLinear
+from kvcellar.backends.torch.cpu.modules.linears import KernelLinear
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
 

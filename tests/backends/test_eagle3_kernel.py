@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvcellar as kv
-from kvcellar.backends.torch.cpu.linears import pack
+from kvcellar.backends.torch.cpu.modules.linears import pack
 from kvcellar.backends.torch.eagle3.head import Eagle3Head
 from kvcellar.backends.torch.eagle3.kernel import MOST_TOKENS
 from kvcellar.backends.torch.eagle3.loading import load_eagle3

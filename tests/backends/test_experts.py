@@ -24,8 +24,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 from kvcellar.backends.torch.cache.memory import Arena  # noqa: E402
-from kvcellar.backends.torch.cpu import mixtures  # noqa: E402
-from kvcellar.backends.torch.cpu.experts import KernelExperts, ShippedWeights  # noqa: E402
+from kvcellar.backends.torch.cpu.modules import mixtures  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.experts import KernelExperts, ShippedWeights  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

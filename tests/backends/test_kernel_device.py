@@ -22,7 +22,7 @@ import kvcellar as kv  # noqa: E402
 from kvcellar.backends import torch as backend  # noqa: E402
 from kvcellar.backends.torch.cache import kernel  # noqa: E402
 from kvcellar.backends.torch.cache.memory import Arena  # noqa: E402
-from kvcellar.backends.torch.cpu import blocks, layers, linears, mixtures, rotations  # noqa: E402
+from kvcellar.backends.torch.cpu.modules import blocks, layers, linears, mixtures, rotations  # noqa: E402
 from kvcellar.errors import BackendError  # noqa: E402
 from tests.backends.test_experts import CLASSES, make, some_tokens  # noqa: E402
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kvcellar.backends.torch.cpu import rotations
-from kvcellar.backends.torch.cpu.layers import KernelNorm, join
+from kvcellar.backends.torch.cpu.modules import rotations
+from kvcellar.backends.torch.cpu.modules.layers import KernelNorm, join
 from kvcellar.kernel import attend, levels
 from kvcellar.kernel import layers as native
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kvcellar.backends.torch.cache.memory import Arena
-from kvcellar.backends.torch.cpu import linears
-from kvcellar.backends.torch.cpu.linears import Expanded, KernelLinear, codes_well, pack
+from kvcellar.backends.torch.cpu.modules import linears
+from kvcellar.backends.torch.cpu.modules.linears import Expanded, KernelLinear, codes_well, pack
 from kvcellar.kernel import attend, levels
 from kvcellar.kernel import linear as native
 from kvcellar.models.weights import CODED_INPUTS, GROUP, SHARED, coded_bytes, packed_bytes

@@ -18,8 +18,8 @@ if not levels.is_available():
 import kvcellar as kv  # noqa: E402
 from kvcellar.backends.torch.bind.model_attention import NAME  # noqa: E402
 from kvcellar.backends.torch.cpu.hold import hold_weights  # noqa: E402
-from kvcellar.backends.torch.cpu.mixtures import mixtures  # noqa: E402
-from kvcellar.backends.torch.cpu.routed import KernelMixture, find_router  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.mixtures import mixtures  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.routed import KernelMixture, find_router  # noqa: E402
 from kvcellar.backends.torch.run.runner import TorchRunner  # noqa: E402
 
 pytestmark = pytest.mark.kernel

@@ -21,7 +21,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts  # noqa
 
 import kvcellar as kv  # noqa: E402
 from kvcellar.backends.torch.cache.memory import Arena  # noqa: E402
-from kvcellar.backends.torch.cpu.sorted_experts import (  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.sorted_experts import (  # noqa: E402
     SortedExperts,
     hold_sorted_experts,
 )

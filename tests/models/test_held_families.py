@@ -16,7 +16,7 @@ from kvcellar.backends.torch.cpu.find.finding import PartFinder
 from kvcellar.backends.torch.cpu.find.trial import Recorder, run
 from kvcellar.backends.torch.cpu.hold import hold_weights
 from kvcellar.backends.torch.cpu.holdable import held_linears, matrices_of
-from kvcellar.backends.torch.cpu.linears import KernelLinear
+from kvcellar.backends.torch.cpu.modules.linears import KernelLinear
 from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, random_network, twin_raw
 from kvcellar.backends.torch.load.networks import empty_network
 from kvcellar.kernel import levels

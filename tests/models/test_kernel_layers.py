@@ -10,9 +10,9 @@ import kvcellar as kv
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder
 from kvcellar.backends.torch.cpu.find import finding
-from kvcellar.backends.torch.cpu.layers import KernelLayer
-from kvcellar.backends.torch.cpu.linears import KernelLinear
-from kvcellar.backends.torch.cpu.rotations import Rotations
+from kvcellar.backends.torch.cpu.modules.layers import KernelLayer
+from kvcellar.backends.torch.cpu.modules.linears import KernelLinear
+from kvcellar.backends.torch.cpu.modules.rotations import Rotations
 from kvcellar.errors import PositionError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model

@@ -15,8 +15,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import kvcellar as kv
 from kvcellar.backends.torch.bind.binding import bind_network
 from kvcellar.backends.torch.cpu.hold import hold_mixers, hold_weights
-from kvcellar.backends.torch.cpu.linears import KernelLinear
-from kvcellar.backends.torch.cpu.recurrent import KernelMixer
+from kvcellar.backends.torch.cpu.modules.linears import KernelLinear
+from kvcellar.backends.torch.cpu.modules.recurrent import KernelMixer
 from kvcellar.backends.torch.learn.probe import learn_facts
 from kvcellar.backends.torch.learn.shrink.checkpoints import default_raw, random_network, twin_raw
 from kvcellar.backends.torch.run.runner import TorchRunner

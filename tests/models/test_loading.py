@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from kvcellar.backends.torch.cpu.experts import KernelExperts
+from kvcellar.backends.torch.cpu.modules.experts import KernelExperts
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.cache_config import make_config
 from kvcellar.engine import encode_chat

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcellar.backends.torch.cpu.blocks import BlockLinear
+from kvcellar.backends.torch.cpu.modules.blocks import BlockLinear
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.backends.torch.load.networks import load_network
 from kvcellar.errors import ConfigError

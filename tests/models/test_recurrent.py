@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvcellar as kv
 from kvcellar.backends.torch.bind.mixers import Mixer, bind_states
 from kvcellar.backends.torch.cpu.hold import hold_weights
-from kvcellar.backends.torch.cpu.linears import KernelLinear
+from kvcellar.backends.torch.cpu.modules.linears import KernelLinear
 from kvcellar.errors import ModelError
 from kvcellar.kernel import levels
 from tests.models.players import TOLERANCE, assert_close

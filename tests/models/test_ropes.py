@@ -13,7 +13,7 @@ import transformers
 import kvcellar as kv
 from kvcellar.backends.torch.bind.positions import Positions
 from kvcellar.backends.torch.bind.ropes import SessionRope, hold_ropes
-from kvcellar.backends.torch.cpu.rotations import Rotations
+from kvcellar.backends.torch.cpu.modules.rotations import Rotations
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.engine.loop.generating import generate, last
 from kvcellar.engine.loop.sequence import SequenceView

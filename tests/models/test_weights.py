@@ -13,7 +13,7 @@ import transformers
 
 import kvcellar as kv
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder
-from kvcellar.backends.torch.cpu.layers import KernelEmbedding
+from kvcellar.backends.torch.cpu.modules.layers import KernelEmbedding
 from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels, linear

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcellar import LayerGroup, ModelCacheParams, make_config, make_paged_session, make_seq_session
-from kvcellar.backends.torch.cpu.rotations import Rotation
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.attend import kernels, launch, stores
 from kvcellar.backends.torch.gpu.attend.steps import placed_of

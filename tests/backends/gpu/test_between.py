@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation  # noqa: E402
 from kvcellar.backends.torch.gpu.weights.layers import turn  # noqa: E402
 from kvcellar.backends.torch.gpu.weights.linears import CardNorm, gate  # noqa: E402
 from tests.backends.gpu.interpreter import device, hasten  # noqa: E402

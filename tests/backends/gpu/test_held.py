@@ -24,10 +24,10 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts  # noqa: E402
 
-from kvcellar.backends.torch.cpu.blocks import fitted  # noqa: E402
-from kvcellar.backends.torch.cpu.experts import ShippedWeights  # noqa: E402
-from kvcellar.backends.torch.cpu.mixtures import mixtures, replace_experts  # noqa: E402
-from kvcellar.backends.torch.cpu.sorted_experts import replace_sorted  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.blocks import fitted  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.experts import ShippedWeights  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.mixtures import mixtures, replace_experts  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.sorted_experts import replace_sorted  # noqa: E402
 from kvcellar.backends.torch.gpu import choice  # noqa: E402
 from kvcellar.backends.torch.gpu.weights import multiply  # noqa: E402
 from kvcellar.backends.torch.gpu.weights.hold import card_experts  # noqa: E402

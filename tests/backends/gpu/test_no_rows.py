@@ -24,7 +24,7 @@ import kvcellar as kv  # noqa: E402
 from kvcellar.backends.host_rows import empty_rows  # noqa: E402
 from kvcellar.backends.torch import gpu  # noqa: E402
 from kvcellar.backends.torch.cache.state_pools import StatePools  # noqa: E402
-from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation  # noqa: E402
 from kvcellar.backends.torch.gpu import choice  # noqa: E402
 from kvcellar.backends.torch.gpu.attend import launch, lists, plans  # noqa: E402
 from kvcellar.backends.torch.gpu.attend.following import Following  # noqa: E402

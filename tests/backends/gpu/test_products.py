@@ -19,8 +19,8 @@ if not levels.is_available():
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from kvcellar.backends.torch.cpu.blocks import StoredAffine, StoredBlocks  # noqa: E402
-from kvcellar.backends.torch.cpu.linears import KernelLinear  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.blocks import StoredAffine, StoredBlocks  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.linears import KernelLinear  # noqa: E402
 from kvcellar.backends.torch.gpu.weights import multiply  # noqa: E402
 from kvcellar.backends.torch.gpu.weights.matrices import (  # noqa: E402
     CardMatrices,

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation  # noqa: E402
 from kvcellar.backends.torch.gpu.weights import layers, linears, multiply, products  # noqa: E402
 from kvcellar.backends.torch.gpu.weights.matrices import floats  # noqa: E402
 from tests.backends.gpu.interpreter import device, hasten  # noqa: E402

@@ -22,7 +22,7 @@ if not levels.is_available():
     pytest.skip(levels.why_not(), allow_module_level=True)
 
 import kvcellar as kv  # noqa: E402
-from kvcellar.backends.torch.cpu.rotations import Rotation  # noqa: E402
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation  # noqa: E402
 from kvcellar.backends.torch.gpu.weights import layers, linears, multiply, ways  # noqa: E402
 from kvcellar.backends.torch.gpu.weights.matrices import floats, packed  # noqa: E402
 from kvcellar.backends.torch.gpu.weights.ways import PLAIN, SIZES, TILES, TORCH, KeptMeter, Way  # noqa: E402

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from kvcellar.backends.torch.cpu import mixtures
-from kvcellar.backends.torch.cpu.blocks import BlockLinear, StoredAffine, StoredBlocks
-from kvcellar.backends.torch.cpu.experts import KernelExperts
+from kvcellar.backends.torch.cpu.modules import mixtures
+from kvcellar.backends.torch.cpu.modules.blocks import BlockLinear, StoredAffine, StoredBlocks
+from kvcellar.backends.torch.cpu.modules.experts import KernelExperts
 from kvcellar.backends.torch.load.gguf import other_types
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels

@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 from kvcellar.backends.torch import loading
-from kvcellar.backends.torch.cpu.blocks import BlockLinear
+from kvcellar.backends.torch.cpu.modules.blocks import BlockLinear
 from kvcellar.backends.torch.load import counting
 from kvcellar.backends.torch.load import gguf as gguf_weights
 from kvcellar.kernel import levels

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUTanh
 
-from kvcellar.backends.torch.cpu.parts import read_eps
-from kvcellar.backends.torch.cpu.sorted_experts import find_sorted
+from kvcellar.backends.torch.cpu.modules.parts import read_eps
+from kvcellar.backends.torch.cpu.modules.sorted_experts import find_sorted
 
 
 def rewrite(model: Any) -> None:

@@ -19,9 +19,9 @@ import transformers
 from kvcellar.backends.torch.adapters.placing import linear_sizes
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
 from kvcellar.backends.torch.bind.binding import bind_network
-from kvcellar.backends.torch.cpu.blocks import Kept
 from kvcellar.backends.torch.cpu.hold import Held
-from kvcellar.backends.torch.cpu.linears import codes_weights, reads_weights
+from kvcellar.backends.torch.cpu.modules.blocks import Kept
+from kvcellar.backends.torch.cpu.modules.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.gpu.choice import is_gpu
 from kvcellar.backends.torch.gpu.compiled import keep_compiled
 from kvcellar.backends.torch.gpu.transfer.pinned import use_pinned_memory

@@ -13,8 +13,8 @@ from torch import nn
 
 from kvcellar.backends.torch.bind.latent import LatentLinear
 from kvcellar.backends.torch.cpu.holdable import linear_of
-from kvcellar.backends.torch.cpu.parts import AttentionPart, LayerPart, MlpPart, Part, Parts
-from kvcellar.backends.torch.cpu.recurrent import MixerPart
+from kvcellar.backends.torch.cpu.modules.parts import AttentionPart, LayerPart, MlpPart, Part, Parts
+from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
 
 Sizes = Mapping[str, tuple[int, int]]
 """Inputs and outputs of linear layers, by name."""

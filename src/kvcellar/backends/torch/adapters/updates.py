@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.adapters.placing import Sizes, place_of
 from kvcellar.backends.torch.bind.active_adapters import Active, Rows, is_active, rows_for
-from kvcellar.backends.torch.cpu.parts import Parts
+from kvcellar.backends.torch.cpu.modules.parts import Parts
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.adapters import WEIGHTS, Adapter
 from kvcellar.models.files.checkpoint import few

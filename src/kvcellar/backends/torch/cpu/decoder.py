@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.bind.positions import RopeLength
 from kvcellar.backends.torch.cache.forward import can_run, compiled_steps, pools_of
 from kvcellar.backends.torch.cache.kernel import address_of
-from kvcellar.backends.torch.cpu.blocks import BlockLinear
 from kvcellar.backends.torch.cpu.find.finding import PartFinder
 from kvcellar.backends.torch.cpu.find.trial import IDS, LinearStandIn, ModuleCall, Trial
-from kvcellar.backends.torch.cpu.layers import KernelEmbedding, KernelLayer, KernelNorm
-from kvcellar.backends.torch.cpu.linears import KernelLinear
-from kvcellar.backends.torch.cpu.parts import AttentionPart, LayerPart, NormPart, Parts
-from kvcellar.backends.torch.cpu.rotations import Rotations
+from kvcellar.backends.torch.cpu.modules.blocks import BlockLinear
+from kvcellar.backends.torch.cpu.modules.layers import KernelEmbedding, KernelLayer, KernelNorm
+from kvcellar.backends.torch.cpu.modules.linears import KernelLinear
+from kvcellar.backends.torch.cpu.modules.parts import AttentionPart, LayerPart, NormPart, Parts
+from kvcellar.backends.torch.cpu.modules.rotations import Rotations
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 

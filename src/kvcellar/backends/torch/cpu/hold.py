@@ -14,13 +14,6 @@ from torch import nn
 
 from kvcellar.backends.torch.bind.mixers import Mixer
 from kvcellar.backends.torch.cache.memory import Arena, give_back
-from kvcellar.backends.torch.cpu.blocks import (
-    BlockLinear,
-    Kept,
-    Placer,
-    fitted,
-    unread_of,
-)
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.cpu.find.finding import PartFinder, outermost
 from kvcellar.backends.torch.cpu.holdable import (
@@ -30,14 +23,21 @@ from kvcellar.backends.torch.cpu.holdable import (
     linear_of,
 )
 from kvcellar.backends.torch.cpu.kept import keep_parts, key_of, read_parts
-from kvcellar.backends.torch.cpu.layers import (
+from kvcellar.backends.torch.cpu.modules.blocks import (
+    BlockLinear,
+    Kept,
+    Placer,
+    fitted,
+    unread_of,
+)
+from kvcellar.backends.torch.cpu.modules.layers import (
     Beside,
     KernelEmbedding,
     KernelLayer,
     join,
     join_biases,
 )
-from kvcellar.backends.torch.cpu.linears import (
+from kvcellar.backends.torch.cpu.modules.linears import (
     EXPANDED,
     Expanded,
     KernelLinear,
@@ -45,10 +45,10 @@ from kvcellar.backends.torch.cpu.linears import (
     codes_well,
     torch_multiplies_bf16,
 )
-from kvcellar.backends.torch.cpu.mixtures import hold_experts, n_numbers
-from kvcellar.backends.torch.cpu.parts import LayerPart, Part, Parts, build
+from kvcellar.backends.torch.cpu.modules.mixtures import hold_experts, n_numbers
+from kvcellar.backends.torch.cpu.modules.parts import LayerPart, Part, Parts, build
+from kvcellar.backends.torch.cpu.modules.sorted_experts import hold_sorted_experts
 from kvcellar.backends.torch.cpu.planning import plan_of
-from kvcellar.backends.torch.cpu.sorted_experts import hold_sorted_experts
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
 from kvcellar.models.facts import ModelFacts

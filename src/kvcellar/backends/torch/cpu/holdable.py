@@ -22,8 +22,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from kvcellar.backends.torch.cpu.mixtures import matrices_of_experts, mixtures
-from kvcellar.backends.torch.cpu.sorted_experts import sorted_matrices
+from kvcellar.backends.torch.cpu.modules.mixtures import matrices_of_experts, mixtures
+from kvcellar.backends.torch.cpu.modules.sorted_experts import sorted_matrices
 from kvcellar.models.weights import BLOCK, Matrix
 
 _SIZES = (0.01, 1.0, 1000.0)

@@ -17,7 +17,7 @@ import xxhash
 from torch import nn
 
 from kvcellar.backends.torch.cpu.decoder import Whole
-from kvcellar.backends.torch.cpu.parts import (
+from kvcellar.backends.torch.cpu.modules.parts import (
     AttentionPart,
     LayerPart,
     MlpPart,
@@ -25,8 +25,8 @@ from kvcellar.backends.torch.cpu.parts import (
     Part,
     Parts,
 )
-from kvcellar.backends.torch.cpu.recurrent import MixerPart
-from kvcellar.backends.torch.cpu.rotations import Rotation
+from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation
 from kvcellar.models.known import keep, read_kept
 from kvcellar.models.plans.plan import ModelPlan
 

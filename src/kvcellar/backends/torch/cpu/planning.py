@@ -26,10 +26,10 @@ from kvcellar.backends.torch.cpu.find.trial import (
     ModuleCall,
     Trial,
 )
-from kvcellar.backends.torch.cpu.mixtures import find_gate
-from kvcellar.backends.torch.cpu.parts import MlpPart, read_eps
+from kvcellar.backends.torch.cpu.modules.mixtures import find_gate
+from kvcellar.backends.torch.cpu.modules.parts import MlpPart, read_eps
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation, possible_rotations
 from kvcellar.backends.torch.cpu.planning_mixtures import find_mixture
-from kvcellar.backends.torch.cpu.rotations import Rotation, possible_rotations
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.plans.plan import (
     GELU_TANH,

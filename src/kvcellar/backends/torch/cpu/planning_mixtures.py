@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.cpu.find.trial import AnyExperts, LinearStandIn, Trial
-from kvcellar.backends.torch.cpu.mixtures import find_experts, is_mixture
-from kvcellar.backends.torch.cpu.routed import RecordingExperts
+from kvcellar.backends.torch.cpu.modules.mixtures import find_experts, is_mixture
+from kvcellar.backends.torch.cpu.modules.routed import RecordingExperts
 from kvcellar.models.plans.plan import Gate
 
 _ROWS = 64

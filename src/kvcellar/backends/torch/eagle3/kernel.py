@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.forward import can_plan, compiled_steps, pools_of
 from kvcellar.backends.torch.cache.kernel import address_of
-from kvcellar.backends.torch.cpu.linears import pack
+from kvcellar.backends.torch.cpu.modules.linears import pack
 from kvcellar.backends.torch.eagle3.weights import Eagle3Weights
 from kvcellar.kernel import attend, layers, levels, linear
 from kvcellar.models.weights import can_pack

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.cpu.blocks import (
+from kvcellar.backends.torch.cpu.modules.blocks import (
     Kept,
     Stored,
     StoredAffine,

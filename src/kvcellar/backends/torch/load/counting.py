@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.backends.torch.bind.latent import bind_latents
-from kvcellar.backends.torch.cpu.blocks import Kept, placed_bytes
 from kvcellar.backends.torch.cpu.holdable import matrices_of
-from kvcellar.backends.torch.cpu.linears import reads_weights
+from kvcellar.backends.torch.cpu.modules.blocks import Kept, placed_bytes
+from kvcellar.backends.torch.cpu.modules.linears import reads_weights
 from kvcellar.backends.torch.load.affine_blocks import StoredMatrix, kept_of
 from kvcellar.backends.torch.load.gguf import blocks_of
 from kvcellar.backends.torch.load.networks import empty_networks

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.cpu.blocks import Kept, StoredBlocks, StoredExperts
-from kvcellar.backends.torch.cpu.mixtures import matrices_of_experts, mixtures
+from kvcellar.backends.torch.cpu.modules.blocks import Kept, StoredBlocks, StoredExperts
+from kvcellar.backends.torch.cpu.modules.mixtures import matrices_of_experts, mixtures
 from kvcellar.backends.torch.load.gguf_names import Stored, Turn, stored_as
 from kvcellar.backends.torch.load.stored import PlainTensor
 from kvcellar.errors import ModelError

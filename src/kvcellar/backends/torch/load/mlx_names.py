@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.cpu.mixtures import mixtures
+from kvcellar.backends.torch.cpu.modules.mixtures import mixtures
 from kvcellar.errors import ModelError
 
 _STACKED = re.compile(r"\.(switch_mlp|experts|switch_glu)\.(gate|up|down)_proj\.(weight|bias)$")

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.cpu.mixtures import reads_shipped
+from kvcellar.backends.torch.cpu.modules.mixtures import reads_shipped
 from kvcellar.backends.torch.load.recurrent_kernels import choose_by_device
 from kvcellar.backends.torch.load.weights import load_weights
 from kvcellar.errors import ModelError

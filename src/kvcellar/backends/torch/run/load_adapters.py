@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcellar.backends.torch.adapters.placing import Sizes, linear_sizes
 from kvcellar.backends.torch.adapters.updates import Adapters, check_run, hang_updates, named_in
-from kvcellar.backends.torch.cpu.parts import Parts
+from kvcellar.backends.torch.cpu.modules.parts import Parts
 from kvcellar.backends.torch.load.networks import empty_network
 from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.models.adapters import Adapter, read_adapter

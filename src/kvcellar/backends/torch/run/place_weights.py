@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcellar.backends.torch.cpu.blocks import Kept
 from kvcellar.backends.torch.cpu.hold import Held, hold_mixers, hold_weights
-from kvcellar.backends.torch.cpu.parts import Parts
+from kvcellar.backends.torch.cpu.modules.blocks import Kept
+from kvcellar.backends.torch.cpu.modules.parts import Parts
 from kvcellar.backends.torch.gpu.choice import is_gpu
 from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.cache_config import make_config

@@ -30,7 +30,7 @@ from kvcellar.backends.torch.cpu.find.trial import (
     recorded,
     run,
 )
-from kvcellar.backends.torch.cpu.parts import (
+from kvcellar.backends.torch.cpu.modules.parts import (
     AttentionPart,
     LayerPart,
     MlpPart,
@@ -40,8 +40,8 @@ from kvcellar.backends.torch.cpu.parts import (
     read_eps,
     read_weight,
 )
-from kvcellar.backends.torch.cpu.recurrent import KernelMixer, MixerPart
-from kvcellar.backends.torch.cpu.rotations import possible_rotations
+from kvcellar.backends.torch.cpu.modules.recurrent import KernelMixer, MixerPart
+from kvcellar.backends.torch.cpu.modules.rotations import possible_rotations
 from kvcellar.errors import ConfigError
 
 

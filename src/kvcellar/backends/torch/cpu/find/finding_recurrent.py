@@ -21,7 +21,7 @@ from kvcellar.backends.torch.bind.mixers import Mixer, time_limit_of
 from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.cache.state_pools import Stretches
 from kvcellar.backends.torch.cpu.find.trial import LinearStandIn, Recorder, Trial, recorded
-from kvcellar.backends.torch.cpu.recurrent import KernelMixer, MixerPart
+from kvcellar.backends.torch.cpu.modules.recurrent import KernelMixer, MixerPart
 from kvcellar.kernel import levels
 from kvcellar.kernel import recurrent as native
 from kvcellar.states import NO_SLOT, Advance

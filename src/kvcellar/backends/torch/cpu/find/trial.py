@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.bind.positions import Positions
-from kvcellar.backends.torch.cpu.mixtures import is_mixture
+from kvcellar.backends.torch.cpu.modules.mixtures import is_mixture
 from kvcellar.registry import use_cache
 
 IDS = (3, 1, 7, 5)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.cpu.blocks import Kept, fitted, unread_of
 from kvcellar.backends.torch.cpu.find.finding import outermost
 from kvcellar.backends.torch.cpu.hold import Held, beside_experts, find_parts, names_of
 from kvcellar.backends.torch.cpu.holdable import held_embeddings, held_linears, linear_of
-from kvcellar.backends.torch.cpu.layers import join_biases
-from kvcellar.backends.torch.cpu.mixtures import (
+from kvcellar.backends.torch.cpu.modules.blocks import Kept, fitted, unread_of
+from kvcellar.backends.torch.cpu.modules.layers import join_biases
+from kvcellar.backends.torch.cpu.modules.mixtures import (
     SILU,
     ExpertRows,
     FoundExperts,
@@ -24,9 +24,9 @@ from kvcellar.backends.torch.cpu.mixtures import (
     n_numbers,
     replace_experts,
 )
-from kvcellar.backends.torch.cpu.parts import Kinds, Part, build
-from kvcellar.backends.torch.cpu.recurrent import MixerPart
-from kvcellar.backends.torch.cpu.sorted_experts import replace_sorted
+from kvcellar.backends.torch.cpu.modules.parts import Kinds, Part, build
+from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
+from kvcellar.backends.torch.cpu.modules.sorted_experts import replace_sorted
 from kvcellar.backends.torch.gpu.weights.layers import CardAttention, CardLayer, CardMlp
 from kvcellar.backends.torch.gpu.weights.linears import (
     CardEmbedding,

@@ -13,9 +13,9 @@ import triton
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.bind.active_adapters import is_active
-from kvcellar.backends.torch.cpu.layers import KernelAttention, take_attributes
-from kvcellar.backends.torch.cpu.rotations import Rotation, Sides
-from kvcellar.backends.torch.cpu.routed import KernelMixture
+from kvcellar.backends.torch.cpu.modules.layers import KernelAttention, take_attributes
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation, Sides
+from kvcellar.backends.torch.cpu.modules.routed import KernelMixture
 from kvcellar.backends.torch.gpu.attend.launch import on_device
 from kvcellar.backends.torch.gpu.weights import between
 from kvcellar.backends.torch.gpu.weights.linears import CardLinear, CardNorm, gate

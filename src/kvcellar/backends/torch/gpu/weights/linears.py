@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.cpu.experts import HeldExperts, Rows, weighed
-from kvcellar.backends.torch.cpu.layers import HeldEmbedding
+from kvcellar.backends.torch.cpu.modules.experts import HeldExperts, Rows, weighed
+from kvcellar.backends.torch.cpu.modules.layers import HeldEmbedding
 from kvcellar.backends.torch.gpu.attend.launch import is_interpreted, on_device
 from kvcellar.backends.torch.gpu.attend.plans import rounded_up
 from kvcellar.backends.torch.gpu.weights import between, multiply

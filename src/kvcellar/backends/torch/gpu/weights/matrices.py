@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.cpu.blocks import Stored, StoredAffine
-from kvcellar.backends.torch.cpu.experts import ShippedWeights, StoredRows
+from kvcellar.backends.torch.cpu.modules.blocks import Stored, StoredAffine
+from kvcellar.backends.torch.cpu.modules.experts import ShippedWeights, StoredRows
 from kvcellar.kernel.blocks import INPUTS
 from kvcellar.models.weights import SHARED
 

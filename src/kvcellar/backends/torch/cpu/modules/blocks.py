@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.cache.memory import Arena
-from kvcellar.backends.torch.cpu.linears import FEW_PACKED
+from kvcellar.backends.torch.cpu.modules.linears import FEW_PACKED
 from kvcellar.kernel import blocks, layers, levels
 from kvcellar.kernel import linear as native
 from kvcellar.models.weights import FITTED_INPUTS

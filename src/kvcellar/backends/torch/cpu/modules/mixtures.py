@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.cache.memory import Arena
-from kvcellar.backends.torch.cpu.blocks import StoredExperts
-from kvcellar.backends.torch.cpu.experts import (
+from kvcellar.backends.torch.cpu.modules.blocks import StoredExperts
+from kvcellar.backends.torch.cpu.modules.experts import (
     MXFP4,
     STORED,
     ExpertWeights,
@@ -27,7 +27,7 @@ from kvcellar.backends.torch.cpu.experts import (
     ShippedWeights,
     StoredRows,
 )
-from kvcellar.backends.torch.cpu.linears import codes_well
+from kvcellar.backends.torch.cpu.modules.linears import codes_well
 from kvcellar.kernel import experts as native
 from kvcellar.models.weights import FILE, GROUP, Matrix, bits_of, can_pack, is_packed
 

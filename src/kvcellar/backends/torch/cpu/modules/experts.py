@@ -3,8 +3,8 @@
 transformers keeps a mixture's experts as parameters of three dimensions and asks a function, which
 a config names, to run them. Here that function is the kernel's: one call for a layer, which reads
 each chosen expert once for all tokens that chose it. What lies between the two products is found by
-trying (:mod:`kvcellar.backends.torch.cpu.mixtures`); what is none of the kernel's gates stays
-torch's.
+trying (:mod:`kvcellar.backends.torch.cpu.modules.mixtures`); what is none of the kernel's gates
+stays torch's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
 from kvcellar.backends.torch.cache.memory import Arena
-from kvcellar.backends.torch.cpu.blocks import (
+from kvcellar.backends.torch.cpu.modules.blocks import (
     Placer,
     StoredExperts,
     place,
     placed_bytes,
     weights_at,
 )
-from kvcellar.backends.torch.cpu.linears import FEW_BF16, torch_multiplies_bf16
+from kvcellar.backends.torch.cpu.modules.linears import FEW_BF16, torch_multiplies_bf16
 from kvcellar.kernel import experts as native
 from kvcellar.kernel import linear
 from kvcellar.models.weights import BLOCK, GROUP, SHARED, coded_bytes

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from kvcellar.backends.torch.bind.mixers import Mixer, begin_states
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
-from kvcellar.backends.torch.cpu.layers import take_attributes
+from kvcellar.backends.torch.cpu.modules.layers import take_attributes
 from kvcellar.errors import BackendError
 from kvcellar.kernel import recurrent as native
 from kvcellar.registry import active_cache

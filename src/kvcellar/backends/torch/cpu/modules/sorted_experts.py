@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.cache.memory import Arena
-from kvcellar.backends.torch.cpu.experts import HeldExperts, Rows
-from kvcellar.backends.torch.cpu.mixtures import (
+from kvcellar.backends.torch.cpu.modules.experts import HeldExperts, Rows
+from kvcellar.backends.torch.cpu.modules.mixtures import (
     APART,
     ExpertRows,
     FoundExperts,

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.cpu.layers import (
+from kvcellar.backends.torch.cpu.modules.layers import (
     KernelAttention,
     KernelLayer,
     KernelMlp,
     KernelNorm,
 )
-from kvcellar.backends.torch.cpu.recurrent import KernelMixer, MixerPart
-from kvcellar.backends.torch.cpu.rotations import Rotation
-from kvcellar.backends.torch.cpu.routed import KernelMixture
+from kvcellar.backends.torch.cpu.modules.recurrent import KernelMixer, MixerPart
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation
+from kvcellar.backends.torch.cpu.modules.routed import KernelMixture
 
 MakeLinear = Callable[[Sequence[nn.Module]], nn.Module]
 """Makes one layer of several whose outputs are to lie one behind the other."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
-from kvcellar.backends.torch.cpu.experts import KernelExperts
-from kvcellar.backends.torch.cpu.mixtures import HELD, mixtures
+from kvcellar.backends.torch.cpu.modules.experts import KernelExperts
+from kvcellar.backends.torch.cpu.modules.mixtures import HELD, mixtures
 from kvcellar.kernel import experts as native
 from kvcellar.kernel import linear
 

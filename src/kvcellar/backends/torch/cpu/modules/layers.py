@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.bind.active_adapters import is_active
 from kvcellar.backends.torch.cache.kernel import address_of, dtype_of
-from kvcellar.backends.torch.cpu.rotations import Rotation
-from kvcellar.backends.torch.cpu.routed import KernelMixture
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation
+from kvcellar.backends.torch.cpu.modules.routed import KernelMixture
 from kvcellar.kernel import layers as native
 
 
