@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parent))
 from harness import alternate, median_ms, median_ratio, run
 
 import kvcellar as kv
-from kvcellar.backends.mlx.learning import Learnt, learn
+from kvcellar.backends.mlx.learn.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 
 VOCAB, N_KV_HEADS, DIM = 1024, 4, 64

@@ -271,7 +271,7 @@ class MlxInSmallPieces(MlxAdapter):
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        from kvcellar.backends.mlx import attention, caches
+        from kvcellar.backends.mlx.cache import attention, caches
         from kvcellar.bookkeeping.layouts import reads
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:

@@ -15,8 +15,8 @@ from kvcellar.states import NO_SLOT, Advance, StateGroup, StatePlan, StateShape
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'kvcellar[mlx]'")
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'kvcellar[mlx]'")
 
-from kvcellar.backends.mlx.mixing import batches_of  # noqa: E402
-from kvcellar.backends.mlx.state_pools import StatePools  # noqa: E402
+from kvcellar.backends.mlx.bind.mixing import batches_of  # noqa: E402
+from kvcellar.backends.mlx.cache.state_pools import StatePools  # noqa: E402
 from tests.backends.test_mlx_memory import growth_of  # noqa: E402
 
 SHAPE = (16, 64, 64)

@@ -149,7 +149,7 @@ def test_the_engines_thread_and_others_take_turns(demo: Any, wanted: Any) -> Non
 
 
 def test_a_forward_that_raised_leaves_the_cache_as_it_was(demo: Any, monkeypatch: Any) -> None:
-    from kvcellar.backends.mlx.caches import MlxSeqCache
+    from kvcellar.backends.mlx.cache.caches import MlxSeqCache
 
     with MAKERS["cells"](demo.params, CAPACITY) as session:
         cache, runner = session.cache, demo.bind(session)

@@ -18,7 +18,7 @@ mlx_nn = pytest.importorskip("mlx.nn")
 
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
-from kvcellar.backends.mlx.learning import learn  # noqa: E402
+from kvcellar.backends.mlx.learn.learning import learn  # noqa: E402
 from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402
 from tests.models.mlx_families import (  # noqa: E402
     BAICHUAN,
@@ -143,7 +143,7 @@ def test_a_window_that_mlx_lm_does_not_know_is_the_caches() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "glm4_moe_lite"])
 def test_a_model_is_checked_beside_mlx_lm(family: str, monkeypatch: Any) -> None:
     from kvcellar.backends.mlx import checking
-    from kvcellar.backends.mlx.binding import Forward
+    from kvcellar.backends.mlx.bind.binding import Forward
 
     model, learnt = model_of(family)
     verdict = checking.check_network(model, learnt, family)

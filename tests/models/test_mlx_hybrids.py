@@ -13,11 +13,11 @@ import kvcellar as kv
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'kvcellar[mlx]'")
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'kvcellar[mlx]'")
 
+from kvcellar.backends.mlx.bind.state_layers import StateLayer  # noqa: E402
+from kvcellar.backends.mlx.cache.state_pools import StatePools  # noqa: E402
 from kvcellar.backends.mlx.checking import check_network  # noqa: E402
-from kvcellar.backends.mlx.learning import learn  # noqa: E402
+from kvcellar.backends.mlx.learn.learning import learn  # noqa: E402
 from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402
-from kvcellar.backends.mlx.state_layers import StateLayer  # noqa: E402
-from kvcellar.backends.mlx.state_pools import StatePools  # noqa: E402
 from tests.models.mlx_families import make_model  # noqa: E402
 from tests.models.mlx_hybrids import HYBRIDS  # noqa: E402
 from tests.models.test_mlx_families import (  # noqa: E402

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import DynamicCache  # noqa: E402
 
-from kvcellar.backends.mlx.learning import learn  # noqa: E402
+from kvcellar.backends.mlx.learn.learning import learn  # noqa: E402
 from kvcellar.backends.mlx.loading import load_weights  # noqa: E402
 from kvcellar.backends.mlx.loading import model_facts as mlx_facts  # noqa: E402
 from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402

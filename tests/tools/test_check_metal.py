@@ -37,7 +37,7 @@ def test_the_checks_hold_on_a_cpu() -> None:
 
 
 def test_a_check_that_fails_is_a_verdict(script: Any, monkeypatch: Any, capsys: Any) -> None:
-    from kvcellar.backends.mlx import attention
+    from kvcellar.backends.mlx.cache import attention
 
     real = attention.mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(sys, "argv", ["check_metal", "--cpu", "--only=attention_equals_numpy"])

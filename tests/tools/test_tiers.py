@@ -32,7 +32,7 @@ def test_every_path_of_a_tier_exists_and_it_has_tests(name: str):
     ("files", "tiers"),
     [
         ([], set()),
-        (["src/kvcellar/backends/mlx/pools.py"], {"mlx"}),
+        (["src/kvcellar/backends/mlx/cache/pools.py"], {"mlx"}),
         (["tests/models/test_mlx_families.py"], {"mlx"}),
         (["src/kvcellar/backends/torch/gpu/attend/launch.py", "docs/tour.md"], {"gpu", "docs"}),
         (["src/kvcellar/backends/torch/gpu/choice.py"], None),

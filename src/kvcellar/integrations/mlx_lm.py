@@ -27,9 +27,9 @@ import mlx.core as mx
 from mlx_lm.models import cache as theirs
 from mlx_lm.models.base import create_causal_mask
 
-from kvcellar.backends.mlx.attention import joined
-from kvcellar.backends.mlx.codecs import FLOAT_DTYPES, Quantised, Stored
-from kvcellar.backends.mlx.run import MlxRunCache
+from kvcellar.backends.mlx.cache.attention import joined
+from kvcellar.backends.mlx.cache.codecs import FLOAT_DTYPES, Quantised, Stored
+from kvcellar.backends.mlx.cache.run import MlxRunCache
 from kvcellar.cache_config import make_config
 from kvcellar.errors import ConfigError, RewindError
 from kvcellar.kv_dtype import GROUP_SIZES, KvDtype

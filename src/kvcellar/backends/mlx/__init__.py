@@ -2,12 +2,12 @@
 
 Imports MLX and mlx-lm; nothing of torch comes in.
 
-Start in ``caches.py``.
+Start in ``cache/caches.py``.
 """
 
 from __future__ import annotations
 
-from kvcellar.backends.mlx.caches import (
+from kvcellar.backends.mlx.cache.caches import (
     MlxContiguousCache,
     MlxPagedCache,
     MlxSeqCache,

@@ -12,7 +12,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvcellar.backends.mlx.learning import Learnt
+from kvcellar.backends.mlx.learn.learning import Learnt
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import TOLERANCE, VERSION, CheckVerdict, Subject, compare, kinds_of

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
+from kvcellar.backends.mlx.cache.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.words import empty_model
 from kvcellar.errors import ModelError
 from kvcellar.models.files.checkpoint import few

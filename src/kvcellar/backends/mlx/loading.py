@@ -13,10 +13,10 @@ import mlx_lm
 import mlx_lm.utils
 from mlx_lm.models.rope_utils import YarnRoPE
 
+from kvcellar.backends.mlx.cache.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.checking import check_network, versions
-from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.gguf import pick_dtype, read_network
-from kvcellar.backends.mlx.learning import Learnt, learn
+from kvcellar.backends.mlx.learn.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
 from kvcellar.errors import BackendError, ConfigError, ModelError

@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvcellar.backends.mlx.binding import Forward, Running, bind_features
-from kvcellar.backends.mlx.learning import Learnt
+from kvcellar.backends.mlx.bind.binding import Forward, Running, bind_features
+from kvcellar.backends.mlx.learn.learning import Learnt
 from kvcellar.errors import ConfigError
 from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession

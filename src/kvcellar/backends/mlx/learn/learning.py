@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as theirs
 
-from kvcellar.backends.mlx.binding import (
+from kvcellar.backends.mlx.bind.binding import (
     Forward,
     LayerCache,
     Running,
@@ -30,9 +30,9 @@ from kvcellar.backends.mlx.binding import (
     bind_head,
     bind_mixers,
 )
-from kvcellar.backends.mlx.learning_states import learn_states
-from kvcellar.backends.mlx.recording import FAR, WAY_OUT, ModuleCall, Record, n_read, traced
-from kvcellar.backends.mlx.state_layers import StateLayer
+from kvcellar.backends.mlx.bind.state_layers import StateLayer
+from kvcellar.backends.mlx.learn.learning_states import learn_states
+from kvcellar.backends.mlx.learn.recording import FAR, WAY_OUT, ModuleCall, Record, n_read, traced
 from kvcellar.errors import ModelError
 from kvcellar.models.facts import LayerFacts, ModelFacts, Rope, StateFacts
 from kvcellar.types import ModelCacheParams

@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 
 from kvcellar.backends.host_rows import GroupParts, RowMoves, slots_of
-from kvcellar.backends.mlx import host_rows
-from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
-from kvcellar.backends.mlx.codecs import rotate, rotate_queries
-from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_rows
-from kvcellar.backends.mlx.state_pools import GivenStates, StatePools, States
+from kvcellar.backends.mlx.cache import host_rows
+from kvcellar.backends.mlx.cache.attention import Part, Segment, attend, attend_run
+from kvcellar.backends.mlx.cache.codecs import rotate, rotate_queries
+from kvcellar.backends.mlx.cache.pools import ExactPool, Pool, PrefixedPool, frozen_rows
+from kvcellar.backends.mlx.cache.state_pools import GivenStates, StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.cells.exact import BASE, exact_cells, layer_plan

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from kvcellar.backends.mlx.codecs import Codec, Parts, Stored, make_codec
+from kvcellar.backends.mlx.cache.codecs import Codec, Parts, Stored, make_codec
 from kvcellar.bookkeeping.cells.exact import BASE
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import FROZEN, CacheConfig

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as theirs
 
-from kvcellar.backends.mlx.binding import Fetched, become, subclass
+from kvcellar.backends.mlx.bind.binding import Fetched, become, subclass
 from kvcellar.errors import ModelError
 
 FAR = (1 << 20) + 37

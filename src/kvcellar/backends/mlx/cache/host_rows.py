@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.host_rows import GroupParts, check_rows, empty_rows
-from kvcellar.backends.mlx.pools import Pool, PoolSide
+from kvcellar.backends.mlx.cache.pools import Pool, PoolSide
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import IntArray, LayerGroup, runs_of
 

@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as theirs
 
-from kvcellar.backends.mlx.state_layers import StateLayer
-from kvcellar.backends.mlx.state_pools import StatePools
+from kvcellar.backends.mlx.bind.state_layers import StateLayer
+from kvcellar.backends.mlx.cache.state_pools import StatePools
 from kvcellar.states import NO_SLOT, Advance, StatePlan
 from kvcellar.types import IntArray
 

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from kvcellar.backends.mlx.caches import MlxCache
-from kvcellar.backends.mlx.mixing import Batches, MixerCache, batches_of, mixing
-from kvcellar.backends.mlx.state_layers import StateLayer
-from kvcellar.backends.mlx.state_pools import StatePools
+from kvcellar.backends.mlx.bind.mixing import Batches, MixerCache, batches_of, mixing
+from kvcellar.backends.mlx.bind.state_layers import StateLayer
+from kvcellar.backends.mlx.cache.caches import MlxCache
+from kvcellar.backends.mlx.cache.state_pools import StatePools
 from kvcellar.errors import ConfigError
 from kvcellar.states import StatePlan
 from kvcellar.types import IntArray

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kvcellar.backends.mlx.codecs import Quantised, Stored
+from kvcellar.backends.mlx.cache.codecs import Quantised, Stored
 from kvcellar.types import AttendKind
 
 FEW_QUERIES = 8

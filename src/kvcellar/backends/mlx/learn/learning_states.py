@@ -15,8 +15,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta
 
-from kvcellar.backends.mlx.recording import WAY_OUT, ModuleCall, Record, Use
-from kvcellar.backends.mlx.state_layers import Held, State, StateLayer
+from kvcellar.backends.mlx.bind.state_layers import Held, State, StateLayer
+from kvcellar.backends.mlx.learn.recording import WAY_OUT, ModuleCall, Record, Use
 from kvcellar.errors import ModelError
 
 _DELTA_RULES = (

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvcellar.backends.mlx.attention import joined
-from kvcellar.backends.mlx.caches import MlxContiguousCache
-from kvcellar.backends.mlx.codecs import Stored, rotate
-from kvcellar.backends.mlx.pools import ExactPool
+from kvcellar.backends.mlx.cache.attention import joined
+from kvcellar.backends.mlx.cache.caches import MlxContiguousCache
+from kvcellar.backends.mlx.cache.codecs import Stored, rotate
+from kvcellar.backends.mlx.cache.pools import ExactPool
 from kvcellar.bookkeeping.layouts.reads import whole_reads
 from kvcellar.cache_config import CacheConfig
 from kvcellar.types import Run
