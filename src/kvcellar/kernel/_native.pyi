@@ -147,7 +147,7 @@ class Pool:
             v: where V lies.
             block_size: cells of a block; 0: all cells at one stride.
             exact: a pool of float rows, of as many heads and numbers. Runs of reads that start
-                at ``bookkeeping.exact.BASE`` or later are its cells, counted from there. Writes
+                at ``bookkeeping.cells.exact.BASE`` or later are its cells, counted from there. Writes
                 never go to it: a plan of their own does those.
 
         Raises:

@@ -204,7 +204,7 @@ void bind_attend(nb::module_& m) {
           "    v: where V lies.\n"
           "    block_size: cells of a block; 0: all cells at one stride.\n"
           "    exact: a pool of float rows, of as many heads and numbers. Runs of reads that start\n"
-          "        at ``bookkeeping.exact.BASE`` or later are its cells, counted from there. Writes\n"
+          "        at ``bookkeeping.cells.exact.BASE`` or later are its cells, counted from there. Writes\n"
           "        never go to it: a plan of their own does those.\n\n"
           "Raises:\n"
           "    ConfigError: an exact pool of other rows.")

@@ -40,7 +40,7 @@ struct Side {
 };
 
 // Runs of reads from this index on are cells of the pool's exact one, counted from there. The same
-// number as kvcellar.bookkeeping.exact.BASE; no run has cells of both.
+// number as kvcellar.bookkeeping.cells.exact.BASE; no run has cells of both.
 constexpr int64_t kExactBase = int64_t{1} << 40;
 
 // One layer's K and V. `block_size` 0: all cells at one stride.
