@@ -19,7 +19,7 @@ from typing import Any
 from harness import run
 
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.views import TurnRecord
 from kvcellar.history import History
 from kvcellar.store import ModelKey, RowLayout, Store
@@ -67,7 +67,7 @@ def measure_disk(folder: Path, n: int) -> float:
 async def measure_turns(store: Store, n: int, n_turns: int) -> tuple[float, list[float]]:
     """Return milliseconds of the first turn behind so many tokens, and of those that follow."""
     publisher = Publisher(store)
-    agent = Agent(f"agent-{n}", "model", KEY)
+    agent = AgentRecord(f"agent-{n}", "model", KEY)
     agent.tokens = History(range(n))
     agent.messages = tuple(message(i) for i in range(n // 150))
     agent.advance()

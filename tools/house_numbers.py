@@ -76,10 +76,6 @@ class House:
         return {name: count for name, count in self.files.items() if count > LONG_FILE}
 
 
-STILL_TWICE = {"Agent", "Form", "Side", "ToolCall"}
-"""Class names that stand for two things and wait for better ones. This list only shrinks."""
-
-
 def unlike_twins(twice: Mapping[str, list[str]]) -> set[str]:
     """Return the class names that stand for two things, by the modules that define each.
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvcellar.agents import RULES, PlannedTurn, Turn, check_template
 from kvcellar.agents.planning import plan_turn
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.engine import SamplingParams
 from kvcellar.history import History
 from kvcellar.hosting.messages import Messages, match_key
@@ -383,7 +383,7 @@ def planned(
     """Plan a turn of messages for an agent that has a history."""
     host = make_host(tokenizer=tokenizer or Thinking())
     host.service.close()
-    agent = Agent("a", host.name, host.key, History(tokens), Messages(known))
+    agent = AgentRecord("a", host.name, host.key, History(tokens), Messages(known))
     return plan_turn(Turn("a", messages=messages), agent, host, (), **more)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.families import partings
 from kvcellar.history import History
 from tests.agents.fakes import manager, run, turn
@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=8)
 def family(histories, parents):
     agents = []
     for i, (tokens, parent) in enumerate(zip(histories, parents, strict=True)):
-        one = Agent(f"a{i}", "m", KEY, tokens=History(tokens), created_s=float(i))
+        one = AgentRecord(f"a{i}", "m", KEY, tokens=History(tokens), created_s=float(i))
         if i and parent is not None:
             above = agents[parent % i]
             one.parent, one.parent_created_s = above.name, above.created_s

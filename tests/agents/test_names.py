@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.names import derived_id
 from kvcellar.errors import AgentError, AgentNameError, StoreError, UnknownAgentError
 from tests.agents.fakes import manager, run, tokens_of, turn
@@ -49,7 +49,7 @@ def store_odd(agents: Any, agent_id: str) -> None:
     run(turn(agents, "even", "Hello"))
     agents.store.flush()
     even = agents.directory.agent("even")
-    odd = Agent(agent_id, even.model, even.key)
+    odd = AgentRecord(agent_id, even.model, even.key)
     odd.take(agents.store.get(even.name))
     agents.store.save(odd.name, odd.key, odd.tokens, metadata=odd.metadata()).wait()
 

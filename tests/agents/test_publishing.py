@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import Turn, publishing
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.checking import key_of
 from kvcellar.engine import SamplingParams
 from kvcellar.engine import service as service_module
@@ -171,9 +171,9 @@ def test_what_is_written_of_a_turn_is_put_together_by_the_writer_as_it_was_then(
     """However long the conversation, the engine's next step does not wait for its JSON."""
     made: list[tuple[str, int]] = []
     has_gone_on = threading.Event()
-    metadata = Agent.metadata
+    metadata = AgentRecord.metadata
 
-    def watched(agent: Agent) -> dict[str, Any]:
+    def watched(agent: AgentRecord) -> dict[str, Any]:
         thread = threading.current_thread().name
         if thread == WRITER:
             assert has_gone_on.wait(60)
@@ -183,7 +183,7 @@ def test_what_is_written_of_a_turn_is_put_together_by_the_writer_as_it_was_then(
     with manager(tmp_path) as agents:
         run(agents.lifecycle.create("a"))
         agents.store.flush()
-        monkeypatch.setattr(Agent, "metadata", watched)
+        monkeypatch.setattr(AgentRecord, "metadata", watched)
         for _ in range(2):
             run(turn(agents, "a", tokens=list(range(BLOCK_TOKENS))))
         has_gone_on.set()

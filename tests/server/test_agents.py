@@ -12,7 +12,7 @@ import pytest
 
 import kvcellar.agents.turn
 from kvcellar.agents import Turn
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.text.live_text import AnswerPieces, Begun, LiveText, Over
 from kvcellar.dialects import TextPart
 from kvcellar.engine import SamplingParams
@@ -180,7 +180,7 @@ def test_an_odd_name_of_before_is_listed_and_can_be_deleted(live):
     make(live, "even")
     agents = live.service.agents
     even = agents.directory.agent("even")
-    odd = Agent("../odd name", even.model, even.key)
+    odd = AgentRecord("../odd name", even.model, even.key)
     odd.take(agents.store.get(even.name))
     agents.store.save(odd.name, odd.key, odd.tokens, metadata=odd.metadata()).wait()
     assert odd.agent_id in {agent["id"] for agent in live.get("/v1/agents")["data"]}
@@ -577,7 +577,7 @@ def test_whoever_looks_on_hears_what_another_client_is_told(live, route):
 
 
 def test_whoever_comes_late_is_told_what_was_said_so_far():
-    late = Agent("late", "demo", make_key())
+    late = AgentRecord("late", "demo", make_key())
 
     async def look():
         text = LiveText()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import Turn
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.text.live_text import AnswerPieces, Begun, LiveText
 from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import DIALECTS, CallPart, ReasoningPart, TextPart, choose_dialect
@@ -187,7 +187,7 @@ def test_whoever_comes_late_is_told_the_parts_of_the_answer_so_far():
     reading = Reading(choose_dialect(QWEN), True, True, [TOOL], reads_calls=True)
 
     async def look() -> list[Any]:
-        text, agent = LiveText(), Agent("late", "scripted", make_key())
+        text, agent = LiveText(), AgentRecord("late", "scripted", make_key())
         with text.turn(agent, "Q?", reading):
             text.say("late", f"{THOUGHT}I lo")
             text.say("late", f"ok.\n{CALL[:50]}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcellar.agents.kv.residence import MIN_GAIN, BroughtBack
 from kvcellar.agents.planning import PlannedTurn
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.misses import Miss, explain, miss_beside
 from kvcellar.agents.records.views import Took
 from kvcellar.engine import FinishEvent
@@ -75,7 +75,7 @@ class TurnEnd:
 
 def miss_of(
     planned: PlannedTurn,
-    agent: Agent,
+    agent: AgentRecord,
     host: ModelHost,
     event: FinishEvent,
     back: BroughtBack,
@@ -100,7 +100,7 @@ def miss_of(
 
 
 def _miss_of_own(
-    planned: PlannedTurn, agent: Agent, host: ModelHost, event: FinishEvent, back: BroughtBack
+    planned: PlannedTurn, agent: AgentRecord, host: ModelHost, event: FinishEvent, back: BroughtBack
 ) -> Miss | None:
     """Return what was lost against the agent's own history."""
     before = agent.tokens
@@ -138,7 +138,7 @@ def _why_gone(host: ModelHost, back: BroughtBack, n_gone: int, n_cached: int) ->
 
 
 def _miss_beside(
-    planned: PlannedTurn, other: Agent, host: ModelHost, n_cached: int, rules: Collection[str]
+    planned: PlannedTurn, other: AgentRecord, host: ModelHost, n_cached: int, rules: Collection[str]
 ) -> Miss | None:
     """Return what a conversation's first turn lost against the agent that it came close to."""
     messages = planned.messages
@@ -151,7 +151,9 @@ def _miss_beside(
     return miss_beside(other.tokens, planned.prompt, n_cached, cause or "edited", host.tokenizer)
 
 
-def took_of(agent: Agent, event: FinishEvent, back: BroughtBack, started_s: float) -> Took | None:
+def took_of(
+    agent: AgentRecord, event: FinishEvent, back: BroughtBack, started_s: float
+) -> Took | None:
     """Return what a turn took, for the history; None where it never ran.
 
     Args:
@@ -175,7 +177,11 @@ def took_of(agent: Agent, event: FinishEvent, back: BroughtBack, started_s: floa
 
 
 def usage_of(
-    planned: PlannedTurn, agent: Agent, event: FinishEvent, back: BroughtBack, first_s: float | None
+    planned: PlannedTurn,
+    agent: AgentRecord,
+    event: FinishEvent,
+    back: BroughtBack,
+    first_s: float | None,
 ) -> AgentUsage:
     """Sum up what a turn took.
 

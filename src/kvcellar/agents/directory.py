@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvcellar.agents.external_changes import News, NewsReader
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.families import partings
 from kvcellar.agents.records.misses import Miss
 from kvcellar.agents.records.names import is_made_up, model_tag, reference_name, salt_of
@@ -44,7 +44,7 @@ class Directory:
         self._publisher = publisher
         self._reader = NewsReader(store, publisher)
         self._lock = threading.Lock()
-        self._agents: dict[str, Agent] = {}
+        self._agents: dict[str, AgentRecord] = {}
         self._claimed: set[str] = set()
         """Names of agents that are being made."""
         self._damaged: dict[str, AgentInfo] = {}
@@ -204,22 +204,22 @@ class Directory:
 
     # For those who work with agents ------------------------------------------------------------
 
-    def agents(self, model: str | None = None) -> list[Agent]:
+    def agents(self, model: str | None = None) -> list[AgentRecord]:
         """Return all agents that are known here, of one model or of any."""
         with self._lock:
             return [agent for agent in self._agents.values() if model in (None, agent.model)]
 
-    def known(self, agent_id: str, model: str | None = None) -> Agent | None:
+    def known(self, agent_id: str, model: str | None = None) -> AgentRecord | None:
         """Return the agent of that name; of several models', the one that was used last."""
         found = [agent for agent in self.agents(model) if agent.agent_id == agent_id]
         return max(found, key=lambda agent: agent.used_s, default=None)
 
-    def named(self, name: str) -> Agent | None:
+    def named(self, name: str) -> AgentRecord | None:
         """Return the agent whose history has that name in the store."""
         with self._lock:
             return self._agents.get(name)
 
-    def agent(self, agent_id: str, model: str | None = None) -> Agent:
+    def agent(self, agent_id: str, model: str | None = None) -> AgentRecord:
         """Return the agent of that name, as ``known`` does.
 
         Raises:
@@ -227,7 +227,7 @@ class Directory:
         """
         return self.known(agent_id, model) or self._nobody(agent_id, model)
 
-    async def find(self, agent_id: str, model: str | None = None) -> Agent:
+    async def find(self, agent_id: str, model: str | None = None) -> AgentRecord:
         """Return the agent of that name, after asking the store where none is known.
 
         Raises:
@@ -237,7 +237,7 @@ class Directory:
             await self.refresh(agent_id)
         return self.agent(agent_id, model)
 
-    def host_of(self, agent: Agent) -> ModelHost | None:
+    def host_of(self, agent: AgentRecord) -> ModelHost | None:
         """Return the host in whose cache the agent may be; None: its model is not in memory."""
         host = self._models.host(agent.model)
         if host is None:
@@ -245,7 +245,7 @@ class Directory:
         host = host.isolated(agent.key.salt)
         return host if host.key == agent.key else None
 
-    def info_of(self, agent: Agent, n_cached: int | None = None) -> AgentInfo:
+    def info_of(self, agent: AgentRecord, n_cached: int | None = None) -> AgentInfo:
         """Describe an agent to others, and whether its parent is still there."""
         info = agent.info(n_cached)
         if agent.parent is None:
@@ -253,7 +253,7 @@ class Directory:
         parent = self.named(agent.parent)
         return replace(info, is_parent_gone=parent is None or not agent.is_child_of(parent))
 
-    async def register(self, agent: Agent, host: ModelHost | None) -> None:
+    async def register(self, agent: AgentRecord, host: ModelHost | None) -> None:
         """Make a new agent known, once its state is saved: a save that fails leaves no name behind.
 
         Raises:
@@ -274,7 +274,7 @@ class Directory:
                 self.add(agent)
 
     @contextlib.contextmanager
-    def claimed_name(self, agent: Agent) -> Iterator[None]:
+    def claimed_name(self, agent: AgentRecord) -> Iterator[None]:
         """Keep an agent's name for it while it is made; nobody sees an agent of that name yet.
 
         Raises:
@@ -290,17 +290,17 @@ class Directory:
             with self._lock:
                 self._claimed.discard(agent.name)
 
-    def add(self, agent: Agent) -> None:
+    def add(self, agent: AgentRecord) -> None:
         """Make an agent known whose name is claimed for it."""
         with self._lock:
             self._agents[agent.name] = agent
 
-    def remove(self, agent: Agent) -> None:
+    def remove(self, agent: AgentRecord) -> None:
         """Forget an agent."""
         with self._lock:
             self._agents.pop(agent.name, None)
 
-    def on_model(self, agent: Agent, host: ModelHost) -> Agent:
+    def on_model(self, agent: AgentRecord, host: ModelHost) -> AgentRecord:
         """Return the agent of the same name on this model; a fresh one where there is none yet.
 
         Another model goes on from what was said to it. The same model as it is now (in another
@@ -310,7 +310,7 @@ class Directory:
         with self._lock:
             there = self._agents.get(name)
             if there is None:
-                there = self._agents[name] = Agent(agent.agent_id, host.name, host.key)
+                there = self._agents[name] = AgentRecord(agent.agent_id, host.name, host.key)
             elif not there.is_older_state_of(agent):
                 return there
             was, now = (key.layout.kv_dtype for key in (agent.key, host.key))
@@ -325,13 +325,13 @@ class Directory:
 
     # Inside ------------------------------------------------------------------------------------
 
-    def _read(self, agents: Sequence[Agent], agent_id: str | None) -> News:
+    def _read(self, agents: Sequence[AgentRecord], agent_id: str | None) -> News:
         """Read what the store has beyond these agents, after asking other machines. For threads."""
         if self._store.shared is not None:
             self._store.shared.pull_all(agent_id)
         return self._reader.read(agents)
 
-    def _by_use(self) -> list[Agent]:
+    def _by_use(self) -> list[AgentRecord]:
         """Return all agents that are known here, the least recently used first."""
         return sorted(self.agents(), key=lambda agent: agent.used_s)
 
@@ -367,7 +367,7 @@ class Directory:
                     del self._agents[agent.name]
 
 
-def name_taken(agent: Agent) -> NameTakenError:
+def name_taken(agent: AgentRecord) -> NameTakenError:
     """Return the refusal of a name that an agent has already."""
     return NameTakenError(
         f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; go on with "

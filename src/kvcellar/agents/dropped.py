@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.names import derived_id
 from kvcellar.agents.records.views import AgentInfo
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
@@ -85,7 +85,7 @@ class DroppedStates:
         """Delete one state, by the name of its history in the store."""
         await asyncio.to_thread(_forget, self.store, [name])
 
-    async def drop(self, agent: Agent, verb: str, by: str, act: str) -> str | None:
+    async def drop(self, agent: AgentRecord, verb: str, by: str, act: str) -> str | None:
         """Save what an agent has before it is dropped; returns its name. Within the agent's gate.
 
         Args:
@@ -144,7 +144,7 @@ class DroppedStates:
             await self.forget(about.name)
         return found
 
-    async def _bring_back(self, state: Agent, agent_id: str) -> AgentInfo:
+    async def _bring_back(self, state: AgentRecord, agent_id: str) -> AgentInfo:
         await self.directory.refresh()
         back = state.copied(agent_id, dropped=None)
         host = self.directory.host_of(back)
@@ -170,19 +170,19 @@ class DroppedStates:
         raise AssertionError("there is always another number")
 
 
-def _read_all(store: Store) -> list[tuple[Dropped, Agent]]:
+def _read_all(store: Store) -> list[tuple[Dropped, AgentRecord]]:
     """Read all dropped states, the oldest first; one that is damaged is left out. For threads."""
     found = []
     for name in _names(store):
         with contextlib.suppress(StoreError, UnknownReferenceError):
-            state = Agent.from_reference(store.get(name))
+            state = AgentRecord.from_reference(store.get(name))
             dropped = None if state is None else _read(name, state)
             if state is not None and dropped is not None:
                 found.append((dropped, state))
     return found
 
 
-def _read(name: str, state: Agent) -> Dropped | None:
+def _read(name: str, state: AgentRecord) -> Dropped | None:
     said = state.dropped or {}
     texts = [said.get(part) for part in ("id", "verb", "by", "act")]
     at_s = said.get("at_s")

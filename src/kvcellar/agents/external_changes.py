@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.durable import stored_state
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Reference, Store
@@ -27,9 +27,9 @@ class News:
         damaged: what cannot be read or used, and why.
     """
 
-    found: list[Agent] = field(default_factory=list)
-    changed: list[tuple[Agent, int | None, Reference]] = field(default_factory=list)
-    gone: list[tuple[Agent, int]] = field(default_factory=list)
+    found: list[AgentRecord] = field(default_factory=list)
+    changed: list[tuple[AgentRecord, int | None, Reference]] = field(default_factory=list)
+    gone: list[tuple[AgentRecord, int]] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
 
 
@@ -45,7 +45,7 @@ class NewsReader:
         self._unusable: dict[str, tuple[int, str]] = {}
         """Agents in the store that cannot be used: the revision that was looked at, and why."""
 
-    def read(self, agents: Sequence[Agent]) -> News:
+    def read(self, agents: Sequence[AgentRecord]) -> News:
         """Read what the store has beyond these agents; costs two queries where that is nothing.
 
         Args:
@@ -76,7 +76,7 @@ class NewsReader:
     def _compare(
         self,
         news: News,
-        agent: Agent,
+        agent: AgentRecord,
         mine: int | None,
         revisions: Mapping[str, int],
         recorded: Mapping[str, int],
@@ -97,7 +97,7 @@ class NewsReader:
         if before is not None and before[0] == revision:
             return before[1]
         try:
-            found = Agent.from_reference(stored_state(self._store, name))
+            found = AgentRecord.from_reference(stored_state(self._store, name))
         except UnknownReferenceError:
             return None
         except StoreError as error:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 
 from kvcellar.agents.directory import Directory
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
 
 
 async def free_cells(
-    directory: Directory, agent: Agent, tokens: History | None = None, keep: int = 0
+    directory: Directory, agent: AgentRecord, tokens: History | None = None, keep: int = 0
 ) -> None:
     """Free the cells that no other agent needs: of an agent's history, or of one that it had.
 
@@ -39,7 +39,7 @@ async def free_cells(
         await host.between_steps(lambda engine: engine.drop(history.tokens, keep, space))
 
 
-async def demote_cells(directory: Directory, agent: Agent) -> None:
+async def demote_cells(directory: Directory, agent: AgentRecord) -> None:
     """Have the cells that only this agent needs go first where memory is short."""
     host = directory.host_of(agent)
     if host is not None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.errors import AgentHeldError, LeaseHeldError, LeaseLostError, StoreError
 from kvcellar.store import Lease, Leases
 
@@ -72,7 +72,7 @@ class Hold:
 @asynccontextmanager
 async def changing(
     publisher: Publisher,
-    agent: Agent,
+    agent: AgentRecord,
     *,
     is_read: bool = True,
     progress: ProgressFn | None = None,
@@ -107,7 +107,7 @@ async def changing(
             await asyncio.shield(loop.run_in_executor(None, hold.release))
 
 
-async def _taken(publisher: Publisher, agent: Agent, progress: ProgressFn | None) -> Hold:
+async def _taken(publisher: Publisher, agent: AgentRecord, progress: ProgressFn | None) -> Hold:
     leases = publisher.store.leases
     if agent.live.is_passing:
         return Hold(leases, None)

@@ -15,7 +15,7 @@ from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.freeing import free_cells
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent, LiveAgent
+from kvcellar.agents.records.agent import AgentRecord, LiveAgent
 from kvcellar.agents.records.names import checked_id, derived_id, new_ids, salt_of
 from kvcellar.agents.records.titles import checked_title
 from kvcellar.agents.records.views import AgentInfo
@@ -92,7 +92,7 @@ class Lifecycle:
                 refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)
             host = host.isolated(salt_of(agent_id))
             live = LiveAgent(is_passing=is_passing)
-            agent = Agent(agent_id, host.name, host.key, given_title=title, live=live)
+            agent = AgentRecord(agent_id, host.name, host.key, given_title=title, live=live)
             if system is not None:
                 agent.messages = Messages([{"role": "system", "content": system}])
             if tools:
@@ -186,7 +186,9 @@ class Lifecycle:
         child = await self.branch_off(parent, agent_id, joined.n_turns)
         return child.info()
 
-    async def branch_off(self, parent: Agent, branch_of: str, n_turns: int | None) -> Agent:
+    async def branch_off(
+        self, parent: AgentRecord, branch_of: str, n_turns: int | None
+    ) -> AgentRecord:
         """Fork an agent under the next free number behind a name.
 
         Args:
@@ -211,7 +213,7 @@ class Lifecycle:
                 return child
         raise AssertionError("there is always another number")
 
-    async def part(self, agent: Agent) -> Agent:
+    async def part(self, agent: AgentRecord) -> AgentRecord:
         """Make a branch of what was said here to an agent with which another machine has gone on.
 
         The agent is what the other has said to it from then on. Returns the branch.
@@ -281,7 +283,7 @@ class Lifecycle:
             await free_cells(self.directory, agent)
             await self._remove(agent)
 
-    async def _drop(self, agent: Agent, verb: str, by: str, act: str) -> None:
+    async def _drop(self, agent: AgentRecord, verb: str, by: str, act: str) -> None:
         """Keep what an agent has for ``undo``, unless the store is full, which gets room by it."""
         with contextlib.suppress(StoreError):
             await self.dropped.drop(agent, verb, by, act)
@@ -296,7 +298,7 @@ class Lifecycle:
         async with changing(self.publisher, agent, is_read=False):
             await self._remove(agent)
 
-    async def _remove(self, agent: Agent) -> None:
+    async def _remove(self, agent: AgentRecord) -> None:
         """Take an agent out of the directory and the store. Within its gate."""
         self.directory.remove(agent)
         await self.publisher.settled(agent)
@@ -366,7 +368,7 @@ class Lifecycle:
                 return agent_id
         raise AssertionError("there is always another")
 
-    async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
+    async def _as_it_is(self, agent: AgentRecord, host: ModelHost | None) -> AgentRecord:
         """Copy an agent at this moment, the turn that it is in included."""
         request_id = agent.live.request_id
         if request_id is None or host is None:
@@ -380,7 +382,9 @@ class Lifecycle:
         return now
 
 
-def _beside(agent: Agent, agents: Sequence[Agent], among: Collection[str] | None) -> list[Agent]:
+def _beside(
+    agent: AgentRecord, agents: Sequence[AgentRecord], among: Collection[str] | None
+) -> list[AgentRecord]:
     """Return an agent's siblings, of those that may go, and all that was forked from them."""
     found = {
         a.name: a

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvcellar.agents.directory import Directory
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.names import salt_of
 from kvcellar.agents.text.find_by_text import MOST_NEAR, Place, Places, nearest
 from kvcellar.agents.text.match_messages import Joined, join
@@ -81,7 +81,7 @@ class Lookup:
         agents.sort(key=lambda agent: (agent.agent_id == likely, agent.used_s), reverse=True)
         del agents[MOST_NEAR:]
 
-        def find() -> Agent | None:
+        def find() -> AgentRecord | None:
             return nearest(agents, messages, likely)
 
         cost = size_of(messages).cost + sum(4 * len(agent.tokens) for agent in agents)

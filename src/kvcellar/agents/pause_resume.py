@@ -13,7 +13,7 @@ from kvcellar.agents.freeing import demote_cells, free_cells
 from kvcellar.agents.kv.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.names import checked_id, salt_of
 from kvcellar.agents.records.views import AgentInfo
 from kvcellar.errors import AgentError, StoreError
@@ -169,7 +169,7 @@ class Sleep:
 
         def adopt(ref: Reference) -> Reference:
             """Claim its name, before anything of it is published."""
-            agent = Agent.from_reference(ref)
+            agent = AgentRecord.from_reference(ref)
             if agent is None:
                 raise StoreError(f"{file} holds a history that is no agent's; nothing changed")
             agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
@@ -180,10 +180,10 @@ class Sleep:
                 raise name_taken(agent)
             return replace(ref, name=agent.name, metadata=agent.metadata())
 
-        def read() -> Agent:
+        def read() -> AgentRecord:
             with claims:
                 ref = self.store.import_reference(file, adopt=adopt, on_progress=progress)
-                agent = Agent.from_reference(ref)
+                agent = AgentRecord.from_reference(ref)
                 assert agent is not None
                 self.directory.add(agent)
             return agent

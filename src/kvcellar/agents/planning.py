@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcellar.agents.kv.residence import ProgressFn
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.agents.text.match_messages import Joined
 from kvcellar.agents.text.reading import Reading, worded
@@ -148,7 +148,7 @@ class PlannedTurn:
 
 def plan_turn(
     turn: Turn,
-    agent: Agent,
+    agent: AgentRecord,
     host: ModelHost,
     rules: Collection[str],
     *,
@@ -239,7 +239,9 @@ def plan_turn(
     )
 
 
-def _plan_tokens(turn: Turn, tokens: Sequence[int], agent: Agent, host: ModelHost) -> PlannedTurn:
+def _plan_tokens(
+    turn: Turn, tokens: Sequence[int], agent: AgentRecord, host: ModelHost
+) -> PlannedTurn:
     """Put tokens behind the history.
 
     Raises:
@@ -262,7 +264,7 @@ def _is_cut_anywhere(host: ModelHost) -> bool:
 
 
 def _asked_of(
-    turn: Turn, agent: Agent, host: ModelHost
+    turn: Turn, agent: AgentRecord, host: ModelHost
 ) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
     """Return the whole conversation that a turn is to answer, and definitions of its tools."""
     messages, tools = turn.messages, turn.tools
@@ -275,7 +277,7 @@ def _asked_of(
 
 
 def kwargs_of(
-    given: Mapping[str, Any] | None, agent: Agent | None, host: ModelHost
+    given: Mapping[str, Any] | None, agent: AgentRecord | None, host: ModelHost
 ) -> Mapping[str, Any]:
     """Return what a turn gives to its model's chat template: its own, or what its agent has had."""
     if given is not None or agent is None:
@@ -285,7 +287,7 @@ def kwargs_of(
 
 
 def _turns_within(
-    agent: Agent, prefixes: Prefixes, n_known: int
+    agent: AgentRecord, prefixes: Prefixes, n_known: int
 ) -> tuple[tuple[TurnRecord, ...], int]:
     """Find the turns of an agent that a conversation repeats, and count their messages.
 
@@ -316,7 +318,7 @@ def _turns_within(
 
 
 def _what_differs(
-    agent: Agent, host: ModelHost, prefixes: Prefixes, is_taken_otherwise: bool
+    agent: AgentRecord, host: ModelHost, prefixes: Prefixes, is_taken_otherwise: bool
 ) -> str | None:
     """Say why messages that are the same have other tokens; None where they have not."""
     at, history = prefixes.n_common, agent.tokens
@@ -341,7 +343,7 @@ def _what_differs(
     return "template"
 
 
-def _decode_cut(agent: Agent, host: ModelHost) -> bool:
+def _decode_cut(agent: AgentRecord, host: ModelHost) -> bool:
     """Give an answer that was cut in its middle the text that is left of it; whether there was."""
     is_cut = agent.messages and agent.messages[-1].get("content", "") is None and agent.turns
     if not is_cut:
@@ -355,7 +357,7 @@ def _decode_cut(agent: Agent, host: ModelHost) -> bool:
 
 
 def record_turn(
-    planned: PlannedTurn, agent: Agent, host: ModelHost, event: FinishEvent, took: Took | None
+    planned: PlannedTurn, agent: AgentRecord, host: ModelHost, event: FinishEvent, took: Took | None
 ) -> None:
     """Take what a turn said into the agent's history.
 

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.checking import checked_facts, key_of
 from kvcellar.agents.records.durable import entry_of, stored_state
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
@@ -40,7 +40,7 @@ class Publisher:
         self._owed_since: dict[str, float] = {}
         """By agent since when there is KV of it that was not taken."""
 
-    def revision_of(self, agent: Agent) -> int | None:
+    def revision_of(self, agent: AgentRecord) -> int | None:
         """Return the revision of an agent that this process knows; None while a save is queued."""
         ticket = self._tickets.get(agent.name)
         if ticket is None:
@@ -52,7 +52,7 @@ class Publisher:
             agent.n_stored = ticket.reference.n_stored
         return agent.revision
 
-    def news_of(self, agent: Agent) -> Reference | None:
+    def news_of(self, agent: AgentRecord) -> Reference | None:
         """Read the state that another process has published of the agent; None where there is none.
 
         Costs one query where there is none. What cannot be used is none either.
@@ -72,7 +72,7 @@ class Publisher:
                 return ref
         return None
 
-    async def make_durable(self, agent: Agent) -> None:
+    async def make_durable(self, agent: AgentRecord) -> None:
         """Have the agent's tokens and messages on disk; its K and V may follow. Within its gate.
 
         A no-op where they are, and for an agent that has said nothing yet and nobody named.
@@ -86,14 +86,14 @@ class Publisher:
             await asyncio.to_thread(self._record, agent)
             await asyncio.to_thread(self._share, agent)
 
-    def _share(self, agent: Agent) -> None:
+    def _share(self, agent: AgentRecord) -> None:
         """Wait a moment until other machines have what the agent has said; see ``SharedTier``."""
         ticket = self._tickets.get(agent.name)
         is_coming = ticket is not None and ticket.state in (SaveState.QUEUED, SaveState.PUBLISHED)
         if self.store.shared is not None and is_coming:
             self.store.shared.wait(agent.name, agent.serial)
 
-    def _record(self, agent: Agent) -> None:
+    def _record(self, agent: AgentRecord) -> None:
         ticket = self._tickets.get(agent.name)
         saved = None if ticket is None else ticket.reference
         if saved is not None and saved.serial >= agent.serial:
@@ -106,7 +106,7 @@ class Publisher:
         self.store.record(agent.name, agent.serial, payload)
         agent.live.mark = now
 
-    async def refresh(self, agent: Agent) -> None:
+    async def refresh(self, agent: AgentRecord) -> None:
         """Take over what another process has published of the agent since. Within its gate."""
         if agent.live.is_passing:
             return
@@ -116,11 +116,11 @@ class Publisher:
         if ref is not None:
             agent.take(ref)
 
-    def is_diverged(self, agent: Agent) -> bool:
+    def is_diverged(self, agent: AgentRecord) -> bool:
         """Return whether another machine has gone on with the agent beside this one."""
         return self.store.shared is not None and self.store.shared.is_diverged(agent.name)
 
-    async def give_way(self, agent: Agent) -> None:
+    async def give_way(self, agent: AgentRecord) -> None:
         """Take over what another machine has said to the agent, for what was said here.
 
         Within its gate; what was said here has another name by now.
@@ -130,7 +130,7 @@ class Publisher:
             await asyncio.to_thread(self.store.shared.pull, agent.name, is_giving_way=True)
             agent.take(await asyncio.to_thread(stored_state, self.store, agent.name))
 
-    async def save(self, agent: Agent, host: ModelHost | None) -> SaveTicket:
+    async def save(self, agent: AgentRecord, host: ModelHost | None) -> SaveTicket:
         """Publish the agent's state: with what the cache has of it, or else what the store has."""
         if host is not None:
             with contextlib.suppress(EngineClosedError):
@@ -141,7 +141,7 @@ class Publisher:
         return await asyncio.to_thread(self._without_cells, agent)
 
     async def publish(
-        self, agent: Agent, host: ModelHost | None, *, is_whole: bool = False
+        self, agent: AgentRecord, host: ModelHost | None, *, is_whole: bool = False
     ) -> None:
         """Save the agent's state and wait until it is on disk.
 
@@ -164,7 +164,7 @@ class Publisher:
             await asyncio.to_thread(self.store.flush)
 
     def after_turn(
-        self, host: ModelHost, agent: Agent, *, is_interrupted: bool
+        self, host: ModelHost, agent: AgentRecord, *, is_interrupted: bool
     ) -> SaveTicket | None:
         """Publish what a turn has left, in the engine's thread; see the class.
 
@@ -182,7 +182,7 @@ class Publisher:
                 host.service.when_at_rest(agent.name, lambda: self._at_rest(host, agent, then))
             return ticket
 
-    def _at_rest(self, host: ModelHost, agent: Agent, then: Agent) -> None:
+    def _at_rest(self, host: ModelHost, agent: AgentRecord, then: AgentRecord) -> None:
         """Take the KV that an agent is owed, unless that has happened."""
         with self._lock:
             if agent.name in self._owed_since:
@@ -191,14 +191,14 @@ class Publisher:
                     agent.n_stored = then.n_stored
 
     def between_steps(
-        self, host: ModelHost, agent: Agent, is_last_resort: bool
+        self, host: ModelHost, agent: AgentRecord, is_last_resort: bool
     ) -> SaveTicket | None:
         """Publish the agent's state from cells, in the engine's thread; see ``save_history``."""
         with self._lock:
             return self._publish(host, agent, is_last_resort)
 
     def _publish(
-        self, host: ModelHost, agent: Agent, is_last_resort: bool, min_new: int = 0
+        self, host: ModelHost, agent: AgentRecord, is_last_resort: bool, min_new: int = 0
     ) -> SaveTicket | None:
         from kvcellar.agents.kv.residence import save_history  # needs the engine, as a host does
 
@@ -211,7 +211,7 @@ class Publisher:
             self._owed_since.pop(agent.name, None)
         return self._follow(agent, ticket)
 
-    def _without_cells(self, agent: Agent) -> SaveTicket:
+    def _without_cells(self, agent: AgentRecord) -> SaveTicket:
         """Publish a state of which no cell is here, on what is stored of it. For threads."""
         ticket = self.store.save(
             agent.name,
@@ -226,12 +226,12 @@ class Publisher:
             agent.revision, agent.n_stored = ticket.reference.revision, ticket.reference.n_stored
         return ticket
 
-    def _follow(self, agent: Agent, ticket: SaveTicket) -> SaveTicket:
+    def _follow(self, agent: AgentRecord, ticket: SaveTicket) -> SaveTicket:
         self._tickets[agent.name] = ticket
         agent.n_stored = ticket.n_stored
         return ticket
 
-    async def settled(self, agent: Agent) -> None:
+    async def settled(self, agent: AgentRecord) -> None:
         """Wait until the last save of an agent is over; what it is owed is not taken any more."""
         ticket = await asyncio.to_thread(self._last_save, agent)
         if ticket is not None:
@@ -239,12 +239,12 @@ class Publisher:
             if ticket.reference is not None:
                 agent.revision = max(agent.revision, ticket.reference.revision)
 
-    def _last_save(self, agent: Agent) -> SaveTicket | None:
+    def _last_save(self, agent: AgentRecord) -> SaveTicket | None:
         with self._lock:  # which the engine's thread holds while it copies rows
             self._owed_since.pop(agent.name, None)
             return self._tickets.pop(agent.name, None)
 
-    def complete(self, agent: Agent, host: ModelHost) -> None:
+    def complete(self, agent: AgentRecord, host: ModelHost) -> None:
         """Wait until what an agent has said is on disk; save again what found no room. For threads.
 
         The host still runs, and its cache still has what the store lacks.
@@ -258,7 +258,7 @@ class Publisher:
             self.store.flush()
             self.in_engine(agent, host)
 
-    def in_engine(self, agent: Agent, host: ModelHost) -> None:
+    def in_engine(self, agent: AgentRecord, host: ModelHost) -> None:
         """Publish the agent's state and wait until it is on disk. For threads.
 
         Where the engine has stopped, its tokens are published with the KV that is stored.

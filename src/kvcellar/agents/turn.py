@@ -27,7 +27,7 @@ from kvcellar.agents.lifecycle import Lifecycle
 from kvcellar.agents.lookup import Lookup
 from kvcellar.agents.planning import PlannedTurn, Turn, kwargs_of, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.checking import check_said
 from kvcellar.agents.records.names import derived_id, salt_of
 from kvcellar.agents.text.live_text import LiveEvent, LiveText, Over
@@ -147,7 +147,7 @@ class Turns:
                 async with self._queued(planned, agent, host, hold) as running:
                     yield running
 
-    def _check_free(self, turn: Turn, agent: Agent) -> None:
+    def _check_free(self, turn: Turn, agent: AgentRecord) -> None:
         """Refuse a turn that follows a history behind which another one has begun.
 
         It would wait for the end of that one, only to be refused then.
@@ -164,8 +164,8 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _planned(
-        self, turn: Turn, agent: Agent, host: ModelHost
-    ) -> AsyncIterator[tuple[PlannedTurn, Agent, Hold]]:
+        self, turn: Turn, agent: AgentRecord, host: ModelHost
+    ) -> AsyncIterator[tuple[PlannedTurn, AgentRecord, Hold]]:
         """Plan a turn and have its agent to itself: the one it is for, or else a branch of that.
 
         There is a branch where another process does not let go of the agent, and where the history
@@ -202,7 +202,7 @@ class Turns:
                 notice = f"{said}, so the answer is in its branch {agent.agent_id}"
             yield replace(planned, notice=notice), agent, hold
 
-    async def _parted(self, agent: Agent) -> tuple[Agent, str]:
+    async def _parted(self, agent: AgentRecord) -> tuple[AgentRecord, str]:
         """Make the branch that takes a turn where another machine has gone on with its agent.
 
         Returns:
@@ -215,7 +215,7 @@ class Turns:
         )
 
     @contextlib.asynccontextmanager
-    async def _branched(self, turn: Turn, agent: Agent) -> AsyncIterator[Agent]:
+    async def _branched(self, turn: Turn, agent: AgentRecord) -> AsyncIterator[AgentRecord]:
         """Make a branch of an agent for a turn that cannot be its own; without a turn it goes."""
         n_turns = None
         if turn.messages is not None:
@@ -229,7 +229,7 @@ class Turns:
             if branch.turns == before:
                 await self.lifecycle.forget(branch.agent_id)
 
-    async def _plan(self, turn: Turn, agent: Agent, host: ModelHost) -> PlannedTurn:
+    async def _plan(self, turn: Turn, agent: AgentRecord, host: ModelHost) -> PlannedTurn:
         """Plan what an agent's turn brings, in a thread where that is much.
 
         Raises:
@@ -272,7 +272,7 @@ class Turns:
 
         return await self.work.run(cost, plan)
 
-    def _matched(self, turn: Turn, agent: Agent) -> int | None:
+    def _matched(self, turn: Turn, agent: AgentRecord) -> int | None:
         """Count the messages of a turn that are its agent's; None: nobody had to know so far.
 
         Raises:
@@ -295,7 +295,7 @@ class Turns:
         return n
 
     @contextlib.asynccontextmanager
-    async def _replacing(self, planned: PlannedTurn, agent: Agent) -> AsyncIterator[None]:
+    async def _replacing(self, planned: PlannedTurn, agent: AgentRecord) -> AsyncIterator[None]:
         """Have what a turn drops of an agent's history where ``undo`` finds it."""
         before, name = agent.turns, None
         said = None if agent.live.is_passing or not before else planned.messages
@@ -309,7 +309,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _queued(
-        self, planned: PlannedTurn, agent: Agent, host: ModelHost, hold: Hold
+        self, planned: PlannedTurn, agent: AgentRecord, host: ModelHost, hold: Hold
     ) -> AsyncIterator[RunningTurn]:
         """Bring the history back, have it answered, and save what is new."""
         started_s = time.perf_counter()
@@ -417,7 +417,7 @@ class Turns:
         """
         if host.tokenizer is None:
             raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
-        agent: Agent | None = None
+        agent: AgentRecord | None = None
         known = self.directory.known
         kwargs = template_kwargs
         if agent_id is not None:
@@ -451,7 +451,7 @@ async def _end_of(events: AsyncIterator[LiveEvent]) -> None:
             return
 
 
-def _finder_of(planned: PlannedTurn, agent: Agent, host: ModelHost) -> StopsFn:
+def _finder_of(planned: PlannedTurn, agent: AgentRecord, host: ModelHost) -> StopsFn:
     """Return what finds the stop texts of a turn: in the text of its answer alone."""
     turn, reading = planned.turn, planned.turn.reading
     if reading is None and turn.is_chat and host.tokenizer is not None and turn.params.stop:
@@ -474,7 +474,7 @@ class RunningTurn:
         self,
         turns: Turns,
         planned: PlannedTurn,
-        agent: Agent,
+        agent: AgentRecord,
         host: ModelHost,
         hold: Hold,
         back: BroughtBack,
@@ -594,7 +594,7 @@ class RunningTurn:
         is_interrupted = event.reason not in ("stop", "length")
         return self._turns.publisher.after_turn(host, agent, is_interrupted=is_interrupted)
 
-    def _beside(self) -> Agent:
+    def _beside(self) -> AgentRecord:
         """Make a branch for a turn whose agent another process may have extended meanwhile.
 
         The agent stays as it was when the turn began, and takes over what the other has said.

@@ -27,7 +27,7 @@ from kvcellar.agents.kv.kv_transfer import (
 )
 from kvcellar.agents.kv.overlap_restore import Front, ReadAhead
 from kvcellar.agents.kv.verify_restore import MAX_TAIL, check_restored
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.engine import (
     Engine,
     HeldPrefix,
@@ -441,7 +441,7 @@ class _Job:
 
 
 def save_history(
-    host: ModelHost, store: Store, agent: Agent, *, is_last_resort: bool, min_new: int = 0
+    host: ModelHost, store: Store, agent: AgentRecord, *, is_last_resort: bool, min_new: int = 0
 ) -> SaveTicket | None:
     """Save what the cache holds of an agent's history and publish it, in the background.
 
@@ -493,7 +493,7 @@ def save_history(
         held.release()
 
 
-def _resume_points(engine: Engine, agent: Agent, held: HeldPrefix) -> list[int]:
+def _resume_points(engine: Engine, agent: AgentRecord, held: HeldPrefix) -> list[int]:
     """Return the lengths of an agent's history that shall be resumable besides its end.
 
     Of a model with recurrent layers: where its next turn may leave it, or at snapshots that are so

@@ -34,7 +34,7 @@ class LiveAgent:
     """Tokens of the turn that is being generated, as far as they are known."""
     is_passing: bool = False
     """True while its first turn runs and no client knows its id: nothing of it is written yet."""
-    beside: Agent | None = None
+    beside: AgentRecord | None = None
     """Until its first turn, the agent whose history that was expected to continue, as it was."""
     n_changes: int = 0
     """How often it has changed in this process."""
@@ -47,7 +47,7 @@ class LiveAgent:
 
 
 @dataclass(slots=True, eq=False)
-class Agent:
+class AgentRecord:
     """A named sequence with a history. Its manager changes it; see ``AgentManager``.
 
     All of it is what the store keeps, but ``live``. ``tokens`` are never appended to: whoever
@@ -143,11 +143,11 @@ class Agent:
             return "waiting"
         return "paused" if self.is_paused else "idle"
 
-    def is_child_of(self, other: Agent) -> bool:
+    def is_child_of(self, other: AgentRecord) -> bool:
         """Return true if it was forked from the other."""
         return self.parent == other.name and self.parent_created_s in (None, other.created_s)
 
-    def is_sibling_of(self, other: Agent) -> bool:
+    def is_sibling_of(self, other: AgentRecord) -> bool:
         """Return true if both were forked from one agent, which may be gone."""
         mine, its = self.parent_created_s, other.parent_created_s
         return self.parent is not None and self.parent == other.parent and mine == its
@@ -175,7 +175,7 @@ class Agent:
             miss=self.miss,
         )
 
-    def copied(self, agent_id: str, **changes: Any) -> Agent:
+    def copied(self, agent_id: str, **changes: Any) -> AgentRecord:
         """Copy what the agent has said to one of another name, which no store has yet.
 
         The store has its KV all the same: that goes by tokens, not by names.
@@ -191,7 +191,7 @@ class Agent:
             **changes,
         )
 
-    def as_it_is(self) -> Agent:
+    def as_it_is(self) -> AgentRecord:
         """Return a copy that stays what the agent is now."""
         return replace(self, live=self._kept_life())
 
@@ -199,7 +199,7 @@ class Agent:
         """Return what a copy knows of this process: what goes by the history alone."""
         return LiveAgent(resume_at=self.live.resume_at, digested=self.live.digested)
 
-    def forked(self, agent_id: str, position: int, n_turns: int | None) -> Agent:
+    def forked(self, agent_id: str, position: int, n_turns: int | None) -> AgentRecord:
         """Copy the agent's beginning, as ``cut`` leaves it, to a child of another name."""
         child = self.copied(
             agent_id,
@@ -217,7 +217,7 @@ class Agent:
         child.cut(position, n_turns)
         return child
 
-    def is_beginning_of(self, other: Agent) -> bool:
+    def is_beginning_of(self, other: AgentRecord) -> bool:
         """Return true if the other has all that this one said; of a cut answer, its part."""
         n, messages = len(self.tokens), self.messages
         if self.turns and self.turns[-1].reason == "cut":
@@ -225,7 +225,7 @@ class Agent:
         is_same = other.tokens.common_prefix(self.tokens) == n
         return is_same and other.messages[: len(messages)] == messages
 
-    def is_older_state_of(self, other: Agent) -> bool:
+    def is_older_state_of(self, other: AgentRecord) -> bool:
         """Return true if the other is of the same model, and went on from what this one said."""
         n = len(self.messages)
         is_same = self.model == other.model and not self.live.gate.is_taken
@@ -235,7 +235,7 @@ class Agent:
             and plain(other.messages.prefix(n)) == plain(self.messages)
         )
 
-    def read_anew(self, other: Agent) -> None:
+    def read_anew(self, other: AgentRecord) -> None:
         """Take over what was said to another, of which no token is this one's yet."""
         self.messages, self.tools = plain(other.messages), other.tools
         self.given_title = other.given_title
@@ -244,7 +244,7 @@ class Agent:
         self.miss = Miss("other model", len(other.tokens), 0)
         self.advance()
 
-    def take_history(self, other: Agent) -> None:
+    def take_history(self, other: AgentRecord) -> None:
         """Take over what another has said, under the own name."""
         self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
         self.messages, self.template_kwargs = other.messages, other.template_kwargs
@@ -409,7 +409,7 @@ class Agent:
         self.live.mark = self.marked()
 
     @classmethod
-    def from_reference(cls, ref: Reference) -> Agent | None:
+    def from_reference(cls, ref: Reference) -> AgentRecord | None:
         """Return the agent whose history it is; None for a history that is nobody's.
 
         Raises:

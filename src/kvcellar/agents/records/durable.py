@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.durable_marks import Mark
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
@@ -35,7 +35,7 @@ from kvcellar.store.values.format import VERSION, DamagedError, Tensor, pack, re
 from kvcellar.types import IntArray
 
 
-def entry_of(agent: Agent, before: Mark | None) -> tuple[bytes, Mark]:
+def entry_of(agent: AgentRecord, before: Mark | None) -> tuple[bytes, Mark]:
     """Return what the journal takes of an agent's state, and the mark of that state.
 
     Args:

@@ -9,21 +9,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 
 
-def partings(agents: Iterable[Agent]) -> dict[str, tuple[Agent, int]]:
+def partings(agents: Iterable[AgentRecord]) -> dict[str, tuple[AgentRecord, int]]:
     """Return by name of a history the relative with which it has most tokens in common, and them.
 
     Relatives are all that were forked from one agent, by whatever steps, and it itself. Each is
     held against those that came before it; who came first is in none. Takes a copy of the tokens of
     families, one family at a time.
     """
-    found: dict[str, tuple[Agent, int]] = {}
+    found: dict[str, tuple[AgentRecord, int]] = {}
     for family in _families(agents):
         known = {agent.name: agent for agent in family}
         texts: list[bytes] = []  # in order, so that those who have most in common are neighbours
-        owners: list[Agent] = []
+        owners: list[AgentRecord] = []
         for agent in sorted(family, key=lambda agent: agent.created_s):
             text = agent.tokens.tokens.astype(">u4").tobytes()
             at = bisect_left(texts, text)
@@ -38,10 +38,10 @@ def partings(agents: Iterable[Agent]) -> dict[str, tuple[Agent, int]]:
     return found
 
 
-def _families(agents: Iterable[Agent]) -> Iterator[list[Agent]]:
+def _families(agents: Iterable[AgentRecord]) -> Iterator[list[AgentRecord]]:
     """Yield agents that have a common ancestor, which may be gone; those that are alone in none."""
     known = {agent.name: agent for agent in agents}
-    families: dict[str, list[Agent]] = {}
+    families: dict[str, list[AgentRecord]] = {}
     for agent in known.values():
         root, seen = agent, {agent.name}
         while (above := known.get(root.parent or "")) is not None and above.name not in seen:

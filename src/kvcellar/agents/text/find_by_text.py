@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.hosting.messages import Messages, n_alike
 from kvcellar.hosting.volatile import apply_rules
 
@@ -59,7 +59,7 @@ class Places:
 
     def find(
         self,
-        agents: Iterable[Agent],
+        agents: Iterable[AgentRecord],
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         likely: str | None = None,
@@ -85,7 +85,7 @@ class Places:
         self._known = known
         return max(found, key=_rank)[0] if found else None
 
-    def _chain_of(self, agent: Agent, known: _Known | None) -> _Known:
+    def _chain_of(self, agent: AgentRecord, known: _Known | None) -> _Known:
         messages = agent.messages
         if known is None or known[0] is not messages:
             known = (messages, self._chain(messages, agent.tools))
@@ -102,7 +102,7 @@ class Places:
         return chain
 
 
-def _last_answer(agent: Agent, n_messages: int) -> Place | None:
+def _last_answer(agent: AgentRecord, n_messages: int) -> Place | None:
     """Return the end of the last answer among an agent's first messages; None: there is none."""
     answered = [
         (n_turns, end, turn.stop)
@@ -131,8 +131,8 @@ def _rank(found: tuple[Place, bool, float]) -> tuple[int, int, bool, bool, bool,
 
 
 def nearest(
-    agents: Sequence[Agent], messages: Sequence[Mapping[str, Any]], likely: str | None
-) -> Agent | None:
+    agents: Sequence[AgentRecord], messages: Sequence[Mapping[str, Any]], likely: str | None
+) -> AgentRecord | None:
     """Find the first agent whose conversation is nearly this one; None where there is none.
 
     Args:

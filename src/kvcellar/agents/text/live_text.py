@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.text.reading import Reading
 from kvcellar.dialects import AnswerParser, Call, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import PromptProgress
@@ -118,7 +118,7 @@ class LiveText:
 
     @contextlib.contextmanager
     def turn(
-        self, agent: Agent, asked: str | None, reading: Reading | None = None
+        self, agent: AgentRecord, asked: str | None, reading: Reading | None = None
     ) -> Iterator[None]:
         """Say that an agent's turn is under way, for as long as the block lasts."""
         agent_id, before = agent.agent_id, agent.turns

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.records.agent import Agent
+from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.views import TurnRecord
 from kvcellar.hosting.conversation import split_begun
 from kvcellar.hosting.messages import Messages
@@ -43,12 +43,14 @@ class Joined:
     turns: tuple[TurnRecord, ...]
     added: Messages
 
-    def holds_for(self, agent: Agent) -> bool:
+    def holds_for(self, agent: AgentRecord) -> bool:
         """Return true if the agent has the history that the conversation was compared with."""
         return agent.messages is self.known and agent.turns is self.turns
 
 
-def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> Joined:
+def join(
+    agent: AgentRecord, messages: Sequence[Mapping[str, Any]], rules: Collection[str]
+) -> Joined:
     """Find out how messages meet an agent's history.
 
     A conversation without a system message has the agent's own. Messages without an answer in them
@@ -76,12 +78,12 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
     return joined(_answered(agent, n))
 
 
-def n_matched(agent: Agent, messages: Messages, rules: Collection[str]) -> int:
+def n_matched(agent: AgentRecord, messages: Messages, rules: Collection[str]) -> int:
     """Count the messages with which a conversation and an agent's history begin."""
     return agent.messages.n_matched(apply_rules(messages, None, rules).messages, rules)
 
 
-def continues(agent: Agent, messages: Messages, n: int) -> bool:
+def continues(agent: AgentRecord, messages: Messages, n: int) -> bool:
     """Return whether messages begin with all of an agent's history and go on behind it.
 
     What was put behind the messages as tokens cannot be said in messages: it is never gone on from
@@ -114,7 +116,7 @@ def n_system_of(messages: Sequence[Mapping[str, Any]]) -> int:
     return next((i for i, role in enumerate(roles) if role != "system"), len(messages))
 
 
-def _answered(agent: Agent, n_messages: int) -> int:
+def _answered(agent: AgentRecord, n_messages: int) -> int:
     """Count the turns up to the last answer among the first messages."""
     numbered = enumerate(agent.turns_with_ends(), 1)
     within = [n for n, (turn, end) in numbered if turn.n_messages < end <= n_messages]

@@ -26,7 +26,7 @@ from kvcellar.models.text.prompts import begun_of
 from kvcellar.models.text.templates import text_of_templates
 
 if TYPE_CHECKING:
-    from kvcellar.agents.records.agent import Agent
+    from kvcellar.agents.records.agent import AgentRecord
     from kvcellar.hosting.conversation import AgentTokenizer
     from kvcellar.hosting.host import ModelHost
 
@@ -199,7 +199,7 @@ def worded(
 
 
 def conversation_apart(
-    agent: Agent, host: ModelHost | None, dialect: str | None = None
+    agent: AgentRecord, host: ModelHost | None, dialect: str | None = None
 ) -> list[Message]:
     """Return an agent's conversation with thoughts and calls of its answers apart from their text.
 

@@ -76,7 +76,7 @@ class CustomCall(Open):
     input: str | None = None
 
 
-class ToolCall(Open):
+class SentToolCall(Open):
     """A call in an answer that comes back."""
 
     id: str | None = None
@@ -85,7 +85,7 @@ class ToolCall(Open):
     custom: CustomCall | None = None
 
     @model_validator(mode="after")
-    def one_of_both(self) -> ToolCall:
+    def one_of_both(self) -> SentToolCall:
         """Refuse a call that is neither of a function nor of a tool that takes text."""
         if self.function is None and self.custom is None:
             raise ValueError("a call has a function")
@@ -134,7 +134,7 @@ class ChatMessage(Open):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = Field(None, description="As it was before tool_calls.")
     reasoning_content: str | None = None

@@ -17,8 +17,8 @@ from kvcellar.backends.torch.gpu.attend import kernels, stores
 from kvcellar.backends.torch.gpu.attend.lists import idle_lists, lists_of
 from kvcellar.backends.torch.gpu.attend.plans import (
     SECTIONS,
-    Form,
     PackedPlan,
+    PlanLayout,
     Tiling,
     pack,
     rounded_up,
@@ -42,7 +42,7 @@ PROGRAMS_PER_CORE = 4
 """Programs that few queries are split into, for each multiprocessor."""
 
 
-class Side(NamedTuple):
+class KernelSide(NamedTuple):
     """K or V of a layer as the kernels are told it.
 
     Attributes:
@@ -73,8 +73,8 @@ class Side(NamedTuple):
 class PoolArguments(NamedTuple):
     """A layer's pool as the kernels are told it, until it grows."""
 
-    k: Side
-    v: Side
+    k: KernelSide
+    v: KernelSide
     block: int
     """Cells of a block; 0 for pools of one piece."""
     beside: PoolArguments | None = None
@@ -95,26 +95,26 @@ def pool_arguments(placed: Placed) -> PoolArguments:
     return PoolArguments(k, v, placed.block_size)
 
 
-def _side(parts: Parts, codec: Codec, block: int) -> Side:
+def _side(parts: Parts, codec: Codec, block: int) -> KernelSide:
     pad = max(16, rounded_up(codec.dim))
     axes = (1, 2, 0)
     strides = [tuple(part.stride(axis) for axis in axes) for part in parts]
     if isinstance(codec, AffineCodec):
         size = codec.group_size
         flat = (*strides[0], *strides[1])
-        return Side(parts[0], parts[1], flat, codec.dim, pad, codec.bits, size)
+        return KernelSide(parts[0], parts[1], flat, codec.dim, pad, codec.bits, size)
     flat = (*strides[0], *strides[0])
     bits = 8 * parts[0].element_size()
     size = -codec.form.n_fraction if isinstance(codec, ByteFloatCodec) else 0
-    return Side(parts[0], parts[0], flat, codec.dim, pad, bits, size)
+    return KernelSide(parts[0], parts[0], flat, codec.dim, pad, bits, size)
 
 
 class PlanOnDevice(Protocol):
     """Protocol of a plan whose integers lie on the device."""
 
     @property
-    def form(self) -> Form | None:
-        """Form of the plan; None: there is none yet."""
+    def form(self) -> PlanLayout | None:
+        """Layout of the plan; None: there is none yet."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class PlanOnDevice(Protocol):
         ...
 
 
-def sections_of(form: Form, numbers: Tensor) -> dict[str, Tensor]:
+def sections_of(form: PlanLayout, numbers: Tensor) -> dict[str, Tensor]:
     """Return views of a plan's integers by section."""
     found = dict(zip(SECTIONS, numbers.split(form.sections), strict=True))
     return found | {"masks": found["masks"].view(torch.uint8)}
@@ -137,7 +137,7 @@ class DevicePlan:
 
     def __init__(self, device: torch.device) -> None:
         """Create a buffer on a device, without a plan."""
-        self.form: Form | None = None
+        self.form: PlanLayout | None = None
         self.sections: dict[str, Tensor] = {}
         self._buffer = torch.empty(LEAST_BUFFER, dtype=torch.int32, device=device)
 
@@ -324,7 +324,7 @@ def _computes(dtype: torch.dtype, pool: PoolArguments) -> torch.dtype:
     return dtype
 
 
-def _read_parts(side: Side, device: torch.device) -> tuple[Tensor, Tensor]:
+def _read_parts(side: KernelSide, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the parts of a side as they are read: fp8 as that where the device knows it."""
     fp8 = STORED_TYPES["fp8"].byte_float
     if fp8 is not None and side.size == -fp8.n_fraction and has_fp8(device):
