@@ -31,7 +31,7 @@ from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.adapter_names import adapted
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.files.pooling import Pooling, pooling_of
-from kvcellar.models.loading import loader_of
+from kvcellar.models.model import loader_of
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.runner import rope_border_of
 from kvcellar.models.sizes.sizing import size_model

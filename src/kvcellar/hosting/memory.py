@@ -16,7 +16,8 @@ from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 from kvcellar.models.adapters import adapters_bytes
 from kvcellar.models.backend_choice import NATIVE, choose_backend
 from kvcellar.models.eagle3.finding import size_eagle3
-from kvcellar.models.loading import DeviceMemory, accelerator_memory
+from kvcellar.models.loading import accelerator_memory
+from kvcellar.models.model import DeviceMemory
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.sizes.sizing import size_model
 from kvcellar.models.sizes.snapshots import SHARE, slots_bytes, slots_for

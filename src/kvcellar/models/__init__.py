@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from kvcellar.lazy import names_of
 
 if TYPE_CHECKING:
-    from kvcellar.models.loading import ModelLoader, check_model, load_model
-    from kvcellar.models.model import LoadedModel
+    from kvcellar.models.loading import check_model, load_model
+    from kvcellar.models.model import LoadedModel, ModelLoader
     from kvcellar.models.options import LoadOptions
     from kvcellar.models.runner import Runner
 
 _MODULES = {
-    "kvcellar.models.loading": "ModelLoader check_model load_model",
-    "kvcellar.models.model": "LoadedModel",
+    "kvcellar.models.loading": "check_model load_model",
+    "kvcellar.models.model": "LoadedModel ModelLoader",
     "kvcellar.models.options": "LoadOptions",
     "kvcellar.models.runner": "Runner",
 }

@@ -100,6 +100,6 @@ def _refusal(options: LoadOptions) -> str:
 
 
 def _native() -> Any:
-    from kvcellar.models.loading import loader_of  # which asks this module
+    from kvcellar.models.model import loader_of  # which needs more than who is named
 
     return loader_of(NATIVE)

@@ -6,91 +6,20 @@ A loaded model holds no session state. Any number of sessions can be bound to it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvcellar.errors import BackendError, ConfigError
+from kvcellar.errors import ConfigError
 from kvcellar.models.backend_choice import chosen
-from kvcellar.models.facts import ModelFacts
 from kvcellar.models.files import ollama
-from kvcellar.models.model import LoadedModel
+from kvcellar.models.model import DeviceMemory, LoadedModel, loader_of
 from kvcellar.models.options import LoadOptions, ProgressFn
-from kvcellar.registry import backend_names, load_backend, needed_packages
-from kvcellar.spec import ModelCacheSpec
+from kvcellar.registry import load_backend
 
 
 class ForeignSettingsWarning(UserWarning):
     """Another program keeps settings beside a model that are not taken over."""
-
-
-FactsOf = Callable[[Mapping[str, Any]], ModelFacts]
-"""Function from a ``config.json`` to the facts of the model."""
-
-
-class DeviceMemory(Protocol):
-    """Protocol of the memory of a device that has its own.
-
-    Attributes:
-        total_bytes: that the device has.
-    """
-
-    total_bytes: int
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that this process holds there now, its runtime's among them."""
-        ...
-
-    def bound(self, limit_bytes: int) -> None:
-        """Have allocations beyond a limit of this process fail."""
-        ...
-
-
-class ModelLoader(Protocol):
-    """Protocol of a backend's loader of models; a module with these functions is one."""
-
-    def load_model(self, options: LoadOptions, report: ProgressFn) -> LoadedModel:
-        """Load a model and its tokenizer; chat templates are replaced by :func:`load_model`."""
-        ...
-
-    def check_model(self, options: LoadOptions) -> None:
-        """Find what is wrong with a model or its options; see :func:`check_model`."""
-        ...
-
-    def size_model(self, options: LoadOptions) -> ModelCacheSpec:
-        """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`."""
-        ...
-
-    def model_facts(self, raw: Mapping[str, Any]) -> ModelFacts:
-        """Return the facts of a model by its ``config.json``; they are learnt once, and kept.
-
-        Raises:
-            ModelError: the config makes no model that caches here can serve.
-        """
-        ...
-
-    def device_memory(self, device: Any) -> DeviceMemory | None:
-        """Return the memory of a device; None where it is main memory, or not known."""
-        ...
-
-
-def loader_of(backend: str) -> ModelLoader:
-    """Import what loads the models of a backend.
-
-    Raises:
-        BackendError: it is unknown, loads none, or the packages it needs are not installed.
-    """
-    make = load_backend(backend).loader
-    if make is None:
-        raise BackendError(
-            f"backend {backend!r} has caches and loads no models; choose another one of "
-            f"{', '.join(backend_names())}"
-        )
-    with needed_packages(backend, f"loading models with the backend {backend!r}"):
-        loader: ModelLoader = make()
-    return loader
 
 
 def load_model(

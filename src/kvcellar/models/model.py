@@ -1,24 +1,27 @@
-"""A model in memory, whatever the runtime: what is known of it, and binding it to a session."""
+"""A model in memory, whatever the runtime: what is known of it, what loads it, its session."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models.adapters import Adapter
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.files.places import is_gguf
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
+from kvcellar.models.options import LoadOptions, ProgressFn
 from kvcellar.models.runner import AdaptingRunner, Runner
 from kvcellar.models.weights import FILE, PACKINGS, own_kv_dtype
-from kvcellar.registry import CacheSession
+from kvcellar.registry import CacheSession, backend_names, load_backend, needed_packages
+from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import ModelCacheParams
 
 
@@ -238,3 +241,71 @@ def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:
             f"features of the layers {list(layers)} were asked for; name some of 0 to {n_layers}, "
             f"each once, ascending"
         )
+
+
+FactsOf = Callable[[Mapping[str, Any]], ModelFacts]
+"""Function from a ``config.json`` to the facts of the model."""
+
+
+class DeviceMemory(Protocol):
+    """Protocol of the memory of a device that has its own.
+
+    Attributes:
+        total_bytes: that the device has.
+    """
+
+    total_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that this process holds there now, its runtime's among them."""
+        ...
+
+    def bound(self, limit_bytes: int) -> None:
+        """Have allocations beyond a limit of this process fail."""
+        ...
+
+
+class ModelLoader(Protocol):
+    """Protocol of a backend's loader of models; a module with these functions is one."""
+
+    def load_model(self, options: LoadOptions, report: ProgressFn) -> LoadedModel:
+        """Load a model and its tokenizer; chat templates are replaced by :func:`load_model`."""
+        ...
+
+    def check_model(self, options: LoadOptions) -> None:
+        """Find what is wrong with a model or its options; see :func:`check_model`."""
+        ...
+
+    def size_model(self, options: LoadOptions) -> ModelCacheSpec:
+        """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`."""
+        ...
+
+    def model_facts(self, raw: Mapping[str, Any]) -> ModelFacts:
+        """Return the facts of a model by its ``config.json``; they are learnt once, and kept.
+
+        Raises:
+            ModelError: the config makes no model that caches here can serve.
+        """
+        ...
+
+    def device_memory(self, device: Any) -> DeviceMemory | None:
+        """Return the memory of a device; None where it is main memory, or not known."""
+        ...
+
+
+def loader_of(backend: str) -> ModelLoader:
+    """Import what loads the models of a backend.
+
+    Raises:
+        BackendError: it is unknown, loads none, or the packages it needs are not installed.
+    """
+    make = load_backend(backend).loader
+    if make is None:
+        raise BackendError(
+            f"backend {backend!r} has caches and loads no models; choose another one of "
+            f"{', '.join(backend_names())}"
+        )
+    with needed_packages(backend, f"loading models with the backend {backend!r}"):
+        loader: ModelLoader = make()
+    return loader

@@ -18,7 +18,7 @@ from kvcellar.backends.torch import (
     TorchSeqCache,
     TorchTreeCache,
 )
-from kvcellar.models.loading import ModelLoader
+from kvcellar.models.model import ModelLoader
 from kvcellar.registry import Backend
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from kvcellar.backends.mlx.cache.caches import (
     MlxSeqCache,
     MlxTreeCache,
 )
-from kvcellar.models.loading import ModelLoader
+from kvcellar.models.model import ModelLoader
 from kvcellar.registry import Backend
 
 __all__ = [

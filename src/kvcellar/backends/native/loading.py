@@ -28,8 +28,7 @@ from kvcellar.models.files.checkpoint import (
 )
 from kvcellar.models.files.generation import sampling_defaults
 from kvcellar.models.files.hub import find_checkpoint, is_local
-from kvcellar.models.loading import DeviceMemory
-from kvcellar.models.model import LoadedModel
+from kvcellar.models.model import DeviceMemory, LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.plans.plan import ModelPlan
 from kvcellar.models.plans.rules import known_plan

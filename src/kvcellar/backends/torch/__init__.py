@@ -12,7 +12,7 @@ from kvcellar.backends.torch.cache.caches import (
     TorchTreeCache,
 )
 from kvcellar.kernel import levels
-from kvcellar.models.loading import ModelLoader
+from kvcellar.models.model import ModelLoader
 from kvcellar.registry import Backend
 
 __all__ = [

@@ -48,7 +48,7 @@ from kvcellar.models.files.packaged import PACKAGED, fetch_packaged
 from kvcellar.models.files.places import find_in_place, is_gguf, say_near
 from kvcellar.models.gguf.described import quantisation_of, type_bytes
 from kvcellar.models.gguf.reader import read_gguf
-from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
+from kvcellar.models.model import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.weights import (
     BETWEEN_BLOCKS,
