@@ -2,7 +2,8 @@
 
 Imports hosting, the store and dialects; no protocol of a server and no terminal come in.
 
-Start in ``turn.py`` for what a turn does, in ``manager.py`` for what there is.
+Start in ``turn.py`` for a turn, in ``lifecycle.py`` for create, fork and rewind, in ``manager.py``
+for how they hang together.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Imports NumPy, files, and how ``backends.reference`` stores numbers; no tensor and no engine comes
 in.
+
+Start in ``store.py``.
 """
 
 from __future__ import annotations

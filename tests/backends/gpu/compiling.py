@@ -33,7 +33,7 @@ from kvcellar.backends.torch.gpu.weights.matrices import (
     FORMS,
     PACKED,
     CardMatrices,
-    MatrixLayout,
+    MatrixForm,
     Parts,
 )
 from kvcellar.backends.torch.gpu.weights.ways import SIZES
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[LayerGroup, int, str, torch.dtype, bool]] = {
 
 QUICK = ("bf16", "fp8", "int4-window-sinks-cap")
 
-WEIGHTS: dict[str, tuple[MatrixLayout, torch.dtype]] = {
+WEIGHTS: dict[str, tuple[MatrixForm, torch.dtype]] = {
     "weights-int8": (PACKED[8], torch.bfloat16),
     "weights-q4_k": (FORMS["Q4_K"], torch.bfloat16),
     "weights-q6_k": (FORMS["Q6_K"], torch.bfloat16),
@@ -185,7 +185,7 @@ def compile_case(name: str, target: GPUTarget) -> None:
         session.cache.write_rows([np.array([3, 4])], rows)
 
 
-def multiply_all(form: MatrixLayout, dtype: torch.dtype) -> None:
+def multiply_all(form: MatrixForm, dtype: torch.dtype) -> None:
     """Multiply from one to many rows by a matrix, and by experts."""
     weights = matrices_of(form, 4, 256, 512)
     for n_rows in (1, 4, 16, 64, 300):
@@ -206,7 +206,7 @@ def multiply_all(form: MatrixLayout, dtype: torch.dtype) -> None:
         multiply.multiply_chosen(weights, x, chosen, bias, rows)
 
 
-def multiply_in_sizes(form: MatrixLayout) -> None:
+def multiply_in_sizes(form: MatrixForm) -> None:
     """Multiply a row in all sizes of programs: plain, gated, and turned where bits are 16."""
     weights, x = matrices_of(form, 1, 512, 4096), torch.zeros(1, 4096, dtype=torch.bfloat16)
     norm = multiply.Norm(torch.zeros(4096, dtype=torch.bfloat16), 1e-5)
@@ -241,7 +241,7 @@ def lay_between(dtype: torch.dtype) -> None:
     linears.gate(torch.zeros(3, 256, dtype=dtype))
 
 
-def matrices_of(form: MatrixLayout, n_experts: int, n_out: int, n_in: int) -> CardMatrices:
+def matrices_of(form: MatrixForm, n_experts: int, n_out: int, n_in: int) -> CardMatrices:
     """Zeros of a form."""
     n_groups, n_each = n_in // form.group if form.group else 0, 1 + form.has_minima
     shape, number = (n_experts, n_out), torch.bfloat16 if form.bits == 16 else torch.int32

@@ -315,7 +315,7 @@ def is_empty(value: Any) -> bool:
         return not value.n_tokens
     if isinstance(value, plans.PackedPlan):
         return is_empty(value.form)
-    if isinstance(value, plans.PlanLayout):
+    if isinstance(value, plans.PlanForm):
         return not value.sections[plans.SECTIONS.index("writes")]
     return isinstance(value, list | tuple) and (not value or any(map(is_empty, value)))
 

@@ -1,8 +1,8 @@
-"""The MLX backend: float and quantised pools on Apple silicon's GPU, and on any CPU.
+"""The MLX backend: caches in MLX, and models of mlx-lm on them; Apple's GPUs, and any CPU.
 
 Imports MLX and mlx-lm; nothing of torch comes in.
 
-Start in ``cache/caches.py``.
+Start in ``cache/caches.py`` for a cache, in ``loading.py`` for a model.
 """
 
 from __future__ import annotations

@@ -2,5 +2,6 @@
 
 Imports cells; no step and no face of a cache come in.
 
-Start in ``layout.py`` for the protocols, in ``rows.py`` for the layout of most groups.
+Start in ``layout.py`` for the protocols, in ``rows.py`` for the layout of most groups, and how it
+frees what a window has passed.
 """

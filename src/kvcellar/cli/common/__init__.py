@@ -1,6 +1,6 @@
 """Parts that commands share: options, help, exit codes, and output for people.
 
-Imports settings and the values of models; no command comes in.
+Imports settings and the values of models, and hosting late; no command comes in.
 
 Start in ``commands.py``.
 """

@@ -1,6 +1,7 @@
 """KV of requests in the cache: reused on the way in, kept on the way out, brought from elsewhere.
 
-Imports requests, prefix indexes and the costs of steps; no scheduler and no runner come in.
+Imports requests, prefix indexes, the costs of steps, and the runner, which computes rows again;
+no scheduler comes in.
 
 Start in ``residency.py``.
 """

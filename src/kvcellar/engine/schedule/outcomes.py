@@ -220,7 +220,7 @@ class Outcomes:
     # A step that failed ------------------------------------------------------------------------
 
     def fail(self, batch: Batch, error: Exception) -> None:
-        """End the requests of a batch whose forward raised; the others do not notice.
+        """End the requests of a batch whose forward raised; those outside of it go on.
 
         Where another cache took the memory between the choice of the batch and its step, nothing
         was claimed, and the next choice knows: then nobody ends.

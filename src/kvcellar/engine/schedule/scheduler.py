@@ -164,7 +164,10 @@ class Scheduler:
     # One step: before --------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch | None:
-        """Choose the next batch and make room for it; None where nothing can run."""
+        """Choose the next batch, evict what it needs cells of, and let those wait that do not fit.
+
+        None: nothing can run.
+        """
         self._step += 1
         self._turn_anew()
         self._expire(now)

@@ -1,4 +1,7 @@
 """GGUF files: what is in them, and what transformers is told of it.
 
-Imports tokenizers and NumPy; neither the gguf library nor a runtime comes in.
+Imports the library ``tokenizers`` and NumPy, and transformers late, for configs that our own
+tables do not have; neither the gguf library nor a runtime comes in.
+
+Start in ``reader.py``.
 """

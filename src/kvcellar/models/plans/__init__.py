@@ -1,6 +1,6 @@
 """Plans of models: which parts, in what order, of which tensors, as values that run without torch.
 
-Imports facts of models; no backend comes in, which learn plans and follow them.
+Imports facts of models; no backend comes in: backends learn plans, and run models by them.
 
 Start with ``plan.py``; ``rules.py`` makes plans of the families whose configs say all of them.
 """

@@ -1,6 +1,6 @@
 """Sizes of models, worked out before anything is loaded: weights, K and V, states.
 
-Imports facts of models and formats of weights; no weights come in.
+Imports what finds a checkpoint and who runs it; no weight is read.
 
 Start with ``sizing.py``.
 """

@@ -18,7 +18,7 @@ from kvcellar.backends.torch.gpu.attend.lists import idle_lists, lists_of
 from kvcellar.backends.torch.gpu.attend.plans import (
     SECTIONS,
     PackedPlan,
-    PlanLayout,
+    PlanForm,
     Tiling,
     pack,
     rounded_up,
@@ -113,8 +113,8 @@ class PlanOnDevice(Protocol):
     """Protocol of a plan whose integers lie on the device."""
 
     @property
-    def form(self) -> PlanLayout | None:
-        """Layout of the plan; None: there is none yet."""
+    def form(self) -> PlanForm | None:
+        """Form of the plan; None: there is none yet."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class PlanOnDevice(Protocol):
         ...
 
 
-def sections_of(form: PlanLayout, numbers: Tensor) -> dict[str, Tensor]:
+def sections_of(form: PlanForm, numbers: Tensor) -> dict[str, Tensor]:
     """Return views of a plan's integers by section."""
     found = dict(zip(SECTIONS, numbers.split(form.sections), strict=True))
     return found | {"masks": found["masks"].view(torch.uint8)}
@@ -137,7 +137,7 @@ class DevicePlan:
 
     def __init__(self, device: torch.device) -> None:
         """Create a buffer on a device, without a plan."""
-        self.form: PlanLayout | None = None
+        self.form: PlanForm | None = None
         self.sections: dict[str, Tensor] = {}
         self._buffer = torch.empty(LEAST_BUFFER, dtype=torch.int32, device=device)
 

@@ -61,8 +61,8 @@ class Tiling(NamedTuple):
     n_programs: int
 
 
-class PlanLayout(NamedTuple):
-    """Layout of a plan: of equal layouts the launches are equal, but for pointers.
+class PlanForm(NamedTuple):
+    """Form of a plan: of equal forms the launches are equal, but for pointers.
 
     Attributes:
         sections: integers of each section, in the order of ``SECTIONS``.
@@ -112,7 +112,7 @@ class Moving(NamedTuple):
 class PackedPlan:
     """A plan in one array."""
 
-    form: PlanLayout
+    form: PlanForm
     numbers: Ints
     moving: Moving | None = None
     """How a step after it may differ; None: it is packed anew."""
@@ -332,7 +332,7 @@ def _exact_cells(writes: Sequence[Write], n_tokens: int) -> IntArray:
 
 def _joined(
     parts: Sequence[IntArray | Ints], rows: int, n_slots: int, has_masks: bool
-) -> tuple[PlanLayout, Ints]:
+) -> tuple[PlanForm, Ints]:
     """Round the sections up, fill them with -1, and put them behind each other."""
     lengths = [rounded_up(len(part)) for part in parts]
     at_runs = SECTIONS.index("runs")
@@ -343,4 +343,4 @@ def _joined(
     for part, size in zip(parts, sizes, strict=True):
         numbers[at : at + part.size] = part.reshape(-1)
         at += size
-    return PlanLayout(tuple(sizes), rows, rounded_up(n_slots), has_masks), numbers
+    return PlanForm(tuple(sizes), rows, rounded_up(n_slots), has_masks), numbers

@@ -19,7 +19,7 @@ from kvcellar.backends.torch.bind.positions import Positions
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.state_pools import StateKeeper, Stretches, Together
 from kvcellar.backends.torch.gpu.attend import launch
-from kvcellar.backends.torch.gpu.attend.plans import Ints, PackedPlan, PlanLayout
+from kvcellar.backends.torch.gpu.attend.plans import Ints, PackedPlan, PlanForm
 from kvcellar.backends.torch.gpu.attend.steps import GroupPlan
 from kvcellar.backends.torch.gpu.sampler.sampling import likeliest
 from kvcellar.errors import StepError
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
     rope_length: int
     has_features: bool
     states: tuple[StateForm, ...]
-    forms: tuple[PlanLayout, ...]
+    forms: tuple[PlanForm, ...]
 
     @property
     def input_ints(self) -> int:
@@ -129,7 +129,7 @@ class Played(NamedTuple):
 class OnDevice(NamedTuple):
     """A plan whose integers lie on the device."""
 
-    form: PlanLayout
+    form: PlanForm
     sections: dict[str, Tensor]
 
 

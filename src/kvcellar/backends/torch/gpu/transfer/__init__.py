@@ -1,6 +1,6 @@
-"""Rows and states between a card and main memory, beside the steps.
+"""Copies rows and states between a card and main memory, on a stream of their own.
 
-Imports plans and launches; no weight and no sampling come in.
+Imports pools of the cache, plans and launches; no weight and no sampling come in.
 
 Start in ``transfers.py``.
 """

@@ -33,8 +33,8 @@ _AT_A_TIME = 1 << 26
 """Numbers of a matrix that are written anew at a time."""
 
 
-class MatrixLayout(NamedTuple):
-    """Layout of a matrix: bits and group of its numbers, types of its scales and zeros.
+class MatrixForm(NamedTuple):
+    """Form of a matrix: bits and group of its numbers, types of its scales and zeros.
 
     Attributes:
         bits: of a number: 4 or 8; 16 for floats, of any type, that are weights by themselves.
@@ -56,23 +56,23 @@ class MatrixLayout(NamedTuple):
 
 
 FORMS = {
-    "Q4_0": MatrixLayout(4, 8, group=32),
-    "Q4_1": MatrixLayout(4, group=32, has_minima=True),
-    "Q5_0": MatrixLayout(8, 16, group=32),
-    "Q5_1": MatrixLayout(8, group=32, has_minima=True),
-    "Q8_0": MatrixLayout(8, 128, group=32),
-    "Q4_K": MatrixLayout(4, group=32, top=8, has_minima=True),
-    "Q5_K": MatrixLayout(8, group=32, top=8, has_minima=True),
-    "Q6_K": MatrixLayout(8, 32, group=16, top=16),
-    "IQ4_NL": MatrixLayout(4, codes=IQ4, group=32),
-    "IQ4_XS": MatrixLayout(4, codes=IQ4, group=32, top=8),
-    "MXFP4": MatrixLayout(4, codes=E2M1, group=32, has_exponents=True),
-    "F16": MatrixLayout(16),
-    "BF16": MatrixLayout(16),
+    "Q4_0": MatrixForm(4, 8, group=32),
+    "Q4_1": MatrixForm(4, group=32, has_minima=True),
+    "Q5_0": MatrixForm(8, 16, group=32),
+    "Q5_1": MatrixForm(8, group=32, has_minima=True),
+    "Q8_0": MatrixForm(8, 128, group=32),
+    "Q4_K": MatrixForm(4, group=32, top=8, has_minima=True),
+    "Q5_K": MatrixForm(8, group=32, top=8, has_minima=True),
+    "Q6_K": MatrixForm(8, 32, group=16, top=16),
+    "IQ4_NL": MatrixForm(4, codes=IQ4, group=32),
+    "IQ4_XS": MatrixForm(4, codes=IQ4, group=32, top=8),
+    "MXFP4": MatrixForm(4, codes=E2M1, group=32, has_exponents=True),
+    "F16": MatrixForm(16),
+    "BF16": MatrixForm(16),
 }
 """Forms of the blocks of GGUF files, by their types."""
 
-PACKED = {8: MatrixLayout(8, 128, group=SHARED[8]), 4: MatrixLayout(4, 8, group=SHARED[4])}
+PACKED = {8: MatrixForm(8, 128, group=SHARED[8]), 4: MatrixForm(4, 8, group=SHARED[4])}
 """Forms of weights that are packed here, by their bits."""
 
 
@@ -101,7 +101,7 @@ class CardMatrices:
         parts: with an axis for experts before the others.
     """
 
-    form: MatrixLayout
+    form: MatrixForm
     n_in: int
     parts: Parts
 
@@ -169,7 +169,7 @@ def experts_on_card(
     )
 
 
-def _stacked(n_in: int, n: int, made: Iterator[tuple[MatrixLayout, Parts]]) -> CardMatrices:
+def _stacked(n_in: int, n: int, made: Iterator[tuple[MatrixForm, Parts]]) -> CardMatrices:
     """Put so many matrices of one form behind one another, as they come."""
     form, first = next(made)
     if n == 1:
@@ -181,7 +181,7 @@ def _stacked(n_in: int, n: int, made: Iterator[tuple[MatrixLayout, Parts]]) -> C
     return CardMatrices(form, n_in, whole)
 
 
-def _turned(weights: StoredRows, expert: int, device: torch.device) -> tuple[MatrixLayout, Parts]:
+def _turned(weights: StoredRows, expert: int, device: torch.device) -> tuple[MatrixForm, Parts]:
     """Return an expert's matrix, its outputs in the order that is wanted."""
     form, parts = _parts_of(weights.stored.of(expert), device)
     if weights.order is None:
@@ -193,7 +193,7 @@ def _turned(weights: StoredRows, expert: int, device: torch.device) -> tuple[Mat
 # What is packed here ------------------------------------------------------------------------------
 
 
-def _packed(weight: Tensor, device: torch.device, bits: int) -> tuple[MatrixLayout, Parts]:
+def _packed(weight: Tensor, device: torch.device, bits: int) -> tuple[MatrixForm, Parts]:
     """Pack weights with a float16 step for each group, some rows at a time."""
     form = PACKED[bits]
     n_in = weight.shape[1]
@@ -231,9 +231,9 @@ def _steps(grouped: Tensor, bits: int) -> Tensor:
     return torch.where(is_finite, steps, torch.nan)
 
 
-def _floats(weight: Tensor, device: torch.device) -> tuple[MatrixLayout, Parts]:
+def _floats(weight: Tensor, device: torch.device) -> tuple[MatrixForm, Parts]:
     """Return weights of 16 bits as they are."""
-    return MatrixLayout(16), Parts(weight.detach().to(device).contiguous(), *[_nothing(device)] * 2)
+    return MatrixForm(16), Parts(weight.detach().to(device).contiguous(), *[_nothing(device)] * 2)
 
 
 def _nothing(device: torch.device) -> Tensor:
@@ -252,18 +252,18 @@ def _in_words(numbers: Tensor, bits: int) -> Tensor:
 # What files have ----------------------------------------------------------------------------------
 
 
-def _shipped(blocks: Tensor, exponents: Tensor, device: torch.device) -> tuple[MatrixLayout, Parts]:
+def _shipped(blocks: Tensor, exponents: Tensor, device: torch.device) -> tuple[MatrixForm, Parts]:
     """Return a matrix of a checkpoint in MXFP4, which has two inputs in a byte, the lower first."""
     pairs, steps = blocks.flatten(1).to(device), exponents[..., None].to(device)
     numbers = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
     return FORMS["MXFP4"], Parts(_in_words(numbers, 4), steps, _nothing(device))
 
 
-def _parts_of(stored: Stored, device: torch.device) -> tuple[MatrixLayout, Parts]:
+def _parts_of(stored: Stored, device: torch.device) -> tuple[MatrixForm, Parts]:
     """Read a matrix and put it on a device."""
     if isinstance(stored, StoredAffine):
         numbers, scales, minima = (part.to(device) for part in stored.read())
-        form = MatrixLayout(stored.bits, group=stored.group, has_minima=True)
+        form = MatrixForm(stored.bits, group=stored.group, has_minima=True)
         return form, Parts(
             _in_words(numbers, stored.bits), torch.stack([scales, minima], -1), _nothing(device)
         )
