@@ -363,7 +363,7 @@ def _make_session(
         raise ConfigError(
             f"backend {backend!r} built {type(made).__name__}, which keeps no states, and the "
             f"model has recurrent layers ({config.params.state}); use one of the backends "
-            f"reference, torch or mlx"
+            f"native, reference, torch or mlx"
         )
     return CacheSession(made, backend=backend)
 

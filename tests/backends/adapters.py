@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.testing import CASES, BackendAdapter, Case, NumpyAdapter, cases_named
+from kvcellar.testing import (
+    CASES,
+    STATE_CASES,
+    BackendAdapter,
+    Case,
+    NumpyAdapter,
+    cases_named,
+)
 from tests.backends.gpu.interpreter import hasten
 
 needs_mlx = pytest.mark.skipif(
@@ -135,7 +142,12 @@ class NativeAdapter(NumpyAdapter):
     def __init__(self) -> None:
         there = unless_all(*SPLITTABLE, *SHARED_OR_CHUNKED)
         ours = [case for case in there if "fp8" not in case.name and case.name not in TWO_ROWS]
-        super().__init__("native", cases=ours, walked=[case for case in ours if case in WALKED])
+        super().__init__(
+            "native",
+            cases=ours,
+            walked=[case for case in ours if case in WALKED],
+            state_cases=STATE_CASES,
+        )
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
         return TorchAdapter().tolerance(in_dtype, kv_dtype)

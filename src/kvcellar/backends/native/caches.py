@@ -13,12 +13,13 @@ from kvcellar.backends.host_rows import RowMoves, slots_of
 from kvcellar.backends.native.pools import NativePools
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
 from kvcellar.backends.reference.quantise import rotate
+from kvcellar.backends.reference.state_pools import StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.cells.exact import BASE, layer_plan
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import BackendError, ShapeError
-from kvcellar.kernel import attend, levels
+from kvcellar.kernel import attend, levels, recurrent
 from kvcellar.types import IntArray, Run, StepPlan, Write
 
 Array = NDArray[Any]
@@ -167,6 +168,33 @@ class NativeCache(RowMoves):
             softcap = self.pools.groups[index].softcap or 0.0
             found.append((known.compiled, rows.for_kernel(), known.to_exact, beside, softcap))
         return found
+
+    def compiled_states(self, dtype: attend.Dtype) -> tuple[recurrent.StateBatch, States]:
+        """Compile the plan of states of the step that ``compiled_steps`` has opened.
+
+        Args:
+            dtype: of the rows of recurrent layers.
+
+        Returns:
+            Slots that are read and written, and the arrays that hold all of them.
+        """
+        plan, pools = self.steps.begun_states(), self._states
+        assert plan is not None, "a cache with recurrent layers has slots"
+        pools.ensure(plan.n_slots)
+        return recurrent.StateBatch(plan.n_tokens, dtype, plan.advances), pools.layers
+
+    def read_states(self, slots: Sequence[int] | IntArray) -> States:
+        """Return copies of the states in some slots; see :class:`StatePools`."""
+        return self._states.read(slots)
+
+    def write_states(self, slots: Sequence[int] | IntArray, states: States) -> None:
+        """Store states in as many slots; see :class:`StatePools`."""
+        self._states.write(slots, states)
+
+    @property
+    def _states(self) -> StatePools:
+        assert self.pools.states is not None, "the model has recurrent layers"
+        return self.pools.states
 
     def _prepare(
         self,

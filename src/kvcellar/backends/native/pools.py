@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.host_rows import GroupParts, SideArrays, check_rows, empty_rows
 from kvcellar.bookkeeping.cells.exact import ExactCells, exact_cells
+from kvcellar.backends.reference.state_pools import StatePools
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError
@@ -389,11 +390,14 @@ class NativePools:
                 found[layer] = LayerRows(arrays, i % n_together, frozen[i], beside)
         self._stored = list(found.values())
         self.of_layer = [found[source] for source in config.params.sources]
+        state = config.params.state
+        self.states = None if state is None else StatePools(state, config)
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the pools have allocated."""
-        return sum(rows.size_bytes for rows in self._stored)
+        of_states = 0 if self.states is None else self.states.size_bytes
+        return of_states + sum(rows.size_bytes for rows in self._stored)
 
     def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         """Copy ``src_cells`` to ``[base, base + len)`` in every layer of the group."""
