@@ -57,6 +57,13 @@ FAMILIES = {
     "window": ("mistral", {"sliding_window": 6}),
 }
 SLIDES, FULL = "sliding_attention", "full_attention"
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+}
 OTHERS = {
     "gemma-3": ("gemma3_text", {"layer_types": [SLIDES, FULL, SLIDES], "sliding_window": 12}),
     "gemma-2": (
@@ -105,6 +112,10 @@ OTHERS = {
         },
     ),
     "crossed-experts": ("gpt_oss", {"layer_types": [SLIDES, FULL, SLIDES], "sliding_window": 12}),
+    "short-convolutions": ("lfm2", {"layer_types": ["conv", FULL, "conv"], "conv_bias": True}),
+    "delta-net": ("qwen3_5_text", DELTA),
+    "delta-net-by-key-heads": ("qwen3_next", {**DELTA, "mlp_only_layers": [1]}),
+    "delta-net-and-experts": ("qwen3_5_moe_text", DELTA),
 }
 FORMATS = ("bf16", "int8", "int4")
 IDS = tuple(b"def first(items):\n    return items[0]\n")
@@ -235,6 +246,7 @@ def test_in_float32_logits_are_transformers(other, family):
         others = (*IDS[:30], 65, 66)
         cache.begin_step([(0, 1), (1, 1)])
         runner.forward([IDS[30], 65], [30, 30], [0, 1])
+        cache.keep_point(1, 31)
         cache.begin_step([(0, 1), (1, 1)])
         both = runner.forward([IDS[31], 66], [31, 31], [0, 1])
         np.testing.assert_allclose(both[0], oracle.logits(IDS[:32])[31], **near)
@@ -433,7 +445,18 @@ def test_a_mixture_is_shown_and_refused_where_its_parts_do_not_fit(other, tmp_pa
         load_model(folder, weights="bf16", backend="native")
 
 
-@pytest.mark.parametrize("family", ["gemma-3", "mixtral", "shared-expert", "crossed-experts"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma-3",
+        "mixtral",
+        "shared-expert",
+        "crossed-experts",
+        "short-convolutions",
+        "delta-net",
+        "delta-net-by-key-heads",
+    ],
+)
 @pytest.mark.parametrize("axis", [0, -1])
 def test_no_tensor_of_another_size_reaches_the_kernel(other, tmp_path, family, axis):
     folder = shutil.copytree(other(family), tmp_path / "wide")

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.native.caches import NativeCache
+from kvcellar.backends.native.recurrent import orders_by_key_heads
 from kvcellar.backends.native.weights import WeightHolder
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
 from kvcellar.kernel import attend, experts, layers
-from kvcellar.models.plans.plan import LayerPlan, ModelPlan, RopePlan
+from kvcellar.models.plans.plan import LayerPlan, LinearPlan, ModelPlan, RopePlan
 from kvcellar.types import IntArray
 
 FloatArray = NDArray[np.float32]
@@ -61,7 +62,7 @@ def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.Deco
     mixture = one.mixture
     share = None if mixture is None else mixture.share
     return layers.DecoderLayer(
-        holder.linear(one.qkv),
+        holder.linear(*_ordered(one)),
         holder.linear(one.o),
         None if one.gate_up is None else holder.linear(one.gate_up),
         None if one.down is None else holder.linear(one.down),
@@ -83,6 +84,20 @@ def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.Deco
         sinks=0 if one.sinks is None else holder.floats(one.sinks).ctypes.data,
         share=None if share is None else holder.unchanged(share),
     )
+
+
+def _ordered(one: LayerPlan) -> tuple[LinearPlan, Sequence[IntArray | None]]:
+    """Return a layer's first matrices, and which of their rows the kernel has; None: all."""
+    if one.recurrent is not None:
+        is_ordered = one.recurrent.by_key_heads
+        return one.qkv, orders_by_key_heads(one.recurrent) if is_ordered else ()
+    if not one.is_gated:
+        return one.qkv, ()
+    n_heads, _, dim = one.heads
+    q, gates = np.arange(2 * n_heads * dim).reshape(n_heads, 2, dim).swapaxes(0, 1)
+    (first, *more), (bias, *biases) = one.qkv.weights, one.qkv.biases
+    both = LinearPlan((first, *more, first), (bias, *biases, bias))
+    return both, (q.reshape(-1), *(None for _ in more), gates.reshape(-1))
 
 
 class NativeDecoder:
@@ -110,6 +125,7 @@ class NativeDecoder:
             "logit_cap": plan.logit_cap or 0.0,
         }
         self._local = threading.local()
+        self._row_type = np.uint16 if holder.dtype == attend.Dtype.bfloat16 else np.float32
 
     def _embedded(self, ids: IntArray) -> layers.Decoder:
         """Look tokens up; return what reads their rows, this thread's own."""
@@ -117,8 +133,7 @@ class NativeDecoder:
         if rows is None or len(rows) < len(ids):
             made, norm, head = self._parts
             n_rows = max(len(ids), _FEW)
-            dtype = np.uint16 if self.holder.dtype == attend.Dtype.bfloat16 else np.float32
-            rows = self._local.rows = np.empty((n_rows, self.hidden_size), dtype)
+            rows = self._local.rows = np.empty((n_rows, self.hidden_size), self._row_type)
             at = rows.ctypes.data
             self._local.decoder = layers.Decoder(made, at, norm, head, **self._factors)
         self._embedding.look_up(ids, rows)
@@ -179,13 +194,17 @@ class NativeDecoder:
         """
         made, _, _ = self._parts
         _, states = self.forward(cache, ids, positions, np.empty(0, np.int64), (len(made),))
+        return self._normed(states)
+
+    def _normed(self, states: FloatArray) -> FloatArray:
+        """Norm rows ``[R, hidden_size]`` of the last layer, and round them to the model's type."""
         norm, weight = self._last_norm
         is_bf16 = self.holder.dtype == attend.Dtype.bfloat16
         in_floats = norm.in_floats or not is_bf16
         x: Any = states if in_floats else to_bfloat16_bits(states)
         layers.norm(
             x.ctypes.data,
-            len(ids),
+            len(x),
             1,
             self.hidden_size,
             self.hidden_size,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcellar.backends.native.decoder import NativeDecoder
+from kvcellar.backends.native.hybrid import HybridDecoder
 from kvcellar.backends.native.pools import SideForm
 from kvcellar.backends.native.runner import NativeRunner
 from kvcellar.backends.native.shapes import check_shapes
@@ -86,7 +87,8 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
     report(0.92, "loading weights")
     tensors = tensors_of(folder, plan)
     check_shapes(plan, tensors)
-    decoder = NativeDecoder(plan, WeightHolder(tensors, weights, dtype))
+    kind = HybridDecoder if plan.is_hybrid else NativeDecoder
+    decoder = kind(plan, WeightHolder(tensors, weights, dtype))
     check_vocabulary(tokenizer, plan.facts.vocab_size, folder)
     report(1.0, "ready")
     return NativeModel(
@@ -171,8 +173,8 @@ def lack_of(options: LoadOptions) -> str:
     if weights == PLAIN:
         return "its weights stay in float32, which torch is the default for"
     tensors = tensors_of(folder, plan)
-    of_each = {name: tensors.shape(name) for name in plan.tensors}
-    kinds = {kind for kind, shape in of_each.values() if len(shape) == 2}
+    of_each = {name: tensors.shape(name)[0] for name in plan.tensors}
+    kinds = {of_each[name] for name in plan.matrices}
     of_experts = {rows.kind for _, rows in _experts(tensors, plan)}
     _beside_experts(tensors, plan)  # which has to be there
     plain = (kinds | of_experts) - blocks.INPUTS.keys()
@@ -252,6 +254,7 @@ def _counted(
 ) -> tuple[dict[str, int], dict[str, Matrix]]:
     """Count the numbers of a plan's tensors; ``is_kept`` where blocks stay as they are."""
     exact = (plan.embedding, *plan.head.weights)
+    at_matrices = set(plan.matrices)
     sizes, matrices = {}, {}
 
     def block_bytes(kind: str, n_out: int, n_in: int) -> int:
@@ -262,7 +265,7 @@ def _counted(
     for name in plan.tensors:
         kind, shape = tensors.shape(name)
         sizes[name] = math.prod(shape)
-        if len(shape) == 2:
+        if name in at_matrices:
             n_out, n_in = shape
             is_rows = name == plan.embedding and name not in plan.head.weights
             n_bytes = block_bytes(kind, n_out, n_in)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvcellar.backends.native.tensors import Tensors
 from kvcellar.errors import ModelError
 from kvcellar.models.plans.plan import LayerPlan, LinearPlan, MixturePlan, ModelPlan, NormPlan
+from kvcellar.models.plans.recurrent import RecurrentPlan
 
 
 def check_shapes(plan: ModelPlan, tensors: Tensors) -> None:
@@ -31,8 +32,14 @@ def check_shapes(plan: ModelPlan, tensors: Tensors) -> None:
 
 def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
     n_heads, n_kv_heads, dim = one.heads
-    of.linear(one.qkv, (n_heads + 2 * n_kv_heads) * dim, hidden)
-    of.linear(one.o, hidden, n_heads * dim)
+    if one.recurrent is not None:
+        of.linear(one.qkv, one.recurrent.n_in, hidden)
+        of.linear(one.o, hidden, one.recurrent.inner)
+        _check_recurrent(one.recurrent, of)
+    else:
+        n_gates = n_heads * dim * one.is_gated
+        of.linear(one.qkv, (n_heads + 2 * n_kv_heads) * dim + n_gates, hidden)
+        of.linear(one.o, hidden, n_heads * dim)
     for norm in (one.before, one.between, one.attended, one.mixed):
         of.norm(norm, hidden)
     of.norm(one.q_norm, n_heads * dim if one.norms_together else dim)
@@ -44,6 +51,18 @@ def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
         of.linear(one.down, hidden, n_both // 2)
     if one.mixture is not None:
         _check_mixture(one.mixture, of, hidden)
+
+
+def _check_recurrent(recurrent: RecurrentPlan, of: _Shapes) -> None:
+    n_channels, width = recurrent.conv_shape
+    of.convolution(recurrent.conv, n_channels, width)
+    n_heads = recurrent.heads[0]
+    sizes = (n_channels, n_heads, n_heads, n_heads, recurrent.n_normed)
+    one = recurrent
+    names = (one.conv_bias, one.rates, one.shifts, one.skips, one.norm)
+    for name, size in zip(names, sizes, strict=True):
+        if name is not None:
+            of.vector(name, size)
 
 
 def _check_mixture(mixture: MixturePlan, of: _Shapes, hidden: int) -> None:
@@ -83,6 +102,12 @@ class _Shapes:
         shape = self._tensors.shape(name)[1]
         if math.prod(shape) != n or n not in shape[-1:]:
             raise self.wrong(name, f"{n} numbers")
+
+    def convolution(self, name: str, n_channels: int, width: int) -> None:
+        """Compare the weight of a convolution, which may have an axis of length 1 between."""
+        shape = self._tensors.shape(name)[1]
+        if shape not in ((n_channels, 1, width), (n_channels, width)):
+            raise self.wrong(name, f"{n_channels} channels of {width} numbers")
 
     def norm(self, plan: NormPlan | None, n: int) -> None:
         """Compare the weight of a norm, where there is one."""

@@ -117,11 +117,21 @@ class WeightHolder:
         self.kept.append(made)
         return made
 
-    def floats(self, name: str) -> NDArray[np.float32]:
-        """Keep a tensor of one axis in float32."""
-        made = np.ascontiguousarray(self._tensors.vector(name))
+    def keep(self, numbers: Array) -> Array:
+        """Keep an array, without gaps, as long as the kernel may read it."""
+        made = np.ascontiguousarray(numbers)
         self.kept.append(made)
         return made
+
+    def floats(self, name: str) -> NDArray[np.float32]:
+        """Keep a tensor of one axis in float32."""
+        return self.keep(self._tensors.vector(name))
+
+    def small(self, name: str) -> NDArray[np.float32]:
+        """Read a small tensor ``[n]`` in float32, rounded to the model's type."""
+        numbers = self._tensors.vector(name).reshape(-1)
+        is_bf16 = self.dtype == attend.Dtype.bfloat16
+        return from_bfloat16_bits(to_bfloat16_bits(numbers)) if is_bf16 else numbers
 
     def rounded(self, number: float) -> float:
         """Return a number as the model's type has it."""
@@ -150,18 +160,25 @@ class WeightHolder:
         return made
 
     def matrices(
-        self, names: Sequence[str], *, is_most_exact: bool
+        self, names: Sequence[str], orders: Sequence[IntArray | None] = (), *, is_most_exact: bool
     ) -> list[products.LinearWeights]:
         """Hold matrices of the same inputs; their outputs come one behind the other.
 
         Args:
             names: of the tensors.
+            orders: of each which of its rows come, in their order; None: all as they are, as of
+                all where nothing is said.
             is_most_exact: true for the head and the embedding, which keep more bits.
 
         Raises:
             ModelError: one is in a type that is not multiplied so.
         """
         found = [self._tensors.matrix(name) for name in names]
+        if orders:
+            found = [
+                one if order is None else one._replace(rows=one.rows[order])
+                for one, order in zip(found, orders, strict=True)
+            ]
         if self._weights == FILE:
             return [self._blocks(one, name) for one, name in zip(found, names, strict=True)]
         rows = [_plain(one, name) for one, name in zip(found, names, strict=True)]
@@ -184,10 +201,16 @@ class WeightHolder:
         """Return true if rows of so many numbers stay in the model's type."""
         return self._weights in ("bf16", PLAIN) or not can_pack(n_in)
 
-    def linear(self, plan: LinearPlan, *, is_most_exact: bool = False) -> layers.LinearLayer:
-        """Hold linear layers of one input; errors as of ``matrices``."""
-        first, *more = self.matrices(plan.weights, is_most_exact=is_most_exact)
-        return layers.LinearLayer(first, self._bias(plan), more)
+    def linear(
+        self,
+        plan: LinearPlan,
+        orders: Sequence[IntArray | None] = (),
+        *,
+        is_most_exact: bool = False,
+    ) -> layers.LinearLayer:
+        """Hold linear layers of one input; arguments and errors as of ``matrices``."""
+        first, *more = self.matrices(plan.weights, orders, is_most_exact=is_most_exact)
+        return layers.LinearLayer(first, self._bias(plan, orders), more)
 
     def unchanged(self, plan: LinearPlan) -> layers.LinearLayer:
         """Hold linear layers of one input in the model's type; errors as of ``matrices``."""
@@ -197,18 +220,20 @@ class WeightHolder:
         rows = [_read(self._tensors.matrix(name), name) for name in plan.weights]
         return self._unchanged([one.reshape(-1, one.shape[-1]) for one in rows])
 
-    def _bias(self, plan: LinearPlan) -> int:
+    def _bias(self, plan: LinearPlan, orders: Sequence[IntArray | None] = ()) -> int:
         """Hold the biases of linear layers, one behind the other; return their address, 0: none."""
-        bias = 0
-        if any(plan.biases):
-            parts = [
-                np.zeros(self._tensors.matrix(weight).n_out, np.float32)
-                if name is None
-                else self._tensors.vector(name)
-                for name, weight in zip(plan.biases, plan.weights, strict=True)
-            ]
-            bias = self.numbers(np.concatenate(parts)).ctypes.data
-        return bias
+        if not any(plan.biases):
+            return 0
+        parts = [
+            np.zeros(self._tensors.matrix(weight).n_out, np.float32)
+            if name is None
+            else self._tensors.vector(name)
+            for name, weight in zip(plan.biases, plan.weights, strict=True)
+        ]
+        if orders:
+            each = zip(parts, orders, strict=True)
+            parts = [part if order is None else part[order] for part, order in each]
+        return self.numbers(np.concatenate(parts)).ctypes.data
 
     def mixture(self, plan: MixturePlan, gate: Gate) -> experts.Mixture:
         """Hold a mixture of experts.

@@ -2,8 +2,8 @@
 
 A backend that runs networks learns it, as it learns a model's facts, and whoever runs models
 without a network reads it. It is of models that are an embedding, decoder layers one behind the
-other, a norm and a head, where each layer adds attention and then a gated MLP to what comes in, or
-a mixture of experts that are such MLPs.
+other, a norm and a head, where each layer adds attention, or what a recurrent module says, and then
+a gated MLP to what comes in, or a mixture of experts that are such MLPs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from kvcellar.home import default_home
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.fingerprint import VOLATILE
 from kvcellar.models.known import keep, read_kept
+from kvcellar.models.plans.recurrent import RecurrentPlan, recurrent_plan
 
-VERSION = 3
+VERSION = 4
 """Version of how plans are made and written; those of another one are made again."""
 
 
@@ -131,6 +132,10 @@ class LayerPlan:
         gate: of the MLP, and of experts.
         sinks: tensor of a logit per head beside those of the tokens; None: there are none.
         mixture: in place of the MLP, or beside it; None: there is none.
+        is_gated: true if Q's matrix has as many outputs more, behind those of each head, by whose
+            sigmoid what its attention says is multiplied.
+        recurrent: in place of attention, between ``qkv`` and ``o``; all that is said of heads is
+            nothing then. None: there is attention.
     """
 
     before: NormPlan | None
@@ -151,6 +156,8 @@ class LayerPlan:
     gate: Gate = SILU
     sinks: str | None = None
     mixture: MixturePlan | None = None
+    is_gated: bool = False
+    recurrent: RecurrentPlan | None = None
 
     @property
     def linears(self) -> tuple[LinearPlan, ...]:
@@ -212,6 +219,18 @@ class ModelPlan:
         return tuple(one.mixture for one in self.layers if one.mixture is not None)
 
     @property
+    def is_hybrid(self) -> bool:
+        """True if there are recurrent layers, or attention with a gate."""
+        return any(one.recurrent is not None or one.is_gated for one in self.layers)
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of all matrices of the model but those of mixtures, each once."""
+        linears = [self.head, *(linear for one in self.layers for linear in one.linears)]
+        weights = (name for linear in linears for name in linear.weights)
+        return tuple(dict.fromkeys((self.embedding, *weights)))
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """Names of all tensors of the model but those of mixtures, each once."""
         norms, linears = [self.norm], [self.head]
@@ -220,6 +239,8 @@ class ModelPlan:
             linears += one.linears
         names = [self.embedding, *(one.weight for one in norms), *_tensors(linears)]
         names += [one.sinks for one in self.layers if one.sinks]
+        for one in self.layers:
+            names += () if one.recurrent is None else one.recurrent.tensors
         return tuple(dict.fromkeys(names))
 
     def to_json(self) -> dict[str, Any]:
@@ -252,6 +273,9 @@ class ModelPlan:
             )
             if any(one.rope not in (None, *range(len(made.ropes))) for one in made.layers):
                 raise TypeError("a layer is turned by what is not there")
+            keeps_states = [one.recurrent is not None for one in made.layers]
+            if keeps_states != [n in made.facts.state_numbers for n in range(len(keeps_states))]:
+                raise TypeError("other layers are recurrent than those that keep states")
             return made
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is no plan of a model: {error}") from error
@@ -268,6 +292,7 @@ def _layer(value: Mapping[str, Any]) -> LayerPlan:
     made |= {name: _linear(value[name]) for name in ("qkv", "o")}
     made |= {name: _optional(_linear, value[name]) for name in ("gate_up", "down")}
     made["mixture"] = _optional(_mixture, value["mixture"])
+    made["recurrent"] = _optional(recurrent_plan, value["recurrent"])
     n_heads, n_kv_heads, head_dim = map(int, value["heads"])
     alpha, cubic, shift, limit = map(float, value["gate"])
     made |= {"heads": (n_heads, n_kv_heads, head_dim), "gate": (alpha, cubic, shift, limit)}

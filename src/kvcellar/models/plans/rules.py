@@ -7,15 +7,27 @@ that no rule here reads has no plan by rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvcellar.models.facts import LayerFacts, ModelFacts, Rope
+from kvcellar.models.facts import LayerFacts, ModelFacts, Rope, StateFacts
 from kvcellar.models.files.formats import MXFP4
 from kvcellar.models.fingerprint import VOLATILE
+from kvcellar.models.plans.hybrids import (
+    OF_LFM2,
+    OF_QWEN3_5,
+    OF_QWEN3_NEXT,
+    READ_BY_DELTA_NETS,
+    READ_BY_LFM2,
+    SPARED_BY_LFM2,
+    SPARED_BY_QWEN3_5,
+    Recurrents,
+    as_usual_lfm2,
+    as_usual_qwen,
+)
 from kvcellar.models.plans.mixtures import OF_GPT_OSS, OF_QWEN, READ, Mixtures
 from kvcellar.models.plans.plan import (
     GELU_TANH,
@@ -27,6 +39,7 @@ from kvcellar.models.plans.plan import (
     NormPlan,
     kept_plan,
 )
+from kvcellar.models.plans.recurrent import RecurrentPlan
 from kvcellar.models.plans.ropes import Ropes, one_rope, rope_but_in, rope_by_kind, said_rope
 
 Raw = Mapping[str, Any]
@@ -138,6 +151,10 @@ class _Family:
         reads: further fields that ``factors`` and the like read.
         spares: further fields that change nothing.
         needs: fields that have to have these values, where they are there.
+        recurrents: layers that are recurrent.
+        is_gated: true if attention has a gate behind it.
+        names: modules that others call otherwise, by their names there.
+        as_usual: makes of a config one with the fields of others.
     """
 
     network: str
@@ -160,6 +177,14 @@ class _Family:
     reads: frozenset[str] = frozenset()
     spares: frozenset[str] = frozenset()
     needs: Mapping[str, Any] = field(default_factory=dict)
+    recurrents: Recurrents | None = None
+    is_gated: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    as_usual: Callable[[Raw], Raw] = dict
+
+    def named(self, usual: str) -> str:
+        """Return what the family calls a module."""
+        return self.names.get(usual, usual)
 
 
 _READ_BY_GRANITE = frozenset(
@@ -187,6 +212,17 @@ _READ_BY_GEMMAS = frozenset(
     )
 )
 _SPARED_BY_GEMMAS = frozenset(("cache_implementation", "hidden_act", "_sliding_window_pattern"))
+
+_OF_DELTA_NETS: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "offset": 1.0,
+    "in_floats": True,
+    "head_norms": True,
+    "is_tied": False,
+    "is_gated": True,
+    "as_usual": as_usual_qwen,
+}
 
 _FAMILIES = {
     "llama": _Family("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias"),
@@ -297,6 +333,54 @@ _FAMILIES = {
         spares=frozenset(("initial_context_length", "experts_per_token")),
         needs={"attention_bias": True},
     ),
+    "lfm2": _Family(
+        "Lfm2ForCausalLM",
+        norms={"before": "operator_norm", "between": "ffn_norm"},
+        head_norms=True,
+        kinds=OF_LFM2.kinds,
+        recurrents=OF_LFM2,
+        names={
+            "o_proj": "out_proj",
+            "q_norm": "q_layernorm",
+            "k_norm": "k_layernorm",
+            "mlp": "feed_forward",
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
+            "model.norm": "model.embedding_norm",
+        },
+        as_usual=as_usual_lfm2,
+        reads=READ_BY_LFM2,
+        spares=SPARED_BY_LFM2,
+        needs={"block_use_swiglu": True, "use_pos_enc": True},
+    ),
+    "qwen3_next": _Family(
+        "Qwen3NextForCausalLM",
+        **_OF_DELTA_NETS,
+        kinds=OF_QWEN3_NEXT.kinds,
+        recurrents=OF_QWEN3_NEXT,
+        mixtures=Mixtures(has_dense=True, shared="shared_expert"),
+        reads=READ | OF_QWEN | READ_BY_DELTA_NETS,
+    ),
+    "qwen3_5_text": _Family(
+        "Qwen3_5ForCausalLM",
+        **_OF_DELTA_NETS,
+        kinds=OF_QWEN3_5.kinds,
+        recurrents=OF_QWEN3_5,
+        reads=READ_BY_DELTA_NETS,
+        spares=SPARED_BY_QWEN3_5 | {"mlp_only_layers"},
+        needs={"attn_output_gate": True},
+    ),
+    "qwen3_5_moe_text": _Family(
+        "Qwen3_5MoeForCausalLM",
+        **_OF_DELTA_NETS,
+        kinds=OF_QWEN3_5.kinds,
+        recurrents=OF_QWEN3_5,
+        mixtures=Mixtures(is_normalised=True, shared="shared_expert"),
+        reads=READ | OF_QWEN | READ_BY_DELTA_NETS,
+        spares=SPARED_BY_QWEN3_5,
+        needs={"attn_output_gate": True, "mlp_only_layers": []},
+    ),
 }
 
 _HEADS = {"qwen3": None, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}
@@ -365,7 +449,10 @@ def _plan(raw: Raw) -> ModelPlan | None:
     """Return the plan; errors are those of fields that are missing or of another kind."""
     kind = raw["model_type"]
     family = _FAMILIES.get(kind)
-    if family is None or not _is_plain(raw, family):
+    if family is None:
+        return None
+    raw = family.as_usual(raw)
+    if not _is_plain(raw, family):
         return None
     of_config = tuple(raw[name] for name in _SIZES)
     hidden, _, n_layers, n_heads, n_kv_heads, n_vocab, n_positions = of_config
@@ -377,6 +464,12 @@ def _plan(raw: Raw) -> ModelPlan | None:
     ropes, factors = family.ropes(raw, head_dim), family.factors(raw, head_dim)
     if ropes is None or head_dim % 2 or n_heads % n_kv_heads:
         return None
+    names, heads = _Names(family, raw), (n_heads, n_kv_heads, head_dim)
+    states = {
+        number: found
+        for number in range(n_layers)
+        if (found := names.recurrent(number, kinds[number])) is not None
+    }
     facts = ModelFacts(
         family=kind,
         layers=tuple(
@@ -392,25 +485,30 @@ def _plan(raw: Raw) -> ModelPlan | None:
                 has_sinks=family.has_sinks,
             )
             for number, slides in enumerate(kinds)
+            if number not in states
         ),
         others=(),
         n_layers=n_layers,
         hidden_size=hidden,
-        inner_size=_inner_size(raw, family),
+        inner_size=max(_inner_size(raw, family), names.widest(states.values(), heads)),
         vocab_size=n_vocab,
         max_positions=n_positions,
         rope=Rope("fixed"),
+        states=tuple(
+            StateFacts(number, one.shapes, (0,) * len(one.shapes)) for number, one in states.items()
+        ),
     )
-    names = _Names(family, raw)
     embedding = "model.embed_tokens.weight"
     is_tied = _is_tied(raw, family)
     head = LinearPlan((embedding,), (None,)) if is_tied else names.linear("", ("lm_head",), False)
-    heads = n_heads, n_kv_heads, head_dim
     return ModelPlan(
         facts,
         embedding,
-        tuple(names.layer(number, heads, factors, ropes[1][number]) for number in range(n_layers)),
-        names.norm("model.norm"),
+        tuple(
+            names.layer(number, heads, factors, ropes[1][number], states.get(number))
+            for number in range(n_layers)
+        ),
+        names.norm(family.named("model.norm")),
         head,
         ropes[0],
         embedding_scale=factors.embedding,
@@ -468,39 +566,95 @@ class _Names:
         biases = [f"{name}.bias" if self._has(bias) else None for name in whole]
         return LinearPlan(tuple(f"{name}.weight" for name in whole), tuple(biases))
 
+    def recurrent(self, number: int, kind: str) -> RecurrentPlan | None:
+        """Plan the recurrent module of a layer of a kind; None: that has attention."""
+        found = self._family.recurrents
+        if found is None or kind != found.kind:
+            return None
+        return found.plan(self._raw, f"model.layers.{number}.{found.module}")
+
+    def widest(self, states: Iterable[RecurrentPlan], heads: tuple[int, int, int]) -> int:
+        """Return the numbers per token inside of the modules before MLPs, where some have states.
+
+        Those of attention are counted with the MLPs where no layer has.
+        """
+        found, (n_heads, _, dim) = self._family.recurrents, heads
+        if found is None:
+            return 0
+        widths = [(1 + self._family.is_gated) * n_heads * dim, *map(found.widest, states)]
+        hidden: int = self._raw["hidden_size"]
+        return max(hidden, *widths)
+
     def layer(
-        self, number: int, heads: tuple[int, int, int], factors: _Factors, rope: int | None
+        self,
+        number: int,
+        heads: tuple[int, int, int],
+        factors: _Factors,
+        rope: int | None,
+        recurrent: RecurrentPlan | None,
     ) -> LayerPlan:
         """Plan a decoder layer."""
         name, family = f"model.layers.{number}", self._family
-        at = f"{name}.self_attn"
         norms: dict[str, Any] = {
             role: self.norm(f"{name}.{own}") for role, own in family.norms.items()
         }
-        qkv = ("qkv_proj",) if family.is_joined else ("q_proj", "k_proj", "v_proj")
+        between = self._attention(f"{name}.self_attn", heads, factors, rope)
+        if recurrent is not None:
+            between = self._recurrent(name, recurrent)
         return LayerPlan(
             before=norms.pop("before", None),
-            qkv=self.linear(at, qkv, family.qkv_bias),
-            q_norm=self.norm(f"{at}.q_norm") if family.head_norms else None,
-            k_norm=self.norm(f"{at}.k_norm") if family.head_norms else None,
-            o=self.linear(at, ("o_proj",), family.o_bias),
             between=norms.pop("between", None),
-            heads=heads,
-            scale=factors.scale,
             **norms,
-            norms_together=family.norms_together and max(heads[:2]) > 1,
-            rope=rope,
             residual=factors.residual,
-            sinks=f"{at}.sinks" if family.has_sinks else None,
+            **between,
             **self._mixer(name, number),
         )
+
+    def _attention(
+        self, at: str, heads: tuple[int, int, int], factors: _Factors, rope: int | None
+    ) -> dict[str, Any]:
+        """Plan attention, as fields of a layer."""
+        family, q_norm, k_norm = self._family, None, None
+        qkv = ("qkv_proj",) if family.is_joined else ("q_proj", "k_proj", "v_proj")
+        if family.head_norms:
+            q_norm, k_norm = (
+                self.norm(f"{at}.{family.named(one)}") for one in ("q_norm", "k_norm")
+            )
+        return {
+            "qkv": self.linear(at, qkv, family.qkv_bias),
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "o": self.linear(at, (family.named("o_proj"),), family.o_bias),
+            "heads": heads,
+            "scale": factors.scale,
+            "norms_together": family.norms_together and max(heads[:2]) > 1,
+            "rope": rope,
+            "sinks": f"{at}.sinks" if family.has_sinks else None,
+            "is_gated": family.is_gated,
+        }
+
+    def _recurrent(self, name: str, plan: RecurrentPlan) -> dict[str, Any]:
+        """Plan a recurrent module and its linear layers, as fields of a layer."""
+        found = self._family.recurrents
+        assert found is not None, "a layer of them was found"
+        at = f"{name}.{found.module}"
+        return {
+            "qkv": self.linear(at, found.inputs, found.bias),
+            "q_norm": None,
+            "k_norm": None,
+            "o": self.linear(at, (found.out,), found.bias),
+            "heads": (0, 0, 0),
+            "scale": 1.0,
+            "rope": None,
+            "recurrent": plan,
+        }
 
     def _mixer(self, name: str, number: int) -> dict[str, Any]:
         """Plan what a layer has behind its attention, as fields of it."""
         family, gate = self._family, _GATES[self._raw.get(*self._family.act)]
         mixtures = family.mixtures
         if mixtures is None or not mixtures.are_in(self._raw, number):
-            return {"gate": gate, **self._mlp(f"{name}.mlp")}
+            return {"gate": gate, **self._mlp(f"{name}.{family.named('mlp')}")}
         beside: dict[str, Any] = {"gate_up": None, "down": None}
         if mixtures.shared is not None:
             beside = self._mlp(f"{name}.{mixtures.block}.{mixtures.shared}")
@@ -509,8 +663,9 @@ class _Names:
 
     def _mlp(self, within: str) -> dict[str, Any]:
         """Plan a gated MLP, as fields of a layer."""
-        gate_up = ("gate_up_proj",) if self._family.is_joined else ("gate_proj", "up_proj")
+        family, bias = self._family, self._family.mlp_bias
+        both = ("gate_up_proj",) if family.is_joined else ("gate_proj", "up_proj")
         return {
-            "gate_up": self.linear(within, gate_up, self._family.mlp_bias),
-            "down": self.linear(within, ("down_proj",), self._family.mlp_bias),
+            "gate_up": self.linear(within, tuple(map(family.named, both)), bias),
+            "down": self.linear(within, (family.named("down_proj"),), bias),
         }

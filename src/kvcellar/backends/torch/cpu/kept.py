@@ -30,7 +30,7 @@ from kvcellar.backends.torch.cpu.modules.rotations import Rotation
 from kvcellar.models.known import keep, read_kept
 from kvcellar.models.plans.plan import ModelPlan
 
-VERSION = 5
+VERSION = 6
 """Version of how parts are found and written; those of another one are found again."""
 
 _KINDS = {kind.__name__: kind for kind in (NormPart, MlpPart, AttentionPart, LayerPart, MixerPart)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.cpu.find.finding import PartFinder, is_such_a_norm
+from kvcellar.backends.torch.cpu.find.finding_recurrent import rounds_between
 from kvcellar.backends.torch.cpu.find.trial import (
     IDS,
     AnyExperts,
@@ -30,6 +32,9 @@ from kvcellar.backends.torch.cpu.modules.mixtures import find_gate
 from kvcellar.backends.torch.cpu.modules.parts import MlpPart, read_eps
 from kvcellar.backends.torch.cpu.modules.rotations import Rotation, possible_rotations
 from kvcellar.backends.torch.cpu.planning_mixtures import find_mixture
+from kvcellar.backends.torch.cpu.planning_recurrent import plan_recurrent
+from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
+from kvcellar.backends.torch.cpu.modules.rotations import Rotation, possible_rotations
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.plans.plan import (
     GELU_TANH,
@@ -65,10 +70,11 @@ def plan_of(network: Any, finder: PartFinder, facts: ModelFacts) -> ModelPlan | 
     Returns:
         The plan; None where the network has something that a plan cannot say.
     """
-    if not facts.rope.is_fixed or facts.states or facts.others:
+    if not facts.rope.is_fixed or facts.others:
         return None
+    bare = tuple(replace(one, askers=(), by_token=False) for one in facts.states)
     try:
-        return _Planner(network, finder).plan(facts)
+        return _Planner(network, finder).plan(replace(facts, states=bare))
     except _UnsaidError:
         return None
 
@@ -88,17 +94,23 @@ class _Planner:
         Raises:
             _UnsaidError: there is none.
         """
-        attended = self._exact.attended
-        names = [one.module.rpartition(".")[0] for one in attended]
-        if not names or len(set(names)) != len(names) or len(names) != facts.n_layers:
+        mixing: dict[str, Attended | MixerPart] = {one.module: one for one in self._exact.attended}
+        parts = self._finder.parts
+        mixing |= {name: one for name, one in parts.items() if isinstance(one, MixerPart)}
+        inside = [name for name in self._exact.calls if name in mixing]
+        names = [name.rpartition(".")[0] for name in inside]
+        are_states = [number in facts.state_numbers for number in range(facts.n_layers)]
+        if not names or len(set(names)) != len(names):
+            raise _UnsaidError
+        if [isinstance(mixing[name], MixerPart) for name in inside] != are_states:
             raise _UnsaidError
         x = self._call(names[0]).first()
         embedding, scale, rounds = self._embedding(names[0])
         layers = []
-        for name, one in zip(names, attended, strict=True):
+        for name, at in zip(names, inside, strict=True):
             if not _is_one(self._call(name).first(), x):
                 raise _UnsaidError
-            layers.append(self._layer(name, one))
+            layers.append(self._layer(name, at, mixing[at]))
             x = _said(self._call(name))
         found = self._who_takes(list(self._exact.calls), x, self._is_norm)
         head = self._who_takes(list(self._exact.calls), self._call(found).result, self._is_linear)
@@ -184,9 +196,9 @@ class _Planner:
     def _optional(self, name: str | None) -> NormPlan | None:
         return None if name is None else self._norm(name)
 
-    def _layer(self, name: str, one: Attended) -> LayerPlan:
-        """Plan a decoder layer."""
-        call, at = self._call(name), one.module
+    def _layer(self, name: str, at: str, one: Attended | MixerPart) -> LayerPlan:
+        """Plan a decoder layer, inside of which a module has attention or is recurrent."""
+        call = self._call(name)
         x, given, said = call.first(), self._call(at).first(), _said(self._call(at))
         inside = [each for each in self._exact.calls if each.startswith(f"{name}.")]
         mlps = [each for each in inside if isinstance(self._finder.parts.get(each), MlpPart)]
@@ -220,8 +232,29 @@ class _Planner:
             attended=self._optional(attended),
             mixed=self._optional(mixed),
             residual=residual,
-            **self._attention(one, given, said),
+            **self._between(at, one, given, said),
         )
+
+    def _between(self, at: str, one: Attended | MixerPart, given: Any, said: Any) -> dict[str, Any]:
+        """Plan attention or a recurrent module, as fields of a layer."""
+        if not isinstance(one, MixerPart):
+            return self._attention(one, given, said)
+        own = self._network.get_submodule(at)
+        rounds = rounds_between(self._rounded, at, one)
+        found = plan_recurrent(own, one, self._names, rounds=rounds)
+        if found is None:
+            raise _UnsaidError
+        inputs = [f"{at}.{each}" for each in one.inputs]
+        return {
+            "qkv": self._linear(inputs),
+            "o": self._linear([f"{at}.{one.out}"]),
+            "q_norm": None,
+            "k_norm": None,
+            "heads": (0, 0, 0),
+            "scale": 1.0,
+            "rope": None,
+            "recurrent": found,
+        }
 
     def _added(
         self, norms: Sequence[str], said: Any, x: Any, total: Any
@@ -302,19 +335,22 @@ class _Planner:
             raise _UnsaidError
         if not self._finder.ignores_the_past(at, one):
             raise _UnsaidError
-        behind = one.result.transpose(1, 2)
-        is_last = (each for each in mixes if _flat(calls[each].result, said))
-        o = next((each for each in is_last if _flat(calls[each].first(), behind)), None)
+        o = next((each for each in mixes if _flat(calls[each].result, said)), None)
         others = [each for each in mixes if each != o and _is_one(calls[each].first(), given)]
         if o is None or len(others) + 1 != len(mixes):
             raise _UnsaidError
+        behind = one.result.transpose(1, 2)
+        is_gated = not _flat(calls[o].first(), behind)
         sizes = [n_heads, n_kv_heads, n_kv_heads]
         (call,) = trial.calls[at]
         sides = [each for each in (*call.args, *call.kwargs.values()) if type(each) is tuple]
         for qkv in itertools.permutations(others):
-            joined = torch.cat([calls[each].result for each in qkv], -1)
+            rows = [calls[each].result for each in qkv]
+            if is_gated:
+                rows[0] = self._ungated(rows[0], behind, calls[o].first())
+            joined = torch.cat(rows, -1)
             if joined.shape[-1] != sum(sizes) * dim:
-                break
+                continue
             q, k, v = joined.view(1, len(IDS), -1, dim).split(sizes, 2)
             if not _flat(v, one.v.transpose(1, 2)):
                 continue
@@ -335,8 +371,22 @@ class _Planner:
                 "norms_together": together or k_together,
                 "rope": self._rope(sides[0], rotation.n_turned) if rotation.n_turned else None,
                 "sinks": self._sinks(one),
+                "is_gated": is_gated,
             }
         raise _UnsaidError
+
+    def _ungated(self, rows: Tensor, attended: Tensor, given: Any) -> Tensor:
+        """Return rows of q, where gates lie behind each head by which ``given`` is made.
+
+        Others are returned as they are.
+        """
+        if rows.numel() != 2 * attended.numel():
+            return rows
+        q, gates = rows.view(*attended.shape[:3], 2, -1).unbind(3)
+        is_such = isinstance(given, Tensor) and self._exact.alike(
+            (attended * gates.sigmoid()).flatten(2), given.reshape(*rows.shape[:2], -1)
+        )
+        return q.flatten(2) if is_such else rows
 
     def _normed(self, at: str, rows: Tensor) -> tuple[str | None, Tensor, bool]:
         """Return what norms rows ``[1, T, heads, dim]``, its results, and if all heads together."""

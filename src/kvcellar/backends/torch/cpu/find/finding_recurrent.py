@@ -301,6 +301,21 @@ def _is_norm(trial: Trial, prefix: str, one: _Norm) -> bool:
     return trial.alike(out.view(want.shape), want)
 
 
+def rounds_between(in_bfloat16: Trial, name: str, part: MixerPart) -> bool:
+    """Return true if the norm of a part rounds before its weight, which float32 does not show.
+
+    Args:
+        in_bfloat16: trial of the network.
+        name: of the module.
+        part: what it was found to be.
+    """
+    if not part.norm:
+        return False
+    gates_first, is_sigmoid, _ = part.gating
+    one = _Norm(part.norm, (gates_first, is_sigmoid, False), part.eps, part.group)
+    return not _is_norm(in_bfloat16, f"{name}.", one)
+
+
 def _vectors(found: _Module, sizes: Sequence[int], norm: str) -> Iterator[tuple[str, ...]]:
     """Yield a module's own parameters of these sizes, in any order; all others are known."""
     known: list[nn.Module] = [

@@ -1,0 +1,133 @@
+"""A planned model layer by layer: some are recurrent, or have a gate behind their attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.backends.native.caches import NativeCache
+from kvcellar.backends.native.decoder import FloatArray, NativeDecoder
+from kvcellar.backends.native.recurrent import Recurrent
+from kvcellar.backends.native.weights import WeightHolder
+from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
+from kvcellar.kernel import attend, recurrent
+from kvcellar.models.plans.plan import LayerPlan, ModelPlan
+from kvcellar.types import IntArray
+
+Array = NDArray[Any]
+
+
+class Attention:
+    """Attention of a layer, between the linear layers before it and the one behind."""
+
+    def __init__(self, plan: LayerPlan, holder: WeightHolder) -> None:
+        """Describe a layer's attention."""
+        n_heads, n_kv_heads, dim = plan.heads
+        inner, n_kv = n_heads * dim, n_kv_heads * dim
+        self._plan, self._dtype, self._inner = plan, holder.dtype, inner
+        self._starts = 0, inner, inner + n_kv, inner + 2 * n_kv
+        self.n_in = inner + 2 * n_kv + inner * plan.is_gated
+        """Numbers of a token that the linear layers before say."""
+        self._sinks = 0 if plan.sinks is None else holder.floats(plan.sinks).ctypes.data
+        self._gate = recurrent.GatedNorm(
+            inner, 1, 0, 0, eps=0.0, gates_first=False, is_sigmoid=True, rounds=False
+        )
+
+    def run(self, step: tuple[Any, ...], rows: Array) -> Array:
+        """Store K and V of a batch's tokens, and attend.
+
+        Args:
+            step: what the cache has compiled for the layer.
+            rows: ``[T, n_in]``: q and k, turned, v, and gates where there are some.
+
+        Returns:
+            ``[T, n_heads * head_dim]``, for the linear layer behind.
+        """
+        plan, pool, to_exact, exact, softcap = step
+        (n, stride), one, dim = rows.shape, self._plan, self._plan.heads[2]
+        given = dim, stride
+        types = self._dtype, self._dtype
+        layout = attend.Layout(one.heads[0], *types, given, given, given, (dim, self._inner))
+        q, k, v, gates = (rows.ctypes.data + rows.itemsize * at for at in self._starts)
+        said = np.empty((n, self._inner), rows.dtype)
+        out = said.ctypes.data
+        if to_exact is not None:
+            to_exact.write(exact, layout, k, v)
+        plan.step(pool, layout, q, k, v, out, one.scale, softcap, self._sinks)
+        if one.is_gated:
+            self._gate.run(n, self._dtype, out, gates, stride, out)
+        return said
+
+
+class HybridDecoder(NativeDecoder):
+    """A model's weights, and the kernel's calls that run a forward of it: some for each layer."""
+
+    def __init__(self, plan: ModelPlan, holder: WeightHolder) -> None:
+        """Hold the weights of a planned model; errors as of :class:`NativeDecoder`."""
+        super().__init__(plan, holder)
+        self._plan = plan
+        self._between = [
+            Attention(one, holder) if one.recurrent is None else Recurrent(one.recurrent, holder)
+            for one in plan.layers
+        ]
+
+    def forward(
+        self,
+        cache: NativeCache,
+        ids: IntArray,
+        positions: IntArray,
+        rows: IntArray,
+        feature_layers: Sequence[int] = (),
+    ) -> tuple[FloatArray, FloatArray]:
+        """Run the tokens; see :meth:`NativeDecoder.forward`."""
+        n_tokens = len(ids)
+        steps = iter(cache.compiled_steps(n_tokens, positions))
+        batch, of_layers = cache.compiled_states(self.holder.dtype)
+        states = iter(of_layers)
+        sides = [one.of(positions) for one in self._rotations]
+        addresses = [(cos.ctypes.data, sin.ctypes.data) for cos, sin in sides]
+        x = self._looked_up(ids)
+        at, inputs = x.ctypes.data, [x.copy()] if 0 in feature_layers else [x[:0]]
+        for number, (one, between) in enumerate(zip(self._plan.layers, self._between, strict=True)):
+            layer = self._parts[0][number]
+            cos, sin = (0, 0) if one.rope is None else addresses[one.rope]
+            joined = np.empty((n_tokens, between.n_in), x.dtype)
+            layer.before(at, n_tokens, cos, sin, joined.ctypes.data)
+            if isinstance(between, Recurrent):
+                said = between.run(batch, next(states), joined)
+            else:
+                said = between.run(next(steps), joined)
+            layer.after(at, said.ctypes.data, n_tokens, at)
+            inputs.append(x.copy() if number + 1 in feature_layers else x[:0])
+        logits = self._logits(x[rows])
+        features = [self._floats(inputs[number]) for number in feature_layers]
+        cache.steps.wrote_all()
+        none = np.empty((n_tokens, 0), np.float32)
+        return logits, np.concatenate([none, *features], axis=1)
+
+    def _looked_up(self, ids: IntArray) -> Array:
+        """Return rows of tokens ``[T, hidden_size]`` in the model's type."""
+        x = np.empty((len(ids), self.hidden_size), self._row_type)
+        self._embedding.look_up(ids, x)
+        scale = self._factors["embedding_scale"]
+        return x if scale == 1.0 else self._typed(self._floats(x) * np.float32(scale))
+
+    def _logits(self, x: Array) -> FloatArray:
+        """Return logits ``[R, vocab_size]`` of rows that the last layer has said."""
+        logits = np.empty((len(x), self.vocab_size), self._row_type)
+        if len(x):
+            normed = self._typed(self._normed(self._floats(x)))
+            head = self._parts[2]
+            head.linear(normed.ctypes.data, len(x), self.holder.dtype, logits.ctypes.data)
+        scale, cap = self._factors["logit_scale"], self._factors["logit_cap"]
+        found = self._floats(logits) * np.float32(scale)
+        return np.tanh(found / np.float32(cap)) * np.float32(cap) if cap else found
+
+    def _floats(self, x: Array) -> FloatArray:
+        return from_bfloat16_bits(x) if x.dtype == np.uint16 else x
+
+    def _typed(self, x: FloatArray) -> Array:
+        return to_bfloat16_bits(x) if self._row_type == np.uint16 else x

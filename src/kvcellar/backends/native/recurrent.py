@@ -1,0 +1,128 @@
+"""Recurrent modules of a planned model, from slot to slot of a cache's states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.backends.native.weights import WeightHolder
+from kvcellar.kernel import recurrent
+from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, RecurrentPlan
+from kvcellar.types import IntArray
+
+Array = NDArray[Any]
+
+
+class Recurrent:
+    """A recurrent module, between the linear layers before it and the one behind."""
+
+    def __init__(self, plan: RecurrentPlan, holder: WeightHolder) -> None:
+        """Hold the small tensors of a module as the kernel reads them, in float32.
+
+        Raises:
+            ModelError: one is not there.
+            ConfigError: sizes that the kernel does not have.
+        """
+        self._plan, self._dtype, self.n_in = plan, holder.dtype, plan.n_in
+        n_channels, width = plan.conv_shape
+        weight = holder.keep(holder.small(plan.conv).reshape(n_channels, width).T)
+        self._convolution = recurrent.Convolution(
+            n_channels,
+            width,
+            weight.ctypes.data,
+            _address(plan.conv_bias, holder),
+            has_silu=plan.has_silu,
+        )
+        if plan.kind == CONVOLUTION:
+            return
+        assert plan.rates is not None and plan.shifts is not None, "a recurrence decays"
+        rates = holder.keep(np.exp(holder.small(plan.rates)))
+        shifts = holder.keep(holder.small(plan.shifts))
+        at = rates.ctypes.data, shifts.ctypes.data
+        if plan.kind == DELTA:
+            self._delta = recurrent.DeltaRule(
+                *plan.heads, *at, n_decays=1, beta_scale=plan.beta_scale
+            )
+        else:
+            self._scan = recurrent.Scan(*plan.heads, *at, _address(plan.skips, holder))
+        gates_first, is_sigmoid, rounds = plan.gating
+        norm = None if plan.norm is None else holder.keep(holder.small(plan.norm))
+        self._norm = recurrent.GatedNorm(
+            plan.inner,
+            plan.group,
+            0 if norm is None else norm.ctypes.data,
+            0 if norm is None else norm.size,
+            eps=plan.eps,
+            gates_first=gates_first,
+            is_sigmoid=is_sigmoid,
+            rounds=rounds,
+        )
+
+    def run(self, batch: recurrent.StateBatch, states: Sequence[Array], rows: Array) -> Array:
+        """Take the states of the layer on by the tokens of a batch.
+
+        Args:
+            batch: which slots are read and written.
+            states: of the layer, each float32 ``[n_slots, *shape]``.
+            rows: ``[T, plan.n_in]``, what the linear layers before say.
+
+        Returns:
+            ``[T, plan.inner]``, for the linear layer behind.
+        """
+        plan, (n, stride) = self._plan, rows.shape
+        at = [rows.ctypes.data + rows.itemsize * place for place in plan.at]
+        mixed = np.empty((n, plan.conv_shape[0]), rows.dtype)
+        to, slots = mixed.ctypes.data, (states[0].ctypes.data, len(states[0]))
+        if plan.kind == CONVOLUTION:
+            self._convolution.run(batch, *slots, at[0], stride, to, at[1], at[2])
+            return mixed
+        self._convolution.run(batch, *slots, at[0], stride, to)
+        core = np.empty((n, plan.inner), rows.dtype)
+        self._recur(batch, states[1], mixed, at, stride, core)
+        out = core.ctypes.data
+        self._norm.run(n, self._dtype, out, at[1], stride, out)
+        return core
+
+    def _recur(
+        self,
+        batch: recurrent.StateBatch,
+        states: Array,
+        mixed: Array,
+        at: Sequence[int],
+        stride: int,
+        core: Array,
+    ) -> None:
+        """Run the recurrence on what went through the convolution, which says three parts."""
+        n_heads, second, third, fourth = self._plan.heads
+        first, size, width = mixed.ctypes.data, mixed.itemsize, mixed.shape[1]
+        slots, out = (states.ctypes.data, len(states)), core.ctypes.data
+        if self._plan.kind == DELTA:
+            k, v = (first + n * size * second * third for n in (1, 2))
+            self._delta.run(batch, *slots, first, k, v, width, at[2], stride, at[3], stride, out)
+        else:
+            b = first + size * n_heads * third
+            c = b + size * second * fourth
+            self._scan.run(batch, *slots, first, b, c, width, at[2], stride, out)
+
+
+def _address(name: str | None, holder: WeightHolder) -> int:
+    """Hold a tensor in float32; return its address, 0: there is none."""
+    return 0 if name is None else holder.keep(holder.small(name)).ctypes.data
+
+
+def orders_by_key_heads(plan: RecurrentPlan) -> tuple[IntArray, IntArray]:
+    """Return where a delta rule's q, k, v and gates are in the outputs of its first matrix.
+
+    Those lie by key heads, as do, in its second matrix, betas and what decays are made of.
+    """
+    n_heads, n_keys, k_dim, v_dim = plan.heads
+    each = n_heads // n_keys
+    found = []
+    for sizes in ((k_dim, k_dim, each * v_dim, each * v_dim), (each, each)):
+        places = np.arange(n_keys * sum(sizes)).reshape(n_keys, -1)
+        parts = np.split(places, np.cumsum(sizes)[:-1], axis=1)
+        found.append(np.concatenate([part.reshape(-1) for part in parts]))
+    return found[0], found[1]

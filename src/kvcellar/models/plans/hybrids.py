@@ -1,0 +1,195 @@
+"""Recurrent layers of a plan by a ``config.json`` alone, and how configs of hybrids are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, RecurrentPlan
+
+Raw = Mapping[str, Any]
+
+_FULL = "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrents:
+    """Recurrent layers of a family.
+
+    Attributes:
+        kind: what ``layer_types`` calls them.
+        module: within a layer.
+        inputs: its linear layers before.
+        out: the one behind.
+        plan: of a config, and of the module's name.
+        bias: field that says if linear layers have biases; None: they have none.
+    """
+
+    kind: str
+    module: str
+    inputs: tuple[str, ...]
+    out: str
+    plan: Callable[[Raw, str], RecurrentPlan]
+    bias: str | bool = False
+
+    def kinds(self, raw: Raw) -> list[str]:
+        """Return the kinds of a config's layers.
+
+        Raises:
+            ValueError: there are others, or not as many as layers.
+        """
+        found = list(raw["layer_types"])
+        if len(found) != raw["num_hidden_layers"] or {*found} != {self.kind, _FULL}:
+            raise ValueError("layers of kinds that no rule knows")
+        return found
+
+    def widest(self, plan: RecurrentPlan) -> int:
+        """Return the numbers of a token in the widest of a module's matrices."""
+        if len(self.inputs) < 3:
+            return plan.n_in if len(self.inputs) == 1 else plan.conv_shape[0] + plan.inner
+        return max(plan.conv_shape[0], plan.inner)
+
+
+def as_usual_lfm2(raw: Raw) -> Raw:
+    """Return a config of LFM2 with the fields that others have."""
+    made = dict(raw)
+    inner = made.pop("block_ff_dim", made.get("intermediate_size"))
+    if made.get("block_auto_adjust_ff_dim", True):
+        inner = int(made.get("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
+        multiple = made.get("block_multiple_of", 256)
+        inner = multiple * -(-inner // multiple)
+    if made.get("layer_types") is None:
+        at = made["full_attn_idxs"]
+        n_layers = made["num_hidden_layers"]
+        made["layer_types"] = [_FULL if n in at else "conv" for n in range(n_layers)]
+    made.setdefault("tie_word_embeddings", made.pop("tie_embedding", True))
+    return made | {"intermediate_size": inner, "rms_norm_eps": made["norm_eps"]}
+
+
+def as_usual_qwen(raw: Raw) -> Raw:
+    """Return a config of Qwen's hybrids with what its class takes where nothing is said."""
+    made = dict(raw)
+    if made.get("layer_types") is None:
+        every, n_layers = made.get("full_attention_interval", 4), made["num_hidden_layers"]
+        kinds = [bool((at + 1) % every) for at in range(n_layers)]
+        made["layer_types"] = ["linear_attention" if one else _FULL for one in kinds]
+    if made.get("rope_parameters"):
+        rope = made["rope_parameters"]
+        made["rope_parameters"] = {key: rope[key] for key in rope if key not in _OF_IMAGES}
+    return {"partial_rotary_factor": 0.25, **made}
+
+
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Fields by which tokens of images are turned: those of texts have one position in each section."""
+
+
+def _short_convolution(raw: Raw, within: str) -> RecurrentPlan:
+    hidden = raw["hidden_size"]
+    return RecurrentPlan(
+        kind=CONVOLUTION,
+        at=(2 * hidden, 0, hidden),
+        conv=f"{within}.conv.weight",
+        conv_shape=(hidden, raw["conv_L_cache"]),
+        conv_bias=f"{within}.conv.bias" if raw.get("conv_bias") else None,
+    )
+
+
+def _delta_net(*, by_key_heads: bool) -> Callable[[Raw, str], RecurrentPlan]:
+    """Make a rule of Qwen's gated delta nets."""
+
+    def plan(raw: Raw, within: str) -> RecurrentPlan:
+        heads = (
+            raw["linear_num_value_heads"],
+            raw["linear_num_key_heads"],
+            raw["linear_key_head_dim"],
+            raw["linear_value_head_dim"],
+        )
+        n_heads, n_keys, k_dim, v_dim = heads
+        if not all(type(one) is int and one > 0 for one in heads) or n_heads % n_keys:
+            raise ValueError("no rule for such heads")
+        inner, n_channels = n_heads * v_dim, 2 * n_keys * k_dim + n_heads * v_dim
+        decays, betas = n_channels + inner, n_channels + inner + n_heads
+        if by_key_heads:
+            decays, betas = betas, decays
+        return RecurrentPlan(
+            kind=DELTA,
+            at=(0, n_channels, decays, betas),
+            conv=f"{within}.conv1d.weight",
+            conv_shape=(n_channels, raw["linear_conv_kernel_dim"]),
+            has_silu=True,
+            by_key_heads=by_key_heads,
+            heads=heads,
+            rates=f"{within}.A_log",
+            shifts=f"{within}.dt_bias",
+            norm=f"{within}.norm.weight",
+            eps=float(raw["rms_norm_eps"]),
+            group=v_dim,
+            gating=(False, False, True),
+        )
+
+    return plan
+
+
+OF_LFM2 = Recurrents("conv", "conv", ("in_proj",), "out_proj", _short_convolution, bias="conv_bias")
+
+OF_QWEN3_NEXT = Recurrents(
+    "linear_attention",
+    "linear_attn",
+    ("in_proj_qkvz", "in_proj_ba"),
+    "out_proj",
+    _delta_net(by_key_heads=True),
+)
+
+OF_QWEN3_5 = Recurrents(
+    "linear_attention",
+    "linear_attn",
+    ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+    "out_proj",
+    _delta_net(by_key_heads=False),
+)
+
+READ_BY_LFM2 = frozenset(
+    (
+        "block_auto_adjust_ff_dim",
+        "block_ff_dim",
+        "block_ffn_dim_multiplier",
+        "block_multiple_of",
+        "conv_L_cache",
+        "conv_bias",
+        "full_attn_idxs",
+        "norm_eps",
+        "tie_embedding",
+    )
+)
+SPARED_BY_LFM2 = frozenset(
+    (
+        "block_dim",
+        "block_mlp_init_scale",
+        "block_norm_eps",
+        "block_out_init_scale",
+        "block_use_xavier_init",
+        "conv_dim",
+        "conv_dim_out",
+        "conv_use_xavier_init",
+        "num_heads",
+        "theta",
+    )
+)
+"""Fields of LFM2's own files that transformers reads as little."""
+
+READ_BY_DELTA_NETS = frozenset(
+    (
+        "full_attention_interval",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "partial_rotary_factor",
+    )
+)
+SPARED_BY_QWEN3_5 = frozenset(
+    ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+)
+"""Fields of types that every runtime chooses for itself, and of layers that guess tokens."""
