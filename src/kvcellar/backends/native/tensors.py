@@ -26,6 +26,13 @@ TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 OLDER_NAMES = ((".mlp.", ".block_sparse_moe."), (".router.weight", ".router.layer.weight"))
 """Parts of names of transformers, and what checkpoints have in their place."""
 
+_OF_WRAPPERS = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Beginnings of names in files of multimodal models, and in a plan of their text."""
+
 _GATE_UP = "gate_up_proj"
 
 _PACKED = {_GATE_UP: "input_linear.weight", "down_proj": "output_linear.weight"}
@@ -140,7 +147,10 @@ class FolderTensors:
             ModelError: a file is damaged.
         """
         self._folder = folder
-        self._places = tensor_places(folder)
+        places = tensor_places(folder)
+        self._stored = {_of_text(name): name for name in places}
+        """Names in the files, by those that a plan of their text has."""
+        self._places = {name: places[stored] for name, stored in self._stored.items()}
         self._files: dict[str, tuple[Array, Mapping[str, Any]]] = {}
 
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -174,7 +184,7 @@ class FolderTensors:
             self._files[place.file] = np.memmap(path, np.uint8, "r"), read_header(path)
         data, header = self._files[place.file]
         length = int.from_bytes(data[:8].tobytes(), "little")
-        start, stop = (8 + length + at for at in header[name]["data_offsets"])
+        start, stop = (8 + length + at for at in header[self._stored[name]]["data_offsets"])
         numbers: Array = data[start:stop].view(kind).reshape(place.shape)
         return numbers
 
@@ -380,6 +390,12 @@ class GgufTensors:
     def norm(self, plan: NormPlan) -> NDArray[np.float32]:
         """Read the weight of a norm, to which the file may have added; see :class:`Tensors`."""
         return self.vector(plan.weight) + np.float32(plan.offset - self._offset)
+
+
+def _of_text(name: str) -> str:
+    """Return what the plan of a multimodal model's text calls a tensor of a file."""
+    found = (one for one in _OF_WRAPPERS if name.startswith(one))
+    return next((_OF_WRAPPERS[one] + name.removeprefix(one) for one in found), name)
 
 
 def in_order(rows: Array, is_by_turns: bool) -> Array:

@@ -9,6 +9,7 @@ from kvcellar.cli.common.terminal import write
 from kvcellar.errors import ModelError
 from kvcellar.models.files.checkpoint import read_config, read_json
 from kvcellar.models.plans.plan import GELU_TANH, SILU, LayerPlan, LinearPlan, ModelPlan, kept_plan
+from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, RecurrentPlan
 from kvcellar.models.plans.rules import known_plan
 from kvcellar.models.sizes.sizing import find_config
 
@@ -45,9 +46,11 @@ def _lines(plan: ModelPlan, *, is_learnt: bool) -> Iterator[tuple[str, str]]:
     size = f"{facts.vocab_size} tokens of {facts.hidden_size} numbers{times}"
     yield "embedding", f"{plan.embedding}, {size}"
     alike: dict[str, list[int]] = {}
-    for number, (layer, at) in enumerate(zip(plan.layers, facts.layers, strict=True)):
-        window = "" if at.window is None else f", window {at.window}"
-        alike.setdefault(f"{_layer(layer)}{window}", []).append(number)
+    windows = {at.layer: at.window for at in facts.layers}
+    for number, layer in enumerate(plan.layers):
+        window = windows.get(number)
+        slides = "" if window is None else f", window {window}"
+        alike.setdefault(f"{_layer(layer)}{slides}", []).append(number)
     for says, numbers in alike.items():
         yield f"{len(numbers)} layers", f"{says} (the first is {numbers[0]})"
     yield "norm", f"{plan.norm.weight}, eps {plan.norm.eps:g}"
@@ -60,14 +63,45 @@ def _lines(plan: ModelPlan, *, is_learnt: bool) -> Iterator[tuple[str, str]]:
         yield f"RoPE {number}" if len(plan.ropes) > 1 else "RoPE", pairs
 
 
-def _layer(layer: LayerPlan) -> str:
+def _recurrent(one: RecurrentPlan) -> str:
+    """Say what a recurrent module is."""
+    n_channels, width = one.conv_shape
+    convolution = f"convolution of {width} tokens in {n_channels} channels"
+    n_heads, second, third, fourth = one.heads
+    if one.kind == CONVOLUTION:
+        return convolution
+    normed = "with a gate" if one.norm is None else f"normed with eps {one.eps:g}, with a gate"
+    if one.kind == DELTA:
+        return (
+            f"{convolution}, delta rule of {n_heads} heads on {second} of {third} x {fourth} "
+            f"numbers {normed}"
+        )
+    return (
+        f"{convolution}, scan of {n_heads} heads in {second} groups of {third} x {fourth} numbers "
+        f"{normed}"
+    )
+
+
+def _attention(layer: LayerPlan) -> str:
+    """Say what the attention of a layer is."""
     n_heads, n_kv_heads, head_dim = layer.heads
     normed = "" if layer.q_norm is None else ", normed"
+    turned = "not turned" if layer.rope is None else f"turned by RoPE {layer.rope}"
+    sinks = ", sinks" if layer.sinks else ""
+    gated = ", with a gate" if layer.is_gated else ""
+    return (
+        f"{n_heads} heads on {n_kv_heads} of {head_dim} numbers{normed}, {turned}, scale "
+        f"{layer.scale:g}{sinks}{gated}"
+    )
+
+
+def _layer(layer: LayerPlan) -> str:
+    says = _attention(layer) if layer.recurrent is None else _recurrent(layer.recurrent)
     biased = [
         name
         for name, one in (
-            ("Q, K and V", layer.qkv),
-            ("O", layer.o),
+            ("Q, K and V" if layer.recurrent is None else "inputs", layer.qkv),
+            ("O" if layer.recurrent is None else "outputs", layer.o),
             ("gate and up", layer.gate_up),
             ("down", layer.down),
         )
@@ -80,16 +114,13 @@ def _layer(layer: LayerPlan) -> str:
     places = ("before", "behind the attention", "between", "behind the MLP")
     there = [place for place, one in zip(places, norms, strict=True) if one is not None]
     eps = ", ".join(sorted({f"{one.eps:g}" for one in layer.norms}))
-    turned = "not turned" if layer.rope is None else f"turned by RoPE {layer.rope}"
     residual = f", residual times {layer.residual:g}" if layer.residual != 1 else ""
-    sinks = ", sinks" if layer.sinks else ""
     parts = [] if layer.down is None else ["gated MLP"]
     if layer.mixture is not None:
         parts.append(f"{layer.mixture.n_chosen} experts of each token")
     return (
-        f"{n_heads} heads on {n_kv_heads} of {head_dim} numbers{normed}, {turned}, scale "
-        f"{layer.scale:g}{sinks}, {' and '.join(parts)} with {gate}, norms {', '.join(there)} with "
-        f"eps {eps}{residual}{biases}"
+        f"{says}, {' and '.join(parts)} with {gate}, norms {', '.join(there)} with eps {eps}"
+        f"{residual}{biases}"
     )
 
 

@@ -51,6 +51,21 @@ class Recurrents:
         return max(plan.conv_shape[0], plan.inner)
 
 
+_WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Multimodal families whose text is known by rules, and what that is."""
+
+
+def text_of(raw: Raw) -> Raw:
+    """Return the config of a multimodal model's text, where rules know it; others as they are."""
+    text, is_tied = raw.get("text_config"), raw.get("tie_word_embeddings", False)
+    if raw.get("model_type") not in _WRAPPERS or not isinstance(text, Mapping):
+        return raw
+    if text.get("tie_word_embeddings", is_tied) != is_tied:
+        return raw
+    kind = _WRAPPERS[raw["model_type"]]
+    return {**text, "model_type": kind, "tie_word_embeddings": is_tied}
+
+
 def as_usual_lfm2(raw: Raw) -> Raw:
     """Return a config of LFM2 with the fields that others have."""
     made = dict(raw)

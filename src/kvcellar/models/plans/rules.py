@@ -27,6 +27,7 @@ from kvcellar.models.plans.hybrids import (
     Recurrents,
     as_usual_lfm2,
     as_usual_qwen,
+    text_of,
 )
 from kvcellar.models.plans.mixtures import OF_GPT_OSS, OF_QWEN, READ, Mixtures
 from kvcellar.models.plans.plan import (
@@ -440,7 +441,7 @@ def known_plan(raw: Mapping[str, Any]) -> ModelPlan | None:
 def plan_by_rules(raw: Mapping[str, Any]) -> ModelPlan | None:
     """Return the plan of a model by its ``config.json``; None: no rule here says it all."""
     try:
-        return _plan(raw)
+        return _plan(text_of(raw))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
         return None
 

@@ -1,0 +1,192 @@
+"""Models with recurrent layers, run natively: trees, drops, agents, and files of wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcellar as kv
+from kvcellar.kernel import levels
+from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
+from kvcellar.models.backend_choice import choose_backend
+from kvcellar.models.files.checkpoint import read_config
+from kvcellar.models.plans.hybrids import text_of
+from kvcellar.models.plans.plan import ModelPlan, kept_plan
+from kvcellar.models.plans.rules import plan_by_rules
+from tests.agents.fakes import eager as eager
+from tests.models.hybrid_checkpoints import write_hybrid
+from tests.models.players import Oracle
+from tests.models.test_native import IDS, home, is_as_learnt, logits, other
+from tests.models.tiny_wrappers import make_wrapper, save_wrapper
+from tests.stretches import stretches
+
+__all__ = ["eager", "home", "other"]
+"""Fixtures of others."""
+
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason="needs the CPU kernel")
+
+HYBRIDS = ("short-convolutions", "delta-net", "delta-net-by-key-heads")
+NEAR = {"atol": 2e-4, "rtol": 0}
+
+Loaded = Callable[[str], tuple[Oracle, LoadedModel]]
+
+
+@pytest.fixture(scope="module")
+def both(other: Any) -> Loaded:
+    """Load a family by transformers, and natively in float32."""
+    made: dict[str, tuple[Oracle, LoadedModel]] = {}
+
+    def load(family: str) -> tuple[Oracle, LoadedModel]:
+        if family not in made:
+            folder = other(family)
+            made[family] = Oracle(folder), load_model(folder, backend="native", dtype="float32")
+        return made[family]
+
+    return load
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_nodes_of_a_tree_go_on_from_their_parents(both, family):
+    oracle, ours = both(family)
+    config = kv.make_config(ours.params, 64, "float32")
+    with kv.make_tree_session("native", config) as session:
+        runner, cache = ours.bind(session), session.cache
+        prompt = IDS[:5]
+        runner.forward(prompt, cache.begin_step([(0, 5)]))
+        tokens, parents = [9, 2, 6, 5, 3], [-1, -1, 0, 2, 2]
+        got = runner.forward(tokens, cache.propose(parents), range(5))
+        chains = [[9], [2], [9, 6], [9, 6, 5], [9, 6, 3]]
+        for row, chain in zip(got, chains, strict=True):
+            np.testing.assert_allclose(row, oracle.logits((*prompt, *chain))[-1], **NEAR)
+        cache.commit([0, 2, 4])
+        got = runner.forward([7], cache.begin_step([(0, 1)]))[0]
+        np.testing.assert_allclose(got, oracle.logits((*prompt, 9, 6, 3, 7))[-1], **NEAR)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_forward_that_is_taken_back_leaves_the_states_as_they_were(both, family):
+    oracle, ours = both(family)
+    config = kv.make_config(ours.params, 64, "float32")
+    with kv.make_seq_session("native", config) as session:
+        runner, cache = ours.bind(session), session.cache
+        runner.forward(IDS[:3], cache.begin_step([(0, 3)]))
+        runner.forward([8], cache.begin_step([(0, 1)]))
+        cache.cancel_step()
+        got = runner.forward(IDS[3:5], cache.begin_step([(0, 2)]), range(2))
+        np.testing.assert_allclose(got, oracle.logits(IDS[:5])[3:], **NEAR)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_tokens_of_one_sequence_may_be_spread_over_a_batch(both, family):
+    oracle, ours = both(family)
+    config = kv.make_config(ours.params, 64, "float32")
+    with kv.make_seq_session("native", config) as session:
+        runner, cache = ours.bind(session), session.cache
+        seq_ids, tokens = [0, 0, 1, 0, 1], [3, 1, 2, 4, 7]
+        got = runner.forward(tokens, cache.begin_step(stretches(seq_ids)), range(5))
+        np.testing.assert_allclose(got[[0, 1, 3]], oracle.logits((3, 1, 4)), **NEAR)
+        np.testing.assert_allclose(got[[2, 4]], oracle.logits((2, 7)), **NEAR)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    "make", [kv.make_decode_session, kv.make_paged_session, kv.make_tree_session]
+)
+def test_any_cache_stands_behind_it(both, make, family):
+    oracle, ours = both(family)
+    got = logits(ours, make, kv_dtype="float32")
+    np.testing.assert_allclose(got, oracle.logits(IDS), **NEAR)
+    quantised = logits(ours, make, kv_dtype="int8:first4:last64")
+    assert np.abs(quantised - got).max() <= 0.2 * np.abs(got).max()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_inputs_of_layers_are_had_with_wanted_rows_alone(both, family):
+    _, ours = both(family)
+    size = ours.decoder.hidden_size
+    with kv.make_seq_session("native", kv.make_config(ours.params, 64, "float32")) as session:
+        runner: Any = ours.bind(session, feature_layers=(0, 1))
+        at = session.cache.begin_step([(0, 9)])
+        none, features = runner.forward_with_features(IDS[:9], at, [])
+    assert none.shape == (0, ours.vocab_size) and features.shape == (9, 2 * size)
+    assert np.abs(features[:, :size] - features[:, size:]).max() > 0.1
+    same = [place for place in range(9) if IDS[place] == IDS[0]]
+    assert (features[same, :size] == features[0, :size]).all(), "rows of the embedding"
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_agents_that_fork_go_back_and_sleep_say_what_a_straight_run_says(other, tmp_path, family):
+    folder, texts = other(family), ("One line.", "Another.", "And a last one.")
+    greedy: Any = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def opened(backend: str, store: str) -> Any:
+        settings: Any = {"capacity": 512, "weights": "none", "dtype": "float32"}
+        return kv.open(folder, backend=backend, store=tmp_path / store, **settings)
+
+    with opened("torch", "straight") as cellar:
+        one = cellar.agent("one")
+        want = [one.say(text, **greedy).text for text in texts]
+    with opened("native", "winding") as cellar:
+        one = cellar.agent("one")
+        assert one.say(texts[0], **greedy).text == want[0]
+        twin = one.fork("twin")
+        one.say("Something else.", **greedy)
+        one.rewind(1)
+        assert one.say(texts[1], **greedy).text == want[1]
+        assert twin.say(texts[1], **greedy).text == want[1]
+    with opened("native", "winding") as cellar:
+        for name in ("one", "twin"):
+            end = cellar.agent(name).say(texts[2], **greedy)
+            assert end.text == want[2], "the last turn"
+            assert end.usage.restored_tokens > 0 if name == "one" else end.usage.cached_tokens > 0
+    with opened("torch", "winding") as cellar:
+        end = cellar.agent("one").say("Go on.", **greedy)
+        assert end.usage.restored_tokens > 0, "torch goes on from what native has saved"
+
+
+def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(backend_choice, "prefers_native", True)
+    whole = make_wrapper("qwen3_5", is_tied=False)
+    folder = save_wrapper(whole, tmp_path)
+    by_torch = load_model(folder, weights="bf16", backend="torch")
+    raw = read_config(folder)
+    assert raw["text_config"] and is_as_learnt(raw)
+    ours = load_model(folder, dtype="float32", backend="native")
+    want = logits(load_model(folder, dtype="float32", backend="torch"), kv_dtype="float32")
+    np.testing.assert_allclose(logits(ours, kv_dtype="float32"), want, **NEAR)
+    assert by_torch.params == ours.params
+    assert choose_backend(LoadOptions(folder, weights="int8")).backend == "native"
+    other_head = raw["text_config"] | {"tie_word_embeddings": not raw.get("tie_word_embeddings")}
+    assert plan_by_rules(raw | {"text_config": other_head}) is None, "it is said in two ways"
+    assert text_of(raw | {"text_config": "none"})["model_type"] == "qwen3_5"
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_plan_says_which_layers_keep_states(other, family):
+    folder = other(family)
+    plan = plan_by_rules(read_config(folder))
+    assert plan is not None and ModelPlan.from_json(plan.to_json()) == plan
+    assert [one.recurrent is not None for one in plan.layers] == [True, False, True]
+    assert list(plan.facts.state_numbers) == [0, 2] and plan.is_hybrid
+    told = plan.to_json()
+    told["facts"]["states"] = told["facts"]["states"][:1]
+    with pytest.raises(ValueError, match="other layers are recurrent"):
+        ModelPlan.from_json(told)
+    told = plan.to_json()
+    told["layers"][0]["recurrent"]["at"] = (0,)
+    with pytest.raises(ValueError, match="a kind that no rule here knows"):
+        ModelPlan.from_json(told)
+
+
+def test_what_torch_alone_runs_has_no_plan(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(backend_choice, "prefers_native", True)
+    write_hybrid("kimi_linear", tmp_path)
+    load_model(tmp_path, weights="int8", backend="torch")
+    raw = read_config(tmp_path)
+    assert kept_plan(raw) is None and plan_by_rules(raw) is None
+    choice = choose_backend(LoadOptions(tmp_path, weights="int8"))
+    assert choice.backend == "torch" and "has no plan yet" in choice.why
