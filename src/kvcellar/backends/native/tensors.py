@@ -289,7 +289,8 @@ class GgufTensors:
         Raises:
             ModelError: the architecture has forms of its own that are not read here.
         """
-        family, heads = FAMILIES.get(file.architecture), {one.heads for one in plan.layers}
+        family = FAMILIES.get(file.architecture)
+        heads = list({one.heads for one in plan.layers if one.recurrent is None})
         if family is None or len(heads) > 1:
             raise ModelError(
                 f"{file.path}: the native backend does not read GGUF files of the architecture "
@@ -297,7 +298,7 @@ class GgufTensors:
             )
         self._file, self._is_turned = file, family.is_turned
         self._offset = family.norm_offset
-        self._heads = {"attn_q": plan.layers[0].heads[0], "attn_k": plan.layers[0].heads[1]}
+        self._heads = {"attn_q": heads[0][0], "attn_k": heads[0][1]}
 
     def _tensor(self, name: str) -> tuple[GgufTensor, int]:
         """Return a tensor, and its heads where their rows are stored in pairs that turn, else 0."""

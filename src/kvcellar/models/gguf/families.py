@@ -156,6 +156,7 @@ _MIXED = {
     "gpt-oss": of.GPT_OSS,
     "deepseek2": of.DEEPSEEK2,
     "glm4moe": of.GLM4_MOE,
+    "lfm2": of.LFM2,
     "lfm2moe": of.LFM2_MOE,
     "granitemoe": replace(_OF_GRANITE, model_type="granitemoe", finish=of.granite_shared),
     "granitehybrid": replace(

@@ -219,13 +219,29 @@ QWEN3_NEXT = Family(
 )
 
 
-def _lfm2_moe(file: GgufFile, raw: Raw) -> None:
-    _check_gate(file, SIGMOID, "lfm2_moe")
+def _lfm2(file: GgufFile, raw: Raw) -> None:
     heads = of_layers(file, "attention.head_count_kv", raw["num_hidden_layers"])
     raw |= {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if n else "conv" for n in heads],
         "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
+    }
+
+
+LFM2 = Family(
+    "lfm2",
+    {"shortconv.l_cache": "conv_L_cache"},
+    {"block_auto_adjust_ff_dim": False},
+    reads=frozenset(("attention.head_count_kv",)),
+    epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+    finish=_lfm2,
+)
+
+
+def _lfm2_moe(file: GgufFile, raw: Raw) -> None:
+    _check_gate(file, SIGMOID, "lfm2_moe")
+    _lfm2(file, raw)
+    raw |= {
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,

@@ -31,6 +31,18 @@ _NAMES = {
     "mlp.shared_expert.up_proj": ("ffn_up_shexp",),
     "mlp.shared_expert.down_proj": ("ffn_down_shexp",),
     "mlp.shared_expert_gate": ("ffn_gate_inp_shexp",),
+    "model.embedding_norm": ("token_embd_norm", "output_norm"),
+    "operator_norm": ("attn_norm",),
+    "ffn_norm": ("ffn_norm",),
+    "self_attn.q_layernorm": ("attn_q_norm",),
+    "self_attn.k_layernorm": ("attn_k_norm",),
+    "self_attn.out_proj": ("attn_output",),
+    "feed_forward.w1": ("ffn_gate",),
+    "feed_forward.w3": ("ffn_up",),
+    "feed_forward.w2": ("ffn_down",),
+    "conv.in_proj": ("shortconv.in_proj",),
+    "conv.conv": ("shortconv.conv",),
+    "conv.out_proj": ("shortconv.out_proj",),
 }
 """Names of transformers, of a layer within the layer -> names that files have for them; where there
 are several, the first that a file has is meant."""
