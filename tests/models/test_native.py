@@ -64,6 +64,21 @@ DELTA = {
     "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", FULL, "linear_attention"],
 }
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+}
 OTHERS = {
     "gemma-3": ("gemma3_text", {"layer_types": [SLIDES, FULL, SLIDES], "sliding_window": 12}),
     "gemma-2": (
@@ -116,6 +131,8 @@ OTHERS = {
     "delta-net": ("qwen3_5_text", DELTA),
     "delta-net-by-key-heads": ("qwen3_next", {**DELTA, "mlp_only_layers": [1]}),
     "delta-net-and-experts": ("qwen3_5_moe_text", DELTA),
+    "scan": ("granitemoehybrid", {**MAMBA, "num_local_experts": 0, "num_experts_per_tok": 0}),
+    "scan-and-experts": ("granitemoehybrid", {**MAMBA, "position_embedding_type": "rope"}),
 }
 FORMATS = ("bf16", "int8", "int4")
 IDS = tuple(b"def first(items):\n    return items[0]\n")
@@ -457,6 +474,7 @@ def test_a_mixture_is_shown_and_refused_where_its_parts_do_not_fit(other, tmp_pa
         "short-convolutions",
         "delta-net",
         "delta-net-by-key-heads",
+        "scan",
     ],
 )
 @pytest.mark.parametrize("axis", [0, -1])

@@ -28,7 +28,7 @@ __all__ = ["eager", "home", "other"]
 
 pytestmark = pytest.mark.skipif(not levels.is_available(), reason="needs the CPU kernel")
 
-HYBRIDS = ("short-convolutions", "delta-net", "delta-net-by-key-heads")
+HYBRIDS = ("short-convolutions", "delta-net", "delta-net-by-key-heads", "scan")
 NEAR = {"atol": 2e-4, "rtol": 0}
 
 Loaded = Callable[[str], tuple[Oracle, LoadedModel]]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, RecurrentPlan
+from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, SCAN, RecurrentPlan
+from kvcellar.models.plans.ropes import Ropes, one_rope
 
 Raw = Mapping[str, Any]
 
@@ -99,6 +100,63 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Fields by which tokens of images are turned: those of texts have one position in each section."""
 
 
+_GRANITES_KINDS = {"mamba": "linear_attention", "attention": _FULL}
+"""Kinds of layers in files of Granite 4 -> in configs of transformers."""
+
+
+def as_usual_granite(raw: Raw) -> Raw:
+    """Return a config of Granite 4 with the fields that others have; those of experts are apart.
+
+    Raises:
+        ValueError: steps are bounded.
+    """
+    made = dict(raw)
+    least, most = made.get("time_step_limit") or (0.0, _INFINITE)
+    if least or most not in (float("inf"), _INFINITE):
+        raise ValueError("no rule for steps that are bounded")
+    kinds = made.get("layer_types") or []
+    made["layer_types"] = [_GRANITES_KINDS.get(one, one) for one in kinds]
+    made |= {"moe_intermediate_size": made["intermediate_size"]}
+    return made | {"intermediate_size": made["shared_intermediate_size"]}
+
+
+_INFINITE = {"__float__": "Infinity"}
+"""What transformers writes for a float that JSON has not."""
+
+
+def rope_if_said(raw: Raw, head_dim: int) -> Ropes | None:
+    """Return the rotary positions of all layers, of which there are none where nothing says so."""
+    if raw.get("position_embedding_type") == "rope":
+        return one_rope(raw, head_dim)
+    return (), (None,) * raw["num_hidden_layers"]
+
+
+def _mamba(raw: Raw, within: str) -> RecurrentPlan:
+    n_heads, n_groups = raw["mamba_n_heads"], raw["mamba_n_groups"]
+    inner, dim = int(raw["mamba_expand"] * raw["hidden_size"]), raw["mamba_d_state"]
+    if n_heads % n_groups or inner % n_heads:
+        raise ValueError("no rule for such heads")
+    if raw.get("mamba_d_head", "auto") not in ("auto", inner // n_heads):
+        raise ValueError("no rule for heads of such a size")
+    n_channels = inner + 2 * n_groups * dim
+    return RecurrentPlan(
+        kind=SCAN,
+        at=(inner, 0, inner + n_channels),
+        conv=f"{within}.conv1d.weight",
+        conv_shape=(n_channels, raw["mamba_d_conv"]),
+        conv_bias=f"{within}.conv1d.bias" if raw.get("mamba_conv_bias", True) else None,
+        has_silu=True,
+        heads=(n_heads, n_groups, inner // n_heads, dim),
+        rates=f"{within}.A_log",
+        shifts=f"{within}.dt_bias",
+        skips=f"{within}.D",
+        norm=f"{within}.norm.weight",
+        eps=float(raw["rms_norm_eps"]),
+        group=inner // n_groups,
+        gating=(True, False, True),
+    )
+
+
 def _short_convolution(raw: Raw, within: str) -> RecurrentPlan:
     hidden = raw["hidden_size"]
     return RecurrentPlan(
@@ -163,6 +221,28 @@ OF_QWEN3_5 = Recurrents(
     "out_proj",
     _delta_net(by_key_heads=False),
 )
+
+OF_GRANITE = Recurrents(
+    "linear_attention", "mamba", ("in_proj",), "out_proj", _mamba, bias="mamba_proj_bias"
+)
+
+READ_BY_GRANITE_HYBRID = frozenset(
+    (
+        "mamba_conv_bias",
+        "mamba_d_conv",
+        "mamba_d_head",
+        "mamba_d_state",
+        "mamba_expand",
+        "mamba_n_groups",
+        "mamba_n_heads",
+        "mamba_proj_bias",
+        "moe_intermediate_size",
+        "position_embedding_type",
+        "shared_intermediate_size",
+        "time_step_limit",
+    )
+)
+SPARED_BY_GRANITE_HYBRID = frozenset(("init_method", "mamba_chunk_size"))
 
 READ_BY_LFM2 = frozenset(
     (

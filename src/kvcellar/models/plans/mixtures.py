@@ -32,6 +32,7 @@ class Mixtures:
             is that of gpt-oss.
         has_dense: true if fields say which layers have an MLP in place of experts.
         shared: module of an MLP that all tokens have, whose share is ``<module>_gate``'s.
+        is_beside: true if the layer has its MLP, too; there may be no experts then.
     """
 
     router: str = "gate"
@@ -41,9 +42,12 @@ class Mixtures:
     is_crossed: bool = False
     has_dense: bool = False
     shared: str | None = None
+    is_beside: bool = False
 
     def are_in(self, raw: Raw, layer: int) -> bool:
         """Return true if a layer has experts."""
+        if self.is_beside:
+            return bool(raw["num_local_experts"])
         if not self.has_dense:
             return True
         is_dense = layer in (raw.get("mlp_only_layers") or ())

@@ -17,16 +17,21 @@ from kvcellar.models.facts import LayerFacts, ModelFacts, Rope, StateFacts
 from kvcellar.models.files.formats import MXFP4
 from kvcellar.models.fingerprint import VOLATILE
 from kvcellar.models.plans.hybrids import (
+    OF_GRANITE,
     OF_LFM2,
     OF_QWEN3_5,
     OF_QWEN3_NEXT,
     READ_BY_DELTA_NETS,
+    READ_BY_GRANITE_HYBRID,
     READ_BY_LFM2,
+    SPARED_BY_GRANITE_HYBRID,
     SPARED_BY_LFM2,
     SPARED_BY_QWEN3_5,
     Recurrents,
+    as_usual_granite,
     as_usual_lfm2,
     as_usual_qwen,
+    rope_if_said,
     text_of,
 )
 from kvcellar.models.plans.mixtures import OF_GPT_OSS, OF_QWEN, READ, Mixtures
@@ -143,6 +148,7 @@ class _Family:
         norms_together: true if all heads are normed together.
         act: field that says which activation there is, and that where nothing is said.
         is_joined: true if Q, K and V are one matrix, and gate and up another.
+        joins_mlp: true if gate and up are one.
         is_tied: true if the head is the embedding where nothing is said of it; None: it is said.
         mixtures: of a config, where there are experts.
         has_sinks: true if heads have a logit of their own.
@@ -169,6 +175,7 @@ class _Family:
     norms_together: bool = False
     act: tuple[str, str] = ("hidden_act", "silu")
     is_joined: bool = False
+    joins_mlp: bool = False
     is_tied: bool | None = None
     mixtures: Mixtures | None = None
     has_sinks: bool = False
@@ -320,6 +327,26 @@ _FAMILIES = {
         factors=_of_granite,
         mixtures=Mixtures("router", "block_sparse_moe", is_normalised=True),
         reads=READ | _READ_BY_GRANITE,
+    ),
+    "granitemoehybrid": _Family(
+        "GraniteMoeHybridForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        joins_mlp=True,
+        factors=_of_granite,
+        mixtures=Mixtures("router", "block_sparse_moe", is_normalised=True, is_beside=True),
+        kinds=OF_GRANITE.kinds,
+        ropes=rope_if_said,
+        recurrents=OF_GRANITE,
+        names={
+            "mlp": "shared_mlp",
+            "gate_up_proj": "input_linear",
+            "down_proj": "output_linear",
+        },
+        as_usual=as_usual_granite,
+        reads=READ | _READ_BY_GRANITE | READ_BY_GRANITE_HYBRID,
+        spares=SPARED_BY_GRANITE_HYBRID,
+        needs={"normalization_function": "rmsnorm"},
     ),
     "gpt_oss": _Family(
         "GptOssForCausalLM",
@@ -521,10 +548,11 @@ def _plan(raw: Raw) -> ModelPlan | None:
 
 def _inner_size(raw: Raw, family: _Family) -> int:
     """Return the numbers per token inside of a layer's MLP, of all its experts together."""
-    if family.mixtures is not None:
-        return family.mixtures.inner_size(raw)
+    mixtures = family.mixtures
+    if mixtures is not None and (mixtures.are_in(raw, 0) or not mixtures.is_beside):
+        return mixtures.inner_size(raw)
     inner: int = raw["intermediate_size"]
-    return 2 * inner if family.is_joined else inner
+    return 2 * inner if family.is_joined or family.joins_mlp else inner
 
 
 def _is_plain(raw: Raw, family: _Family) -> bool:
@@ -659,13 +687,16 @@ class _Names:
         beside: dict[str, Any] = {"gate_up": None, "down": None}
         if mixtures.shared is not None:
             beside = self._mlp(f"{name}.{mixtures.block}.{mixtures.shared}")
+        if mixtures.is_beside:
+            beside = self._mlp(f"{name}.{family.named('mlp')}")
         found = mixtures.plan(self._raw, name)
         return {**beside, "mixture": found, "gate": mixtures.gate(self._raw) or gate}
 
     def _mlp(self, within: str) -> dict[str, Any]:
         """Plan a gated MLP, as fields of a layer."""
         family, bias = self._family, self._family.mlp_bias
-        both = ("gate_up_proj",) if family.is_joined else ("gate_proj", "up_proj")
+        is_one = family.is_joined or family.joins_mlp
+        both = ("gate_up_proj",) if is_one else ("gate_proj", "up_proj")
         return {
             "gate_up": self.linear(within, tuple(map(family.named, both)), bias),
             "down": self.linear(within, (family.named("down_proj"),), bias),

@@ -211,7 +211,8 @@ class _Planner:
         ]
         if len(blocks) != 1 or any(len(self._exact.calls[each]) != 1 for each in norms):
             raise _UnsaidError
-        if not all(f"{each}.".startswith(f"{blocks[0]}.") for each in mlps):
+        beside = [each for each in mlps if not f"{each}.".startswith(f"{blocks[0]}.")]
+        if len(beside) > 1 or (beside and len(mlps) > 1):
             raise _UnsaidError
         before = None if _is_one(given, x) else self._norm_to(norms, given)
         if before is None and not _is_one(given, x):
@@ -222,13 +223,18 @@ class _Planner:
         between = self._norm_to(norms, mixer.first())
         middle = mixer.first() if between is None else self._call(between).first()
         attended, residual = self._added(norms, said, x, middle)
-        mixed, other = self._added(norms, _said(mixer), middle, _said(call))
+        mixing = _said(mixer)
+        if beside:
+            if not _is_one(self._call(beside[0]).first(), mixer.first()):
+                raise _UnsaidError
+            mixing = mixing + _said(self._call(beside[0]))
+        mixed, other = self._added(norms, mixing, middle, _said(call))
         if residual != other:
             raise _UnsaidError
         return LayerPlan(
             before=self._optional(before),
             between=self._optional(between),
-            **self._mixture(experts[0], mlps) if experts else self._mlp(mlps[0]),
+            **self._mixture(experts[0], mlps, beside) if experts else self._mlp(mlps[0]),
             attended=self._optional(attended),
             mixed=self._optional(mixed),
             residual=residual,
@@ -269,15 +275,16 @@ class _Planner:
             raise _UnsaidError
         return norm, factor
 
-    def _mixture(self, experts: str, mlps: Sequence[str]) -> dict[str, Any]:
-        """Plan a mixture and the MLP beside it, as fields of a layer."""
-        found = find_mixture(self._network, self._exact, self._rounded, experts, mlps)
+    def _mixture(self, experts: str, mlps: Sequence[str], beside: Sequence[str]) -> dict[str, Any]:
+        """Plan a mixture and the MLP in it, or beside it in the layer, as fields of a layer."""
+        inside = [each for each in mlps if each not in beside]
+        found = find_mixture(self._network, self._exact, self._rounded, experts, inside)
         if found is None:
             raise _UnsaidError
         gate = self._gate(found.gate)
         fields = {"gate_up": None, "down": None, "gate": gate}
-        if found.mlp is not None:
-            fields = self._mlp(found.mlp)
+        if found.mlp is not None or beside:
+            fields = self._mlp(found.mlp or beside[0])
         if fields["gate"] != gate:
             raise _UnsaidError
         weight, *bias = found.router
