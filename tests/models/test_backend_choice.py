@@ -56,9 +56,7 @@ def test_native_runs_what_it_has_a_plan_for_and_a_named_backend_wins(llama: Path
     assert size_model(options).weight_bytes == load_model(options).size_bytes
 
 
-@pytest.mark.parametrize(
-    "family", ["mixtral", "qwen3_moe", "granitemoe", "lfm2"]
-)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe", "lfm2"])
 def test_native_runs_families_that_torch_has_never_seen(tmp_path: Path, family: str) -> None:
     options = LoadOptions(write_tiny(family, tmp_path / family, **SHAPE), weights="int8")
     assert choose_backend(options).backend == "native"
