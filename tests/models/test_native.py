@@ -433,6 +433,8 @@ def test_a_model_that_torch_has_never_seen_runs_where_there_is_no_torch(tmp_path
         ("gpt-oss", "BF16", 1e-5),
         ("lfm2", "BF16", 1e-5),
         ("lfm2", "Q8_0", 0.02),
+        ("granitehybrid", "BF16", 1e-5),
+        ("granitehybrid without experts", "BF16", 1e-5),
     ],
 )
 def test_a_gguf_file_runs_on_its_blocks(home, tmp_path, name, kind, most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -49,6 +50,15 @@ _IN_GGUF = {
     "down_proj": (("ffn_down_exps",),),
 }
 """Parameters of all experts -> tensors of a layer in a GGUF file that they are made of."""
+
+
+_JOINED = {
+    "shared_mlp.input_linear.weight": (("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp"))
+}
+"""Ends of names of matrices -> tensors of a layer in a GGUF file that they are made of."""
+
+_FLAT = (".mamba.A_log", ".mamba.D", ".mamba.norm.weight")
+"""Ends of names of tensors that have one axis, where GGUF files may give them two."""
 
 
 class TensorRows(NamedTuple):
@@ -357,16 +367,44 @@ class GgufTensors:
         """Read biases; see :class:`Tensors`."""
         return np.concatenate([self._floats(one, name) for one in self._of_experts(name)], axis=1)
 
+    def _joined(self, name: str) -> list[GgufTensor]:
+        """Return the tensors that a matrix is made of, where those are several.
+
+        Raises:
+            ModelError: they are of several types.
+        """
+        layer, _, end = name.removeprefix("model.layers.").partition(".")
+        there = self._file.tensors
+        ways = [[f"blk.{layer}.{one}.weight" for one in way] for way in _JOINED.get(end, ())]
+        found = next((way for way in ways if all(one in there for one in way)), [])
+        tensors = [there[one] for one in found]
+        if len({(one.type_name, one.shape[-1]) for one in tensors}) > 1:
+            raise ModelError(
+                f"{self._file.path} has {' and '.join(found)} in several types, which the native "
+                f"backend does not multiply together; load the model with the backend torch"
+            )
+        return tensors
+
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Return a tensor's type and axes; see :class:`Tensors`."""
+        joined = self._joined(name)
+        if joined:
+            return joined[0].type_name, (sum(one.shape[0] for one in joined), joined[0].shape[-1])
         tensor, _ = self._tensor(name)
-        return tensor.type_name, tensor.shape
+        is_flat = name.endswith(_FLAT)
+        return tensor.type_name, (math.prod(tensor.shape),) if is_flat else tensor.shape
 
     def matrix(self, name: str) -> TensorRows:
         """Map a matrix; see :class:`Tensors`."""
-        tensor, n_heads = self._tensor(name)
+        joined, n_heads = self._joined(name), 0
+        if joined:
+            tensor = joined[0]
+            rows = np.concatenate([self._file.stored(one) for one in joined])
+        else:
+            tensor, n_heads = self._tensor(name)
+            rows = self._file.stored(tensor)
         kind, n_in = tensor.type_name, tensor.shape[-1]
-        rows = _by_halves(self._file.stored(tensor), n_heads)
+        rows = _by_halves(rows, n_heads)
         if kind in TYPES:
             rows = np.ascontiguousarray(rows).view(TYPES[kind]).reshape(-1, n_in)
         return TensorRows(kind, rows, n_in)
@@ -374,7 +412,8 @@ class GgufTensors:
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
         tensor, n_heads = self._tensor(name)
-        return _by_halves(self._floats(tensor, name).reshape(-1), n_heads)
+        numbers = _by_halves(self._floats(tensor, name).reshape(-1), n_heads)
+        return np.log(-numbers) if name.endswith(".A_log") else numbers
 
     def _floats(self, tensor: GgufTensor, name: str) -> NDArray[np.float32]:
         """Read plain numbers.

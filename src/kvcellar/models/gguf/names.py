@@ -43,9 +43,17 @@ _NAMES = {
     "conv.in_proj": ("shortconv.in_proj",),
     "conv.conv": ("shortconv.conv",),
     "conv.out_proj": ("shortconv.out_proj",),
+    "shared_mlp.output_linear": ("ffn_down", "ffn_down_shexp"),
+    "mamba.in_proj": ("ssm_in",),
+    "mamba.conv1d": ("ssm_conv1d",),
+    "mamba.norm": ("ssm_norm",),
+    "mamba.out_proj": ("ssm_out",),
 }
 """Names of transformers, of a layer within the layer -> names that files have for them; where there
 are several, the first that a file has is meant."""
+
+_OF_MAMBA = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+"""Parameters of transformers that are no module's weight or bias -> names that files have."""
 
 _LAYER = "model.layers."
 
@@ -65,6 +73,8 @@ def stored_name(name: str, there: Collection[str]) -> str:
     if name.startswith(_LAYER):
         number, _, within = name.removeprefix(_LAYER).partition(".")
         layer = f"blk.{number}."
+    if within.startswith("mamba.") and (leaf := within.removeprefix("mamba.")) in _OF_MAMBA:
+        return f"{layer}{_OF_MAMBA[leaf]}"
     base, suffix = (within, "weight") if within in _NAMES else within.rsplit(".", 1)
     found = (f"{layer}{one}.{suffix}" for one in _NAMES.get(base, ()))
     return next((one for one in found if one in there), name)
