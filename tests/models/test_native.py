@@ -434,6 +434,9 @@ def test_a_model_that_torch_has_never_seen_runs_where_there_is_no_torch(tmp_path
         ("lfm2", "BF16", 1e-5),
         ("lfm2", "Q8_0", 0.02),
         ("granitehybrid", "BF16", 1e-5),
+        ("qwen35", "BF16", 1e-5),
+        ("qwen35", "Q8_0", 0.04),
+        ("qwen35moe", "BF16", 1e-5),
         ("granitehybrid without experts", "BF16", 1e-5),
     ],
 )

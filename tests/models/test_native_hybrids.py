@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 import kvcellar as kv
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
 from kvcellar.models.backend_choice import choose_backend
 from kvcellar.models.files.checkpoint import read_config
+from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.plans.hybrids import text_of
 from kvcellar.models.plans.plan import ModelPlan, kept_plan
 from kvcellar.models.plans.rules import plan_by_rules
 from tests.agents.fakes import eager as eager
+from tests.models.gguf.families import CASES
 from tests.models.hybrid_checkpoints import write_hybrid
 from tests.models.players import Oracle
 from tests.models.test_native import IDS, home, is_as_learnt, logits, other
@@ -190,3 +194,24 @@ def test_what_torch_alone_runs_has_no_plan(home, tmp_path, monkeypatch):
     assert kept_plan(raw) is None and plan_by_rules(raw) is None
     choice = choose_backend(LoadOptions(tmp_path, weights="int8"))
     assert choice.backend == "torch" and "has no plan yet" in choice.why
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35", "qwen35moe"])
+def test_what_is_read_of_a_gguf_file_is_what_transformers_reads(tmp_path, name):
+    path = tmp_path / "model.gguf"
+    CASES[name].write(path, kind=gguf.GGMLQuantizationType.BF16)
+    file = read_gguf(path)
+    plain = {
+        key: getattr(value, "tolist", lambda v=value: v)()
+        for key, value in file.metadata.items()
+        if not key.startswith("tokenizer.")
+    }
+    theirs = GGUF_CONFIG_ARCHS[name]({"tokenizer.ggml.tokens": 272, **plain}, tuple(file.tensors))
+    ours = read_config(path)
+    assert theirs["rope_parameters"].items() <= ours["rope_parameters"].items()
+    beside = {"architectures", "full_attention_interval", "vocab_size", "rope_parameters"}
+    tokens = {key for key in theirs if key.endswith("_token_id")}
+    told = {key: theirs[key] for key in theirs.keys() - beside - tokens}
+    assert told.items() <= ours.items() and plan_by_rules(ours) == plan_by_rules(
+        {**theirs, "vocab_size": ours["vocab_size"]}
+    )

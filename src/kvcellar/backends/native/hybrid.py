@@ -70,7 +70,9 @@ class HybridDecoder(NativeDecoder):
         super().__init__(plan, holder)
         self._plan = plan
         self._between = [
-            Attention(one, holder) if one.recurrent is None else Recurrent(one.recurrent, holder)
+            Attention(one, holder)
+            if one.recurrent is None
+            else Recurrent(one.recurrent, holder, holder.order_of_inputs(one.o))
             for one in plan.layers
         ]
 

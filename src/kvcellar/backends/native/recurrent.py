@@ -19,14 +19,23 @@ Array = NDArray[Any]
 class Recurrent:
     """A recurrent module, between the linear layers before it and the one behind."""
 
-    def __init__(self, plan: RecurrentPlan, holder: WeightHolder) -> None:
+    def __init__(
+        self, plan: RecurrentPlan, holder: WeightHolder, order: IntArray | None = None
+    ) -> None:
         """Hold the small tensors of a module as the kernel reads them, in float32.
+
+        Args:
+            plan: of the module.
+            holder: of the model's weights.
+            order: in which the linear layer behind has its inputs; None: in the plan's.
 
         Raises:
             ModelError: one is not there.
             ConfigError: sizes that the kernel does not have.
         """
-        self._plan, self._dtype, self.n_in = plan, holder.dtype, plan.n_in
+        self._plan, self._dtype, self._order = plan, holder.dtype, order
+        self.n_in = plan.n_in
+        """Numbers of a token that the linear layers before say."""
         n_channels, width = plan.conv_shape
         weight = holder.keep(holder.small(plan.conv).reshape(n_channels, width).T)
         self._convolution = recurrent.Convolution(
@@ -84,7 +93,7 @@ class Recurrent:
         self._recur(batch, states[1], mixed, at, stride, core)
         out = core.ctypes.data
         self._norm.run(n, self._dtype, out, at[1], stride, out)
-        return core
+        return core if self._order is None else np.ascontiguousarray(core[:, self._order])
 
     def _recur(
         self,

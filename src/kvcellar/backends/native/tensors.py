@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from kvcellar.backends.reference.pools import from_bfloat16_bits
 from kvcellar.errors import ModelError
 from kvcellar.models.files.checkpoint import TensorPlace, read_header, tensor_places
-from kvcellar.models.gguf.families import FAMILIES
+from kvcellar.models.gguf.families import FAMILIES, TILED
 from kvcellar.models.gguf.names import stored_name
 from kvcellar.models.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvcellar.models.plans.plan import ModelPlan, NormPlan
 from kvcellar.models.weights import GROUP
+from kvcellar.types import IntArray
 
 Array = NDArray[Any]
 
@@ -59,6 +60,18 @@ _JOINED = {
 
 _FLAT = (".mamba.A_log", ".mamba.D", ".mamba.norm.weight")
 """Ends of names of tensors that have one axis, where GGUF files may give them two."""
+
+
+_TILED = {
+    "in_proj_qkv.weight": (True, True),
+    "conv1d.weight": (True, True),
+    "in_proj_z.weight": (False, True),
+    "in_proj_a.weight": (False, False),
+    "in_proj_b.weight": (False, False),
+    "A_log": (False, False),
+    "dt_bias": (False, False),
+}
+"""Tensors of a delta net -> whether keys come before value heads, and whether those are whole."""
 
 
 class TensorRows(NamedTuple):
@@ -115,6 +128,10 @@ class Tensors(Protocol):
 
     def norm(self, plan: NormPlan) -> NDArray[np.float32]:
         """Read the weight of a norm, what is added to it included; errors as of ``matrix``."""
+        ...
+
+    def order_of_inputs(self, name: str) -> IntArray | None:
+        """Return which of a plan's inputs each of a matrix's is; None: it has their order."""
         ...
 
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -268,6 +285,10 @@ class FolderTensors:
 
         return ExpertRows("MXFP4", n_experts, n_out, n_groups * GROUP, of)
 
+    def order_of_inputs(self, name: str) -> IntArray | None:
+        """Return None: files have the order of transformers."""
+        return None
+
     def expert_biases(self, name: str, *, is_crossed: bool) -> NDArray[np.float32]:
         """Read biases; see :class:`Tensors`."""
         is_by_turns = is_crossed and name.endswith(f".{_GATE_UP}_bias")
@@ -299,7 +320,7 @@ class GgufTensors:
         Raises:
             ModelError: the architecture has forms of its own that are not read here.
         """
-        family = FAMILIES.get(file.architecture)
+        family = FAMILIES.get(file.architecture) or TILED.get(file.architecture)
         heads = list({one.heads for one in plan.layers if one.recurrent is None})
         if family is None or len(heads) > 1:
             raise ModelError(
@@ -308,6 +329,8 @@ class GgufTensors:
             )
         self._file, self._is_turned = file, family.is_turned
         self._offset = family.norm_offset
+        of_states = [one.recurrent for one in plan.layers if one.recurrent is not None]
+        self._tiled = of_states[0] if of_states and file.architecture in TILED else None
         self._heads = {"attn_q": heads[0][0], "attn_k": heads[0][1]}
 
     def _tensor(self, name: str) -> tuple[GgufTensor, int]:
@@ -404,7 +427,7 @@ class GgufTensors:
             tensor, n_heads = self._tensor(name)
             rows = self._file.stored(tensor)
         kind, n_in = tensor.type_name, tensor.shape[-1]
-        rows = _by_halves(rows, n_heads)
+        rows = self._untiled(_by_halves(rows, n_heads), name)
         if kind in TYPES:
             rows = np.ascontiguousarray(rows).view(TYPES[kind]).reshape(-1, n_in)
         return TensorRows(kind, rows, n_in)
@@ -412,8 +435,27 @@ class GgufTensors:
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
         tensor, n_heads = self._tensor(name)
-        numbers = _by_halves(self._floats(tensor, name).reshape(-1), n_heads)
+        numbers = self._untiled(self._floats(tensor, name), name).reshape(-1)
+        numbers = _by_halves(numbers, n_heads)
         return np.log(-numbers) if name.endswith(".A_log") else numbers
+
+    def _untiled(self, rows: Array, name: str) -> Array:
+        """Return rows whose value heads come by key heads, of those that files have tiled."""
+        end = name.split(".linear_attn.")[-1]
+        if self._tiled is None or end not in _TILED:
+            return rows
+        before, width = _TILED[end]
+        n_heads, n_keys, k_dim, v_dim = self._tiled.heads
+        start, size = 2 * n_keys * k_dim * before, v_dim if width else 1
+        found = np.arange(n_heads * size).reshape(-1, n_keys, size).swapaxes(0, 1).reshape(-1)
+        return rows[np.concatenate((np.arange(start), start + found))]
+
+    def order_of_inputs(self, name: str) -> IntArray | None:
+        """Return the order of value heads in what comes behind them; see :class:`Tensors`."""
+        if self._tiled is None or not name.endswith(".linear_attn.out_proj.weight"):
+            return None
+        n_heads, n_keys, _, v_dim = self._tiled.heads
+        return np.arange(n_heads * v_dim).reshape(n_keys, -1, v_dim).swapaxes(0, 1).reshape(-1)
 
     def _floats(self, tensor: GgufTensor, name: str) -> NDArray[np.float32]:
         """Read plain numbers.

@@ -133,6 +133,10 @@ class WeightHolder:
         is_bf16 = self.dtype == attend.Dtype.bfloat16
         return from_bfloat16_bits(to_bfloat16_bits(numbers)) if is_bf16 else numbers
 
+    def order_of_inputs(self, plan: LinearPlan) -> IntArray | None:
+        """Return in which order a matrix is held to have its inputs; None: in the plan's."""
+        return self._tensors.order_of_inputs(plan.weights[0])
+
     def rounded(self, number: float) -> float:
         """Return a number as the model's type has it."""
         if self.dtype != attend.Dtype.bfloat16:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.models.gguf.families import FAMILIES
+from kvcellar.models.gguf.families import FAMILIES, TILED
 from kvcellar.models.gguf.family import Family, Raw
 from kvcellar.models.gguf.reader import GgufFile, wrong
 from kvcellar.models.gguf.ropes import theta_of
@@ -64,6 +64,9 @@ _BESIDE = {
 """Types of files that are no model -> what they are, for people."""
 
 
+_OURS = {**FAMILIES, **TILED}
+
+
 def config_of(file: GgufFile) -> Raw:
     """Return what would be the ``config.json`` of a GGUF file.
 
@@ -79,13 +82,13 @@ def config_of(file: GgufFile) -> Raw:
             f"{file.path} is a model of the architecture {name[:80]!r} that makes embeddings and "
             f"writes no text; give the file of a language model"
         )
-    if name not in FAMILIES and name not in _known():
+    if name not in _OURS and name not in _known():
         raise _unknown(file)
     for missing in ("token_embd.weight", "block_count"):
         if missing not in file.tensors and not file.whole(f"{name}.{missing}"):
             raise _no_model(file, f"{name} without its {missing}")
     theta_of(file, f"{name}.rope.freq_base", 1.0)  # whoever reads it, it can be used
-    raw = _by_us(file) if name in FAMILIES else _by_transformers(file)
+    raw = _by_us(file) if name in _OURS else _by_transformers(file)
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     for ours, key in _TOKENS.items():
@@ -140,7 +143,7 @@ def _unknown(file: GgufFile) -> ModelError:
 def _by_us(file: GgufFile) -> Raw:
     """Return the config by the tables here."""
     name = file.architecture
-    family = FAMILIES[name]
+    family = _OURS[name]
     raw: Raw = {"model_type": family.model_type, **family.fixed}
     for key, ours in family.keys.items():
         value = _same_for_all(file, f"{name}.{key}")

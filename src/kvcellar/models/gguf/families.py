@@ -176,3 +176,7 @@ _MIXED = {
 
 FAMILIES = {**_DENSE, **GEMMA_FAMILIES, **_MIXED}
 """Families by architecture of GGUF."""
+
+TILED = {"qwen35": of.QWEN3_5, "qwen35moe": of.QWEN3_5_MOE}
+"""Families whose value heads lie in files in another order than in transformers, which reads these
+files by tables of its own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvcellar.errors import ModelError
 from kvcellar.models.gguf.family import SIGMOID, Family, Raw, of_layers, whole_of
 from kvcellar.models.gguf.reader import GgufFile, wrong
@@ -193,7 +195,7 @@ DEEPSEEK2 = Family(
 
 
 def _qwen3_next(file: GgufFile, raw: Raw) -> None:
-    period = file.whole("qwen3next.full_attention_interval") or 4
+    period = file.whole(f"{file.architecture}.full_attention_interval") or 4
     n_heads = whole_of(file, "ssm.time_step_rank")
     raw["linear_value_head_dim"] = whole_of(file, "ssm.inner_size") // n_heads
     raw["layer_types"] = [
@@ -202,20 +204,44 @@ def _qwen3_next(file: GgufFile, raw: Raw) -> None:
     ]
 
 
+_DELTA_NET = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+
 QWEN3_NEXT = Family(
     "qwen3_next",
-    {
-        **EXPERTS,
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        "ssm.conv_kernel": "linear_conv_kernel_dim",
-        "ssm.state_size": "linear_key_head_dim",
-        "ssm.group_count": "linear_num_key_heads",
-        "ssm.time_step_rank": "linear_num_value_heads",
-    },
+    {**EXPERTS, **_SHARED, **_DELTA_NET},
     {"norm_topk_prob": True, "decoder_sparse_step": 1},
     biases={"attention_bias": "attn_q.bias"},
     norm_offset=1.0,
     finish=_qwen3_next,
+)
+
+
+def _qwen3_5(file: GgufFile, raw: Raw) -> None:
+    """Read what Qwen3-Next has as well, and how tokens of images are turned."""
+    _qwen3_next(file, raw)
+    sections = file.numbers(f"{file.architecture}.rope.dimension_sections") or []
+    if sections:
+        used = [one for one in sections if one]
+        raw["rope_parameters"] |= {"mrope_section": used, "mrope_interleaved": True}
+
+
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    _DELTA_NET,
+    biases={"attention_bias": "attn_q.bias"},
+    reads=frozenset(("rope.dimension_sections",)),
+    norm_offset=1.0,
+    finish=_qwen3_5,
+)
+
+QWEN3_5_MOE = replace(
+    QWEN3_5, model_type="qwen3_5_moe_text", fields={**EXPERTS, **_SHARED, **_DELTA_NET}
 )
 
 

@@ -44,6 +44,13 @@ _NAMES = {
     "conv.conv": ("shortconv.conv",),
     "conv.out_proj": ("shortconv.out_proj",),
     "shared_mlp.output_linear": ("ffn_down", "ffn_down_shexp"),
+    "linear_attn.in_proj_qkv": ("attn_qkv",),
+    "linear_attn.in_proj_z": ("attn_gate",),
+    "linear_attn.in_proj_a": ("ssm_alpha",),
+    "linear_attn.in_proj_b": ("ssm_beta",),
+    "linear_attn.conv1d": ("ssm_conv1d",),
+    "linear_attn.norm": ("ssm_norm",),
+    "linear_attn.out_proj": ("ssm_out",),
     "mamba.in_proj": ("ssm_in",),
     "mamba.conv1d": ("ssm_conv1d",),
     "mamba.norm": ("ssm_norm",),
@@ -52,7 +59,11 @@ _NAMES = {
 """Names of transformers, of a layer within the layer -> names that files have for them; where there
 are several, the first that a file has is meant."""
 
-_OF_MAMBA = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+_RECURRENT = {
+    f"{module}.{leaf}": name
+    for module in ("mamba", "linear_attn")
+    for leaf, name in (("A_log", "ssm_a"), ("D", "ssm_d"), ("dt_bias", "ssm_dt.bias"))
+}
 """Parameters of transformers that are no module's weight or bias -> names that files have."""
 
 _LAYER = "model.layers."
@@ -73,8 +84,8 @@ def stored_name(name: str, there: Collection[str]) -> str:
     if name.startswith(_LAYER):
         number, _, within = name.removeprefix(_LAYER).partition(".")
         layer = f"blk.{number}."
-    if within.startswith("mamba.") and (leaf := within.removeprefix("mamba.")) in _OF_MAMBA:
-        return f"{layer}{_OF_MAMBA[leaf]}"
+    if within in _RECURRENT:
+        return f"{layer}{_RECURRENT[within]}"
     base, suffix = (within, "weight") if within in _NAMES else within.rsplit(".", 1)
     found = (f"{layer}{one}.{suffix}" for one in _NAMES.get(base, ()))
     return next((one for one in found if one in there), name)
