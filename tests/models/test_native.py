@@ -390,15 +390,19 @@ def test_rules_know_the_ropes_and_biases_of_llama(home, tmp_path, fields):
     assert [name for name in needed if plan_by_rules({**raw, name: None})] == []
 
 
+WITHOUT_TORCH = (
+    "import sys\n"
+    "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+    "from kvcellar.cli import main\n"
+    "sys.argv = ['kvcellar', *sys.argv[1:]]\n"
+    "main()\n"
+)
+"""A command, where neither torch nor transformers can be imported."""
+
+
 def test_a_model_that_torch_has_never_seen_runs_where_there_is_no_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path))
-    program = (
-        "import sys\n"
-        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from kvcellar.cli import main\n"
-        "sys.argv = ['kvcellar', *sys.argv[1:]]\n"
-        "main()\n"
-    )
+    program = WITHOUT_TORCH
     asked = ("--backend", "native", "--weights", "bf16", "--max-tokens", "8", "--capacity", "256")
     said = ("generate", "demo", "-p", "import ", "--temperature", "0", "--alone", "--json", *asked)
     done = subprocess.run(

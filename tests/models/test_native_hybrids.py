@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +27,7 @@ from tests.agents.fakes import eager as eager
 from tests.models.gguf.families import CASES
 from tests.models.hybrid_checkpoints import write_hybrid
 from tests.models.players import Oracle
-from tests.models.test_native import IDS, home, is_as_learnt, logits, other
+from tests.models.test_native import IDS, WITHOUT_TORCH, home, is_as_learnt, logits, other
 from tests.models.tiny_wrappers import make_wrapper, save_wrapper
 from tests.stretches import stretches
 
@@ -215,3 +218,38 @@ def test_what_is_read_of_a_gguf_file_is_what_transformers_reads(tmp_path, name):
     assert told.items() <= ours.items() and plan_by_rules(ours) == plan_by_rules(
         {**theirs, "vocab_size": ours["vocab_size"]}
     )
+
+
+@pytest.mark.parametrize("name", ["short-convolutions", "scan", "qwen35"])
+def test_a_hybrid_runs_where_there_is_no_torch(other, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+    path = tmp_path / "model.gguf" if name in CASES else other(name)
+    if name in CASES:
+        CASES[name].write(path, kind=gguf.GGMLQuantizationType.Q8_0)
+    asked = (
+        "--raw",
+        "-p",
+        "import ",
+        "--temperature",
+        "0",
+        "--alone",
+        "--json",
+        "--capacity",
+        "64",
+    )
+    weights = () if name in CASES else ("--weights", "int8")
+    said = ("generate", str(path), *asked, *weights, "--max-tokens", "8")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *said], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["token_ids"]
+    ours: Any = load_model(path, backend="native", weights=None if name in CASES else "int8")
+    tokens = list(ours.tokenizer("import ")["input_ids"])
+    with kv.make_seq_session("native", kv.make_config(ours.params, 64)) as session:
+        runner, n_prompt, fed = ours.bind(session), len(tokens), 0
+        for _ in range(8):
+            new, at = tokens[fed:], session.cache.begin_step([(0, len(tokens) - fed)])
+            fed += len(new)
+            tokens.append(int(runner.forward(new, at)[0].argmax()))
+    assert len(found) > 1 and found == tokens[n_prompt : n_prompt + len(found)]
