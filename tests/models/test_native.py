@@ -61,7 +61,7 @@ DELTA = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", FULL, "linear_attention"],
 }
 MAMBA = {

@@ -15,6 +15,7 @@ import torch
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 import kvcellar as kv
+from kvcellar.cli.planned import show_plan
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
 from kvcellar.models.backend_choice import choose_backend
@@ -172,9 +173,41 @@ def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypa
     assert text_of(raw | {"text_config": "none"})["model_type"] == "qwen3_5"
 
 
+SAYS = {
+    "short-convolutions": "2 layers    convolution of 3 tokens in 64 channels, gated MLP",
+    "delta-net": "delta rule of 4 heads on 2 of 16 x 16 numbers normed with eps 1e-06, with a gate",
+    "delta-net-by-key-heads": "scale 0.25, with a gate, gated MLP with silu",
+    "scan": "scan of 8 heads in 2 groups of 16 x 8 numbers",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("short-convolutions", {"conv_L_cache": 9}),
+        ("short-convolutions", {"conv_L_cache": "3"}),
+        ("short-convolutions", {"layer_types": ["conv", "conv", "conv"]}),
+        ("short-convolutions", {"block_use_swiglu": False}),
+        ("delta-net", {"linear_num_key_heads": 3}),
+        ("delta-net", {"linear_key_head_dim": 1024}),
+        ("delta-net", {"attn_output_gate": False}),
+        ("delta-net", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("scan", {"time_step_limit": [0.0, 1.0]}),
+        ("scan", {"mamba_d_head": 8}),
+        ("scan", {"mamba_n_groups": 0}),
+        ("scan", {"position_embedding_type": "rope", "rope_parameters": None}),
+    ],
+)
+def test_a_config_of_what_no_rule_knows_has_no_plan(other, family, fields):
+    raw = read_config(other(family))
+    assert plan_by_rules(raw) is not None and plan_by_rules({**raw, **fields}) is None
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_a_plan_says_which_layers_keep_states(other, family):
+def test_a_plan_says_which_layers_keep_states(other, family, capsys):
     folder = other(family)
+    show_plan(str(folder), as_json=False)
+    assert SAYS[family] in capsys.readouterr().out
     plan = plan_by_rules(read_config(folder))
     assert plan is not None and ModelPlan.from_json(plan.to_json()) == plan
     assert [one.recurrent is not None for one in plan.layers] == [True, False, True]
@@ -187,6 +220,18 @@ def test_a_plan_says_which_layers_keep_states(other, family):
     told["layers"][0]["recurrent"]["at"] = (0,)
     with pytest.raises(ValueError, match="a kind that no rule here knows"):
         ModelPlan.from_json(told)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_keys_and_values_may_have_heads_of_other_sizes(home, tmp_path, family):
+    write_hybrid(family, tmp_path)
+    load_model(tmp_path, weights="bf16", backend="torch")
+    plan = kept_plan(read_config(tmp_path))
+    assert plan is not None and plan.layers[0].recurrent is not None
+    assert plan.layers[0].recurrent.heads == (4, 2, 16, 24)
+    ours = load_model(tmp_path, dtype="float32", backend="native")
+    want = Oracle(tmp_path).logits(IDS)
+    np.testing.assert_allclose(logits(ours, kv_dtype="float32"), want, **NEAR)
 
 
 def test_what_torch_alone_runs_has_no_plan(home, tmp_path, monkeypatch):

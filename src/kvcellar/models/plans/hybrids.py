@@ -134,7 +134,7 @@ def rope_if_said(raw: Raw, head_dim: int) -> Ropes | None:
 def _mamba(raw: Raw, within: str) -> RecurrentPlan:
     n_heads, n_groups = raw["mamba_n_heads"], raw["mamba_n_groups"]
     inner, dim = int(raw["mamba_expand"] * raw["hidden_size"]), raw["mamba_d_state"]
-    if n_heads % n_groups or inner % n_heads:
+    if inner % n_heads:
         raise ValueError("no rule for such heads")
     if raw.get("mamba_d_head", "auto") not in ("auto", inner // n_heads):
         raise ValueError("no rule for heads of such a size")
@@ -179,8 +179,6 @@ def _delta_net(*, by_key_heads: bool) -> Callable[[Raw, str], RecurrentPlan]:
             raw["linear_value_head_dim"],
         )
         n_heads, n_keys, k_dim, v_dim = heads
-        if not all(type(one) is int and one > 0 for one in heads) or n_heads % n_keys:
-            raise ValueError("no rule for such heads")
         inner, n_channels = n_heads * v_dim, 2 * n_keys * k_dim + n_heads * v_dim
         decays, betas = n_channels + inner, n_channels + inner + n_heads
         if by_key_heads:

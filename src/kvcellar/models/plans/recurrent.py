@@ -10,6 +10,9 @@ from kvcellar.states import StateShape
 
 CONVOLUTION, DELTA, SCAN = "convolution", "delta", "scan"
 
+MOST_WIDTH, MOST_INNER = 8, 512
+"""Tokens of a convolution, and numbers of a key, at most: what the kernel has."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
@@ -55,6 +58,21 @@ class RecurrentPlan:
     eps: float = 0.0
     group: int = 1
     gating: tuple[bool, bool, bool] = (False, False, False)
+
+    def check(self) -> None:
+        """Make sure that its sizes are such as the kernel has.
+
+        Raises:
+            ValueError: they are not.
+        """
+        heads = () if self.kind == CONVOLUTION else self.heads
+        if not all(type(one) is int and one > 0 for one in (*self.conv_shape, *heads)):
+            raise ValueError("sizes of a recurrent module are whole and positive")
+        n_keys = self.heads[2 if self.kind == DELTA else 3]
+        if self.conv_shape[1] > MOST_WIDTH or n_keys > MOST_INNER:
+            raise ValueError("a recurrent module has sizes that no kernel has")
+        if heads and heads[0] % heads[1]:
+            raise ValueError("heads of a recurrent module are not divided evenly")
 
     @property
     def inner(self) -> int:

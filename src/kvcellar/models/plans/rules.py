@@ -600,7 +600,9 @@ class _Names:
         found = self._family.recurrents
         if found is None or kind != found.kind:
             return None
-        return found.plan(self._raw, f"model.layers.{number}.{found.module}")
+        made = found.plan(self._raw, f"model.layers.{number}.{found.module}")
+        made.check()
+        return made
 
     def widest(self, states: Iterable[RecurrentPlan], heads: tuple[int, int, int]) -> int:
         """Return the numbers per token inside of the modules before MLPs, where some have states.

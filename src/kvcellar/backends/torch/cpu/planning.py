@@ -112,6 +112,8 @@ class _Planner:
                 raise _UnsaidError
             layers.append(self._layer(name, at, mixing[at]))
             x = _said(self._call(name))
+        if not facts.states and any(one.is_gated for one in layers):
+            raise _UnsaidError  # models are run layer by layer where some keep states
         found = self._who_takes(list(self._exact.calls), x, self._is_norm)
         head = self._who_takes(list(self._exact.calls), self._call(found).result, self._is_linear)
         logit_scale, cap = self._logits(self._call(head).result)
