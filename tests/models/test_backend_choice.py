@@ -113,6 +113,15 @@ def test_a_file_of_blocks_is_natives_and_one_in_16_bits_is_torchs(tmp_path: Path
         assert choose_backend(LoadOptions(path)).backend == backend, kind
 
 
+def test_hybrids_of_gguf_are_natives_but_for_tensors_in_forms_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    whys = {"qwen35": "", "qwen3next": "lacks the tensor", "granitehybrid": "as plain numbers"}
+    for name, why in whys.items():
+        CASES[name].write(path, kind=gguf.GGMLQuantizationType.Q8_0)
+        choice = choose_backend(LoadOptions(path))
+        assert choice.backend == ("torch" if why else "native") and why in choice.why
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_without_torch_one_sentence_says_what_needs_it_and_how_it_is_had(llama: Path) -> None:
     assert choose_backend(LoadOptions("demo")).backend == "native", "in its own bfloat16"

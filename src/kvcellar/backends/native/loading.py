@@ -174,7 +174,10 @@ def lack_of(options: LoadOptions) -> str:
         return "its weights stay in float32, which torch is the default for"
     tensors = tensors_of(folder, plan)
     of_each = {name: tensors.shape(name)[0] for name in plan.tensors}
-    kinds = {of_each[name] for name in plan.matrices}
+    kinds = {of_each.pop(name) for name in plan.matrices}
+    small = {*of_each.values()} - TYPES.keys()
+    if small:
+        return f"its file has in {', '.join(sorted(small))} what is read as plain numbers"
     of_experts = {rows.kind for _, rows in _experts(tensors, plan)}
     _beside_experts(tensors, plan)  # which has to be there
     plain = (kinds | of_experts) - blocks.INPUTS.keys()
