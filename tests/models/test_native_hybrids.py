@@ -15,7 +15,7 @@ import torch
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 import kvcellar as kv
-from kvcellar.cli.planned import show_plan
+from kvcellar.cli.models.planned import show_plan
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
 from kvcellar.models.backend_choice import choose_backend
@@ -157,7 +157,7 @@ def test_agents_that_fork_go_back_and_sleep_say_what_a_straight_run_says(other, 
 
 
 def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(backend_choice, "prefers_native", True)
+    monkeypatch.delenv(backend_choice.PREFERENCE, raising=False)
     whole = make_wrapper("qwen3_5", is_tied=False)
     folder = save_wrapper(whole, tmp_path)
     by_torch = load_model(folder, weights="bf16", backend="torch")
@@ -235,7 +235,7 @@ def test_keys_and_values_may_have_heads_of_other_sizes(home, tmp_path, family):
 
 
 def test_what_torch_alone_runs_has_no_plan(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(backend_choice, "prefers_native", True)
+    monkeypatch.delenv(backend_choice.PREFERENCE, raising=False)
     write_hybrid("kimi_linear", tmp_path)
     load_model(tmp_path, weights="int8", backend="torch")
     raw = read_config(tmp_path)

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.host_rows import GroupParts, SideArrays, check_rows, empty_rows
-from kvcellar.bookkeeping.cells.exact import ExactCells, exact_cells
 from kvcellar.backends.reference.state_pools import StatePools
+from kvcellar.bookkeeping.cells.exact import ExactCells, exact_cells
 from kvcellar.cache import grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError

@@ -30,11 +30,10 @@ from kvcellar.backends.torch.cpu.find.trial import (
 )
 from kvcellar.backends.torch.cpu.modules.mixtures import find_gate
 from kvcellar.backends.torch.cpu.modules.parts import MlpPart, read_eps
+from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
 from kvcellar.backends.torch.cpu.modules.rotations import Rotation, possible_rotations
 from kvcellar.backends.torch.cpu.planning_mixtures import find_mixture
 from kvcellar.backends.torch.cpu.planning_recurrent import plan_recurrent
-from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
-from kvcellar.backends.torch.cpu.modules.rotations import Rotation, possible_rotations
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.plans.plan import (
     GELU_TANH,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvcellar.backends.torch.cpu.recurrent import MixerPart
+from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
 from kvcellar.models.plans.recurrent import CONVOLUTION, RecurrentPlan
 
 
