@@ -27,6 +27,7 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import (
 from kvcellar.cli.models.planned import show_plan
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import levels
+from kvcellar.kernel import linear as products
 from kvcellar.models import LoadedModel, LoadOptions, load_model
 from kvcellar.models.files.checkpoint import read_config
 from kvcellar.models.loading import check_model
@@ -217,6 +218,28 @@ def test_rows_of_no_whole_groups_stay_in_the_models_type(
         assert np.abs(got - want).max() <= 0.1 * own + 1e-5
     spec = size_model(LoadOptions(tmp_path, backend="native", weights=weights, dtype=dtype))
     assert spec.weight_bytes == pytest.approx(ours.size_bytes, rel=0.02)
+
+
+@pytest.mark.skipif(not products.reads_coded(), reason="weights in 12 bits are not read faster")
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", True), ("llama", False), ("mixtral", 0)])
+def test_weights_in_bfloat16_are_held_in_12_bits_as_by_torch(home, tmp_path, family, is_tied):
+    sizes = {**SHAPE, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048}
+    network = random_network(default_raw(family, **sizes, tie_word_embeddings=bool(is_tied)))
+    seeded = torch.Generator().manual_seed(7)
+    for one in network.parameters():  # some numbers have no code, and are kept beside the others
+        with torch.no_grad():
+            one.mul_(1 + 60.0 * (torch.rand(one.shape, generator=seeded) < 5e-4))
+    network.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    by_torch = load_model(tmp_path, weights="bf16", backend="torch")
+    ours = load_model(tmp_path, weights="bf16", backend="native")
+    want, got = logits(by_torch, kv_dtype="float32"), logits(ours, kv_dtype="float32")
+    own = np.abs(want - Oracle(tmp_path).logits(IDS)).max()
+    assert np.abs(got - want).max() <= own and np.abs(got[0] - want[0]).max() <= own / 2
+    n = sum(one.numel() for one in network.parameters())
+    assert 1.4 * n < ours.size_bytes < 1.7 * n
+    spec = size_model(LoadOptions(tmp_path, backend="native", weights="bf16"))
+    assert ours.size_bytes <= spec.weight_bytes * 1.02
 
 
 def states(model: LoadedModel) -> np.ndarray:

@@ -47,6 +47,8 @@ BLOCK = 16
 """Outputs whose packed weights lie together; the last block is padded."""
 
 CODED_INPUTS = 128
+CODED_SAMPLE = 64
+_FEW_ESCAPES = 512
 """Weights of an output that lie together in 12 bits."""
 
 _CODED_HEAD = 320
@@ -199,6 +201,16 @@ def can_pack(n_in: int) -> bool:
 def can_code(n_in: int) -> bool:
     """Return true if bfloat16 weights of so many inputs can be written in 12 bits."""
     return n_in % CODED_INPUTS == 0
+
+
+def are_mostly_coded(n_escapes: int, n_numbers: int) -> bool:
+    """Return true if weights are read faster in 12 bits: nearly all of some of them fit.
+
+    Args:
+        n_escapes: numbers that did not fit.
+        n_numbers: how many were coded; every so many rows, ``CODED_SAMPLE`` in all, say enough.
+    """
+    return n_escapes * _FEW_ESCAPES <= n_numbers
 
 
 def coded_bytes(n_out: int, n_in: int) -> int:

@@ -19,6 +19,7 @@ from kvcellar.backends.native.tensors import TYPES, ExpertRows, Tensors, tensors
 from kvcellar.backends.native.weights import MXFP4, WeightHolder
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import blocks, levels
+from kvcellar.kernel import linear as products
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.files.checkpoint import (
@@ -234,7 +235,13 @@ def check_model(options: LoadOptions) -> None:
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
     """Work out what a model costs; see :func:`kvcellar.models.sizes.sizing.size_model`."""
-    return size_checkpoint(options, model_facts, has_kernel=True, count=partial(_count, options))
+    return size_checkpoint(
+        options,
+        model_facts,
+        has_kernel=True,
+        is_coded=products.reads_coded(),
+        count=partial(_count, options),
+    )
 
 
 def _count(

@@ -26,7 +26,9 @@ from kvcellar.kernel import layers, levels
 from kvcellar.kernel import linear as native
 from kvcellar.models.weights import (
     BLOCK,
+    CODED_SAMPLE,
     SHARED,
+    are_mostly_coded,
     can_code,
     coded_bytes,
 )
@@ -45,12 +47,6 @@ FEW_PACKED_AMX = 32
 
 EXPANDED = 1 << 24
 """Numbers that are expanded at a time, in 32 MiB."""
-
-_ASKED = 64
-"""Outputs whose weights say whether those of all fit into 12 bits."""
-
-_FEW_ESCAPES = 512
-"""One in so many may not."""
 
 
 @functools.cache
@@ -208,9 +204,9 @@ def codes_well(weight: Tensor) -> bool:
     """Return true if weights ``[n_out, n_in]`` are read faster in 12 bits: nearly all fit."""
     if weight.dtype != torch.bfloat16 or not can_code(weight.shape[1]) or not codes_weights():
         return False
-    some = weight[:: max(1, weight.shape[0] // _ASKED)]
+    some = weight[:: max(1, weight.shape[0] // CODED_SAMPLE)]
     _, escapes = code(some)
-    return escapes.nbytes // 8 * _FEW_ESCAPES <= some.numel()
+    return are_mostly_coded(escapes.nbytes // 8, some.numel())
 
 
 def pack(weight: Tensor, bits: int, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
