@@ -324,6 +324,7 @@ def test_an_agent_is_deleted_on_a_full_disk(
         assert not reserve.exists()
         monkeypatch.undo()
         run(turn(agents, "b", "two"))
+        agents.store.flush()  # the turn is durable by the journal, or by what was saved before
         assert reserve.exists(), "the next one that is deleted needs it again"
     with manager(tmp_path) as agents:
         assert [info.agent_id for info in run(agents.directory.listed())] == ["b"]

@@ -167,9 +167,13 @@ class Journal:
             db.execute("DELETE FROM entries WHERE name = ?", (name,))
 
     def tidy(self) -> None:
-        """Copy the write-ahead log into the database where it is long. For the writer's thread."""
+        """Copy the write-ahead log into the database where it is long. For the writer's thread.
+
+        The reserve is written again, too, where a deletion has had its room.
+        """
         if self._db is None:
             return
+        self._keep_reserve()
         try:
             if self._path.with_name(self._path.name + "-wal").stat().st_size < _CHECKPOINT_BYTES:
                 return
@@ -182,6 +186,9 @@ class Journal:
         with self._said(), self._changing() as db:
             self._drop_superseded(db)
             db.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", entries)
+        self._keep_reserve()
+
+    def _keep_reserve(self) -> None:
         with contextlib.suppress(OSError):  # so little room: what is deleted has to do without
             self._folder.keep_reserve()
 
