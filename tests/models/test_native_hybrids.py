@@ -171,6 +171,9 @@ def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypa
     other_head = raw["text_config"] | {"tie_word_embeddings": not raw.get("tie_word_embeddings")}
     assert plan_by_rules(raw | {"text_config": other_head}) is None, "it is said in two ways"
     assert text_of(raw | {"text_config": "none"})["model_type"] == "qwen3_5"
+    packed = {"quantization_config": {"quant_method": "fp8"}}
+    assert plan_by_rules(raw | packed) is None
+    assert plan_by_rules(raw | {"architectures": ["Qwen3_5ForSequenceClassification"]}) is None
 
 
 SAYS = {
@@ -188,6 +191,9 @@ SAYS = {
         ("short-convolutions", {"conv_L_cache": "3"}),
         ("short-convolutions", {"layer_types": ["conv", "conv", "conv"]}),
         ("short-convolutions", {"block_use_swiglu": False}),
+        ("short-convolutions", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("delta-net", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("scan", {"hidden_act": "gelu_pytorch_tanh"}),
         ("delta-net", {"linear_num_key_heads": 3}),
         ("delta-net", {"linear_key_head_dim": 1024}),
         ("delta-net", {"attn_output_gate": False}),
@@ -298,3 +304,36 @@ def test_a_hybrid_runs_where_there_is_no_torch(other, tmp_path, monkeypatch, nam
             fed += len(new)
             tokens.append(int(runner.forward(new, at)[0].argmax()))
     assert len(found) > 1 and found == tokens[n_prompt : n_prompt + len(found)]
+
+
+def test_what_a_class_takes_where_a_config_says_nothing_is_taken(other):
+    raw = read_config(other("delta-net"))
+    assert "head_dim" in raw
+    plan = plan_by_rules({key: value for key, value in raw.items() if key != "head_dim"})
+    assert plan is not None and plan.layers[1].heads[2] == 256
+    experts = read_config(other("delta-net-and-experts"))
+    plan = plan_by_rules({key: experts[key] for key in experts if key != "intermediate_size"})
+    assert plan is not None and all(one.mixture is not None for one in plan.layers)
+    lfm2 = read_config(other("short-convolutions"))
+    for said in (True, False):
+        plan = plan_by_rules({**lfm2, "tie_embedding": said, "tie_word_embeddings": not said})
+        assert plan is not None and (plan.head.weights[0] == plan.embedding) is said
+
+
+def test_a_plan_whose_sizes_do_not_fit_each_other_is_none(other):
+    plan = plan_by_rules(read_config(other("delta-net")))
+    assert plan is not None
+    for change in (
+        {"at": (10**12, 0, 0, 0)},
+        {"heads": (4, 2, 512, 16)},
+        {"group": 7},
+        {"conv_shape": (64, 4)},
+    ):
+        told = plan.to_json()
+        told["layers"][0]["recurrent"] |= change
+        with pytest.raises(ValueError, match="recurrent"):
+            ModelPlan.from_json(told)
+    told = plan.to_json()
+    told["facts"]["states"][0]["shapes"] = told["facts"]["states"][0]["shapes"][:1]
+    with pytest.raises(ValueError, match="states"):
+        ModelPlan.from_json(told)

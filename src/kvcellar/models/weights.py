@@ -47,9 +47,13 @@ BLOCK = 16
 """Outputs whose packed weights lie together; the last block is padded."""
 
 CODED_INPUTS = 128
-CODED_SAMPLE = 64
-_FEW_ESCAPES = 512
 """Weights of an output that lie together in 12 bits."""
+
+CODED_SAMPLE = 64
+"""Outputs whose weights say whether those of all fit into 12 bits."""
+
+_FEW_ESCAPES = 512
+"""One number in so many may not."""
 
 _CODED_HEAD = 320
 

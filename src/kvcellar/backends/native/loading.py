@@ -277,9 +277,8 @@ def _counted(
         sizes[name] = math.prod(shape)
         if name in at_matrices:
             n_out, n_in = shape
-            is_rows = name == plan.embedding and name not in plan.head.weights
             n_bytes = block_bytes(kind, n_out, n_in)
-            matrices[name] = Matrix(n_out, n_in, name in exact, is_rows, block_bytes=n_bytes)
+            matrices[name] = Matrix(n_out, n_in, name in exact, False, block_bytes=n_bytes)
     for name, rows in _experts(tensors, plan):
         n, n_out, n_in = rows.n_experts, rows.n_out, rows.n_in
         sizes[name] = n * n_out * n_in

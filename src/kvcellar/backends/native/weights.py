@@ -192,7 +192,7 @@ class WeightHolder:
         rows = [_plain(one, name) for one, name in zip(found, names, strict=True)]
         n_in = found[0].n_in
         if self._is_plain(n_in):
-            if not self._codes_well(rows[0]):
+            if not all(map(self._codes_well, rows)):
                 return [self._unchanged(rows)]
             whole = _joined([_as_bf16(one) for one in rows])
             return [self._coded_each([whole], 1, *whole.shape)]
@@ -327,7 +327,9 @@ class WeightHolder:
         each = (read(TensorRows(rows.kind, one, rows.n_in), name) for one in each)
         if not self._is_plain(rows.n_in):
             return self._packed_each(each, rows.n_experts, *shape, bits_of(self._weights))
-        if self._codes_well(read(TensorRows(rows.kind, rows.of(0), rows.n_in), name)):
+        some = (rows.of(at) for at in {0, rows.n_experts // 2, rows.n_experts - 1})
+        matrices = (read(TensorRows(rows.kind, one, rows.n_in), name) for one in some)
+        if all(map(self._codes_well, matrices)):
             return self._coded_each(each, rows.n_experts, *shape)
         is_bf16 = self.dtype == attend.Dtype.bfloat16
         size = np.uint16 if is_bf16 else np.float32

@@ -198,6 +198,7 @@ def _qwen3_next(file: GgufFile, raw: Raw) -> None:
     period = file.whole(f"{file.architecture}.full_attention_interval") or 4
     n_heads = whole_of(file, "ssm.time_step_rank")
     raw["linear_value_head_dim"] = whole_of(file, "ssm.inner_size") // n_heads
+    raw["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # what the file says of it
     raw["layer_types"] = [
         "linear_attention" if period < 1 or (at + 1) % period else "full_attention"
         for at in range(raw["num_hidden_layers"])

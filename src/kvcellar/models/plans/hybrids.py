@@ -21,10 +21,10 @@ class Recurrents:
     Attributes:
         kind: what ``layer_types`` calls them.
         module: within a layer.
-        inputs: its linear layers before.
-        out: the one behind.
-        plan: of a config, and of the module's name.
-        bias: field that says if linear layers have biases; None: they have none.
+        inputs: names of the linear layers that are given the layer's rows.
+        out: name of the linear layer behind it.
+        plan: makes the plan of one, from a config and the module's name.
+        bias: field that says if linear layers have biases, or whether they have.
     """
 
     kind: str
@@ -52,18 +52,23 @@ class Recurrents:
         return max(plan.conv_shape[0], plan.inner)
 
 
-_WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Multimodal families whose text is known by rules, and what that is."""
+_WRAPPERS = {
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+}
+"""Multimodal families whose text is known by rules -> the text's family, and their own network."""
 
 
 def text_of(raw: Raw) -> Raw:
     """Return the config of a multimodal model's text, where rules know it; others as they are."""
     text, is_tied = raw.get("text_config"), raw.get("tie_word_embeddings", False)
-    if raw.get("model_type") not in _WRAPPERS or not isinstance(text, Mapping):
+    kind, network = _WRAPPERS.get(raw.get("model_type", ""), ("", ""))
+    if not kind or not isinstance(text, Mapping) or raw.get("quantization_config"):
+        return raw
+    if raw.get("architectures") not in (None, [network]):
         return raw
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         return raw
-    kind = _WRAPPERS[raw["model_type"]]
     return {**text, "model_type": kind, "tie_word_embeddings": is_tied}
 
 
@@ -79,7 +84,8 @@ def as_usual_lfm2(raw: Raw) -> Raw:
         at = made["full_attn_idxs"]
         n_layers = made["num_hidden_layers"]
         made["layer_types"] = [_FULL if n in at else "conv" for n in range(n_layers)]
-    made.setdefault("tie_word_embeddings", made.pop("tie_embedding", True))
+    is_tied = made.get("tie_word_embeddings", True)
+    made["tie_word_embeddings"] = made.pop("tie_embedding", is_tied)  # as its class has it
     return made | {"intermediate_size": inner, "rms_norm_eps": made["norm_eps"]}
 
 
@@ -93,6 +99,8 @@ def as_usual_qwen(raw: Raw) -> Raw:
     if made.get("rope_parameters"):
         rope = made["rope_parameters"]
         made["rope_parameters"] = {key: rope[key] for key in rope if key not in _OF_IMAGES}
+    if made.get("model_type") == "qwen3_5_moe_text":  # all layers have experts
+        made.setdefault("intermediate_size", made["moe_intermediate_size"])
     return {"partial_rotary_factor": 0.25, **made}
 
 
@@ -245,14 +253,12 @@ SPARED_BY_GRANITE_HYBRID = frozenset(("init_method", "mamba_chunk_size"))
 READ_BY_LFM2 = frozenset(
     (
         "block_auto_adjust_ff_dim",
-        "block_ff_dim",
         "block_ffn_dim_multiplier",
         "block_multiple_of",
         "conv_L_cache",
         "conv_bias",
         "full_attn_idxs",
         "norm_eps",
-        "tie_embedding",
     )
 )
 SPARED_BY_LFM2 = frozenset(

@@ -276,6 +276,9 @@ class ModelPlan:
             keeps_states = [one.recurrent is not None for one in made.layers]
             if keeps_states != [n in made.facts.state_numbers for n in range(len(keeps_states))]:
                 raise TypeError("other layers are recurrent than those that keep states")
+            shapes = [one.recurrent.shapes for one in made.layers if one.recurrent is not None]
+            if shapes != [one.shapes for one in made.facts.states]:
+                raise TypeError("a recurrent layer has states of other sizes")
             return made
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is no plan of a model: {error}") from error

@@ -60,7 +60,7 @@ class RecurrentPlan:
     gating: tuple[bool, bool, bool] = (False, False, False)
 
     def check(self) -> None:
-        """Make sure that its sizes are such as the kernel has.
+        """Make sure that its sizes are such as the kernel has, and fit each other.
 
         Raises:
             ValueError: they are not.
@@ -73,6 +73,20 @@ class RecurrentPlan:
             raise ValueError("a recurrent module has sizes that no kernel has")
         if heads and heads[0] % heads[1]:
             raise ValueError("heads of a recurrent module are not divided evenly")
+        n_channels, inner = self.conv_shape[0], self.inner
+        n_heads, n_groups, third, fourth = self.heads
+        wanted = inner
+        widths: tuple[int, ...] = (inner, inner, inner)
+        if self.kind == DELTA:
+            wanted = inner + 2 * n_groups * third
+            widths = (n_channels, inner, n_heads, n_heads)
+        elif self.kind == SCAN:
+            wanted, widths = inner + 2 * n_groups * fourth, (n_channels, inner, n_heads)
+        ends = [at + width for at, width in zip(self.at, widths, strict=True)]
+        if wanted != n_channels or min(self.at) < 0 or max(ends) > self.n_in:
+            raise ValueError("a recurrent module reads what its linear layers do not say")
+        if self.norm is not None and (self.group <= 0 or inner % self.group):
+            raise ValueError("a norm of a recurrent module does not divide its numbers")
 
     @property
     def inner(self) -> int:
@@ -124,4 +138,5 @@ def recurrent_plan(value: Mapping[str, Any]) -> RecurrentPlan:
     n_places = {CONVOLUTION: 3, DELTA: 4, SCAN: 3}
     if len(plan.at) != n_places.get(plan.kind) or len(plan.heads) != 4:
         raise TypeError("a recurrent module of a kind that no rule here knows")
+    plan.check()
     return plan

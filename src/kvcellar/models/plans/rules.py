@@ -346,7 +346,7 @@ _FAMILIES = {
         as_usual=as_usual_granite,
         reads=READ | _READ_BY_GRANITE | READ_BY_GRANITE_HYBRID,
         spares=SPARED_BY_GRANITE_HYBRID,
-        needs={"normalization_function": "rmsnorm"},
+        needs={"normalization_function": "rmsnorm", "hidden_act": "silu"},
     ),
     "gpt_oss": _Family(
         "GptOssForCausalLM",
@@ -380,7 +380,7 @@ _FAMILIES = {
         as_usual=as_usual_lfm2,
         reads=READ_BY_LFM2,
         spares=SPARED_BY_LFM2,
-        needs={"block_use_swiglu": True, "use_pos_enc": True},
+        needs={"block_use_swiglu": True, "use_pos_enc": True, "hidden_act": "silu"},
     ),
     "qwen3_next": _Family(
         "Qwen3NextForCausalLM",
@@ -389,6 +389,7 @@ _FAMILIES = {
         recurrents=OF_QWEN3_NEXT,
         mixtures=Mixtures(has_dense=True, shared="shared_expert"),
         reads=READ | OF_QWEN | READ_BY_DELTA_NETS,
+        needs={"hidden_act": "silu"},
     ),
     "qwen3_5_text": _Family(
         "Qwen3_5ForCausalLM",
@@ -397,7 +398,7 @@ _FAMILIES = {
         recurrents=OF_QWEN3_5,
         reads=READ_BY_DELTA_NETS,
         spares=SPARED_BY_QWEN3_5 | {"mlp_only_layers"},
-        needs={"attn_output_gate": True},
+        needs={"attn_output_gate": True, "hidden_act": "silu"},
     ),
     "qwen3_5_moe_text": _Family(
         "Qwen3_5MoeForCausalLM",
@@ -407,11 +408,19 @@ _FAMILIES = {
         mixtures=Mixtures(is_normalised=True, shared="shared_expert"),
         reads=READ | OF_QWEN | READ_BY_DELTA_NETS,
         spares=SPARED_BY_QWEN3_5,
-        needs={"attn_output_gate": True, "mlp_only_layers": []},
+        needs={"attn_output_gate": True, "mlp_only_layers": [], "hidden_act": "silu"},
     ),
 }
 
-_HEADS = {"qwen3": None, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}
+_HEADS = {
+    "qwen3": None,
+    "gemma2": 256,
+    "gemma3_text": 256,
+    "gpt_oss": 64,
+    "qwen3_next": 256,
+    "qwen3_5_text": 256,
+    "qwen3_5_moe_text": 256,
+}
 """Width of heads where a config does not say it and the class has one of its own; None: unknown."""
 
 _SIZES = (

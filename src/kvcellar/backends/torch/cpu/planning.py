@@ -355,7 +355,10 @@ class _Planner:
         for qkv in itertools.permutations(others):
             rows = [calls[each].result for each in qkv]
             if is_gated:
-                rows[0] = self._ungated(rows[0], behind, calls[o].first())
+                ungated = self._ungated(rows[0], behind, calls[o].first())
+                if ungated is None:
+                    continue
+                rows[0] = ungated
             joined = torch.cat(rows, -1)
             if joined.shape[-1] != sum(sizes) * dim:
                 continue
@@ -383,18 +386,18 @@ class _Planner:
             }
         raise _UnsaidError
 
-    def _ungated(self, rows: Tensor, attended: Tensor, given: Any) -> Tensor:
+    def _ungated(self, rows: Tensor, attended: Tensor, given: Any) -> Tensor | None:
         """Return rows of q, where gates lie behind each head by which ``given`` is made.
 
-        Others are returned as they are.
+        None: there are no such gates in these rows.
         """
         if rows.numel() != 2 * attended.numel():
-            return rows
+            return None
         q, gates = rows.view(*attended.shape[:3], 2, -1).unbind(3)
         is_such = isinstance(given, Tensor) and self._exact.alike(
             (attended * gates.sigmoid()).flatten(2), given.reshape(*rows.shape[:2], -1)
         )
-        return q.flatten(2) if is_such else rows
+        return q.flatten(2) if is_such else None
 
     def _normed(self, at: str, rows: Tensor) -> tuple[str | None, Tensor, bool]:
         """Return what norms rows ``[1, T, heads, dim]``, its results, and if all heads together."""
