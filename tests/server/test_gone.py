@@ -94,7 +94,7 @@ def counts(live):
         "live cells": stats.live_cells,
         "locked tokens": stats.protected_tokens,
         "taken conversations": len(live.service.conversations._taken),
-        "busy agents": sum(a.gate.is_taken for a in live.service.agents.directory.agents()),
+        "busy agents": sum(a.live.gate.is_taken for a in live.service.agents.directory.agents()),
         "tasks": live.run(tasks()),
         "threads": threading.active_count(),
     }
