@@ -827,6 +827,7 @@ def test_what_is_written_behind_what_another_client_said_is_kept_and_both_are_se
     expect(page.locator("#toast")).to_contain_text("somebody else has talked with it")
     expect(page.locator("#talk .user")).to_contain_text(["Theirs."])  # once mine has gone
     expect(page.locator("#prompt")).to_have_value("Mine.")
+    expect(page.locator("#send")).to_have_text("Send")  # and not "Queue": nobody talks with it
     page.locator("#prompt").press("Enter")
     arrived(page, asked, 2).continue_()
     expect(page.locator("#talk .place")).to_have_count(2)
