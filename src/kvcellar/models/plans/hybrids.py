@@ -129,7 +129,7 @@ def as_usual_granite(raw: Raw) -> Raw:
 
 
 _INFINITE = {"__float__": "Infinity"}
-"""What transformers writes for a float that JSON has not."""
+"""Infinity as transformers writes it into a ``config.json``: JSON has no such number."""
 
 
 def rope_if_said(raw: Raw, head_dim: int) -> Ropes | None:
