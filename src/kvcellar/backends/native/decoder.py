@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.native.caches import NativeCache
+from kvcellar.backends.native.latent import orders_of_latents
 from kvcellar.backends.native.recurrent import orders_by_key_heads
 from kvcellar.backends.native.weights import WeightHolder
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
@@ -91,6 +92,8 @@ def _ordered(one: LayerPlan) -> tuple[LinearPlan, Sequence[IntArray | None]]:
     if one.recurrent is not None:
         is_ordered = one.recurrent.by_key_heads
         return one.qkv, orders_by_key_heads(one.recurrent) if is_ordered else ()
+    if one.latent is not None:
+        return one.qkv, orders_of_latents(one.latent)
     if not one.is_gated:
         return one.qkv, ()
     n_heads, _, dim = one.heads

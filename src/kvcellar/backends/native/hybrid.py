@@ -1,4 +1,4 @@
-"""A planned model layer by layer: some are recurrent, or have a gate behind their attention."""
+"""A planned model layer by layer: recurrent, with a gate behind attention, or over latents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.native.caches import NativeCache
 from kvcellar.backends.native.decoder import FloatArray, NativeDecoder
+from kvcellar.backends.native.latent import LatentAttention
 from kvcellar.backends.native.recurrent import Recurrent
 from kvcellar.backends.native.weights import WeightHolder
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
@@ -62,6 +63,15 @@ class Attention:
         return said
 
 
+def _between(one: LayerPlan, holder: WeightHolder) -> Attention | LatentAttention | Recurrent:
+    """Make what a layer has between the linear layers before and the one behind."""
+    if one.recurrent is not None:
+        return Recurrent(one.recurrent, holder, holder.order_of_inputs(one.o))
+    if one.latent is not None:
+        return LatentAttention(one.latent, one.scale, holder)
+    return Attention(one, holder)
+
+
 class HybridDecoder(NativeDecoder):
     """A model's weights, and the kernel's calls that run a forward of it: some for each layer."""
 
@@ -70,10 +80,7 @@ class HybridDecoder(NativeDecoder):
         super().__init__(plan, holder)
         self._plan = plan
         self._between = [
-            Attention(one, holder)
-            if one.recurrent is None
-            else Recurrent(one.recurrent, holder, holder.order_of_inputs(one.o))
-            for one in plan.layers
+            _between(one, holder) for one in plan.layers
         ]
 
     def forward(
@@ -87,7 +94,8 @@ class HybridDecoder(NativeDecoder):
         """Run the tokens; see :meth:`NativeDecoder.forward`."""
         n_tokens = len(ids)
         steps = iter(cache.compiled_steps(n_tokens, positions))
-        batch, of_layers = cache.compiled_states(self.holder.dtype)
+        has_states = any(isinstance(one, Recurrent) for one in self._between)
+        batch, of_layers = cache.compiled_states(self.holder.dtype) if has_states else (None, ())
         states = iter(of_layers)
         sides = [one.of(positions) for one in self._rotations]
         addresses = [(cos.ctypes.data, sin.ctypes.data) for cos, sin in sides]
@@ -95,11 +103,14 @@ class HybridDecoder(NativeDecoder):
         at, inputs = x.ctypes.data, [x.copy()] if 0 in feature_layers else [x[:0]]
         for number, (one, between) in enumerate(zip(self._plan.layers, self._between, strict=True)):
             layer = self._parts[0][number]
-            cos, sin = (0, 0) if one.rope is None else addresses[one.rope]
+            turns = (0, 0) if one.rope is None else addresses[one.rope]
             joined = np.empty((n_tokens, between.n_in), x.dtype)
-            layer.before(at, n_tokens, cos, sin, joined.ctypes.data)
+            layer.before(at, n_tokens, *turns, joined.ctypes.data)
             if isinstance(between, Recurrent):
+                assert batch is not None, "a recurrent layer has states"
                 said = between.run(batch, next(states), joined)
+            elif isinstance(between, LatentAttention):
+                said = between.run(next(steps), joined, turns)
             else:
                 said = between.run(next(steps), joined)
             layer.after(at, said.ctypes.data, n_tokens, at)

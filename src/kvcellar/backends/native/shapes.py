@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from kvcellar.backends.native.tensors import Tensors
 from kvcellar.errors import ModelError
-from kvcellar.models.plans.plan import LayerPlan, LinearPlan, MixturePlan, ModelPlan, NormPlan
+from kvcellar.models.plans.plan import (
+    LatentPlan,
+    LayerPlan,
+    LinearPlan,
+    MixturePlan,
+    ModelPlan,
+    NormPlan,
+)
 from kvcellar.models.plans.recurrent import RecurrentPlan
 
 
@@ -32,7 +39,9 @@ def check_shapes(plan: ModelPlan, tensors: Tensors) -> None:
 
 def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
     n_heads, n_kv_heads, dim = one.heads
-    if one.recurrent is not None:
+    if one.latent is not None:
+        _check_latent(one, one.latent, of, hidden)
+    elif one.recurrent is not None:
         of.linear(one.qkv, one.recurrent.n_in, hidden)
         of.linear(one.o, hidden, one.recurrent.inner)
         _check_recurrent(one.recurrent, of)
@@ -53,6 +62,21 @@ def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
         _check_mixture(one.mixture, of, hidden)
 
 
+def _check_latent(one: LayerPlan, latent: LatentPlan, of: _Shapes, hidden: int) -> None:
+    shape = latent.shape
+    n_heads = shape.n_kv_heads
+    first, *_ = of.linear(one.qkv, latent.n_in, hidden)
+    if first != (latent.q_size or n_heads * latent.key_dim):
+        raise of.wrong(one.qkv.weights[0], f"{latent.q_size or n_heads * latent.key_dim} rows")
+    of.linear(one.o, hidden, n_heads * shape.v_dim)
+    if latent.q is not None:
+        of.linear(latent.q, n_heads * latent.key_dim, latent.q_size)
+    of.norm(latent.q_norm, latent.q_size)
+    of.norm(latent.norm, shape.latent_dim)
+    expand = LinearPlan((latent.expand,), (None,))
+    of.linear(expand, n_heads * (shape.plain_dim + shape.v_dim), shape.latent_dim)
+
+
 def _check_recurrent(recurrent: RecurrentPlan, of: _Shapes) -> None:
     n_channels, width = recurrent.conv_shape
     of.convolution(recurrent.conv, n_channels, width)
@@ -69,6 +93,8 @@ def _check_mixture(mixture: MixturePlan, of: _Shapes, hidden: int) -> None:
     (n_experts,) = of.linear(mixture.router, None, hidden)
     if mixture.n_chosen > n_experts:
         raise of.wrong(mixture.router.weights[0], f"a row for each of {mixture.n_chosen} experts")
+    if mixture.correction is not None:
+        of.vector(mixture.correction, n_experts)
     if mixture.share is not None:
         (weight,) = mixture.share.weights
         of.vector(weight, hidden)

@@ -16,7 +16,7 @@ from kvcellar.models.files.checkpoint import TensorPlace, read_header, tensor_pl
 from kvcellar.models.gguf.families import FAMILIES, TILED
 from kvcellar.models.gguf.names import stored_name
 from kvcellar.models.gguf.reader import GgufFile, GgufTensor, read_gguf
-from kvcellar.models.plans.plan import ModelPlan, NormPlan
+from kvcellar.models.plans.plan import LatentPlan, ModelPlan, NormPlan
 from kvcellar.models.weights import GROUP
 from kvcellar.types import IntArray
 
@@ -132,6 +132,15 @@ class Tensors(Protocol):
 
     def order_of_inputs(self, name: str) -> IntArray | None:
         """Return which of a plan's inputs each of a matrix's is; None: it has their order."""
+        ...
+
+    def expansion(self, plan: LatentPlan) -> tuple[TensorRows, TensorRows]:
+        """Map what expands latents: of all heads, one behind the other, in whatever form it is.
+
+        Returns:
+            Rows from a head's query to latents, ``[n_heads * latent_dim, plain_dim]``, and from
+            latents to a head's result, ``[n_heads * v_dim, latent_dim]``; errors as of ``matrix``.
+        """
         ...
 
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -301,6 +310,10 @@ class FolderTensors:
         """Map a matrix; see :class:`Tensors`."""
         kind, rows = self._numbers(name)
         return TensorRows(kind, rows, int(rows.shape[-1]))
+
+    def expansion(self, plan: LatentPlan) -> tuple[TensorRows, TensorRows]:
+        """Map what expands latents; see :class:`Tensors`."""
+        return halves_of(self.matrix(plan.expand), plan)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
@@ -478,6 +491,16 @@ def _of_text(name: str) -> str:
     """Return what the plan of a multimodal model's text calls a tensor of a file."""
     found = (one for one in _OF_WRAPPERS if name.startswith(one))
     return next((_OF_WRAPPERS[one] + name.removeprefix(one) for one in found), name)
+
+
+def halves_of(whole: TensorRows, plan: LatentPlan) -> tuple[TensorRows, TensorRows]:
+    """Return what ``Tensors.expansion`` does of a matrix of plain numbers with all of it."""
+    shape, (kind, rows, _) = plan.shape, whole
+    by_head = rows.reshape(shape.n_kv_heads, -1, shape.latent_dim)
+    of_k, of_v = by_head[:, : shape.plain_dim], by_head[:, shape.plain_dim :]
+    of_k = of_k.swapaxes(1, 2).reshape(-1, shape.plain_dim)
+    of_v = of_v.reshape(-1, shape.latent_dim)
+    return TensorRows(kind, of_k, shape.plain_dim), TensorRows(kind, of_v, shape.latent_dim)
 
 
 def in_order(rows: Array, is_by_turns: bool) -> Array:

@@ -15,7 +15,7 @@ from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bi
 from kvcellar.errors import ModelError
 from kvcellar.kernel import attend, blocks, experts, layers
 from kvcellar.kernel import linear as products
-from kvcellar.models.plans.plan import Gate, LinearPlan, MixturePlan, NormPlan
+from kvcellar.models.plans.plan import Gate, LatentPlan, LinearPlan, MixturePlan, NormPlan
 from kvcellar.models.weights import (
     BLOCK,
     CODED_SAMPLE,
@@ -228,11 +228,22 @@ class WeightHolder:
 
     def _unchanged(self, rows: Sequence[Array]) -> products.LinearWeights:
         """Hold matrices of the same inputs in the model's type, one behind the other."""
+        held = self._copied(rows)
+        form = self._plain_form
+        return products.LinearWeights(form, held.shape[-1], len(held), held.ctypes.data)
+
+    def _copied(self, rows: Sequence[Array]) -> Array:
+        """Copy matrices of the same inputs in the model's type, one behind the other."""
         is_bf16 = self.dtype == attend.Dtype.bfloat16
         held = self.arena.copy([_as_bf16(one) if is_bf16 else _as_float32(one) for one in rows])
         self.kept.append(held)
-        form = products.WeightFormat.bf16 if is_bf16 else products.WeightFormat.f32
-        return products.LinearWeights(form, held.shape[-1], len(held), held.ctypes.data)
+        return held
+
+    @property
+    def _plain_form(self) -> products.WeightFormat:
+        """Form of matrices in the model's type."""
+        is_bf16 = self.dtype == attend.Dtype.bfloat16
+        return products.WeightFormat.bf16 if is_bf16 else products.WeightFormat.f32
 
     def _is_plain(self, n_in: int) -> bool:
         """Return true if rows of so many numbers stay in the model's type."""
@@ -281,12 +292,12 @@ class WeightHolder:
         router = experts.Router(
             self._small(plan.router),
             plan.n_chosen,
-            is_sigmoid=False,
+            is_sigmoid=plan.is_sigmoid,
             is_normalised=plan.is_normalised,
             scale=plan.scale,
             bias=self._bias(plan.router),
-            extra=0,
-            rounds_logits=True,
+            extra=0 if plan.correction is None else self.floats(plan.correction).ctypes.data,
+            rounds_logits=plan.rounds_logits,
             rounds_shares=plan.rounds_shares,
         )
         names, biases = (plan.gate_up, plan.down), plan.biases or (None, None)
@@ -338,8 +349,31 @@ class WeightHolder:
         whole = held.reshape(rows.n_experts, *shape)
         for at, one in enumerate(each):
             whole[at] = _as_bf16(one) if is_bf16 else _as_float32(one)
-        form = products.WeightFormat.bf16 if is_bf16 else products.WeightFormat.f32
-        return products.LinearWeights(form, rows.n_in, rows.n_out, held.ctypes.data)
+        return products.LinearWeights(
+            self._plain_form, rows.n_in, rows.n_out, held.ctypes.data
+        )
+
+    def expansion(self, plan: LatentPlan) -> tuple[experts.ExpertLayer, experts.ExpertLayer]:
+        """Hold what expands latents, of each head, in the model's type.
+
+        Args:
+            plan: of the attention.
+
+        Returns:
+            From a head's query to latents, and from attended latents to a head's result.
+
+        Raises:
+            ModelError: it is not there, or in a type that is not read.
+        """
+        shape = plan.shape
+        sizes = (shape.latent_dim, shape.plain_dim), (shape.v_dim, shape.latent_dim)
+        halves = self._tensors.expansion(plan)
+        made = []
+        for rows, (n_out, n_in) in zip(halves, sizes, strict=True):
+            held = self._copied([_read(rows, plan.expand)])
+            one = products.LinearWeights(self._plain_form, n_in, n_out, held.ctypes.data)
+            made.append(experts.ExpertLayer(one, shape.n_kv_heads))
+        return made[0], made[1]
 
     def embedding(self, name: str) -> Embedding:
         """Hold the rows of an embedding; errors as of ``matrices``."""

@@ -33,6 +33,10 @@ class Mixtures:
         has_dense: true if fields say which layers have an MLP in place of experts.
         shared: module of an MLP that all tokens have, whose share is ``<module>_gate``'s.
         is_beside: true if the layer has its MLP, too; there may be no experts then.
+        has_share: false if that of all tokens is added as it is.
+        is_sigmoid: true if scores are sigmoids, to which the router adds something to choose.
+        rounds_logits: true if logits are rounded to the type of the rows.
+        scale: field of a factor on shares; None: there is none.
     """
 
     router: str = "gate"
@@ -43,6 +47,10 @@ class Mixtures:
     has_dense: bool = False
     shared: str | None = None
     is_beside: bool = False
+    has_share: bool = True
+    is_sigmoid: bool = False
+    rounds_logits: bool = True
+    scale: str | None = None
 
     def are_in(self, raw: Raw, layer: int) -> bool:
         """Return true if a layer has experts."""
@@ -99,7 +107,13 @@ class Mixtures:
             down,
             biases=(f"{up}_bias", f"{down}_bias") if self.is_crossed else None,
             is_crossed=self.is_crossed,
-            share=None if self.shared is None else LinearPlan((f"{share}.weight",), (None,)),
+            share=LinearPlan((f"{share}.weight",), (None,))
+            if self.shared is not None and self.has_share
+            else None,
+            scale=1.0 if self.scale is None else float(raw[self.scale]),
+            is_sigmoid=self.is_sigmoid,
+            correction=f"{router}.e_score_correction_bias" if self.is_sigmoid else None,
+            rounds_logits=self.rounds_logits,
         )
 
 

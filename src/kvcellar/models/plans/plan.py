@@ -22,13 +22,17 @@ from kvcellar.home import default_home
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.fingerprint import VOLATILE
 from kvcellar.models.known import keep, read_kept
+from kvcellar.models.latents import Latents
 from kvcellar.models.plans.recurrent import RecurrentPlan, recurrent_plan
 
-VERSION = 4
+VERSION = 5
 """Version of how plans are made and written; those of another one are made again."""
 
 
 Made = TypeVar("Made")
+
+HALVES, PAIRS, PARTED = TURNED = "halves", "pairs", "parted"
+"""How rotary numbers beside latents lie; see :class:`LatentPlan`."""
 
 Gate = tuple[float, float, float, float]
 """``(up + shift) * x * sigmoid(x * (alpha + cubic * x^2))``, of a gate x that is at most a limit:
@@ -73,7 +77,8 @@ class LinearPlan:
 class MixturePlan:
     """A mixture of experts: gated MLPs, of which each token has those with the highest scores.
 
-    Scores are the softmax of logits. A softmax of the highest logits alone is that, normalised.
+    Scores are the softmax of logits, of which one of the highest alone is that, normalised, or each
+    logit's sigmoid.
 
     Attributes:
         router: from the input to a logit for each expert.
@@ -89,6 +94,9 @@ class MixturePlan:
             outputs take turns, those of the bias too.
         share: beside an MLP, which all tokens have: from the input to a logit whose sigmoid that is
             multiplied with; None: it is added as it is.
+        is_sigmoid: true if scores are sigmoids.
+        correction: tensor of what is added to scores only to choose; None: nothing is.
+        rounds_logits: true if logits are rounded to the type of the rows.
     """
 
     router: LinearPlan
@@ -101,12 +109,55 @@ class MixturePlan:
     biases: tuple[str, str] | None = None
     is_crossed: bool = False
     share: LinearPlan | None = None
+    is_sigmoid: bool = False
+    correction: str | None = None
+    rounds_logits: bool = True
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of what stays in the model's own type: all but experts' matrices."""
         beside = () if self.share is None else (self.share,)
-        return (*_tensors((self.router, *beside)), *(self.biases or ()))
+        corrections = () if self.correction is None else (self.correction,)
+        return (*_tensors((self.router, *beside)), *(self.biases or ()), *corrections)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """Attention over latents, between the linear layers before it and the one behind.
+
+    Those before say short queries, or queries of all heads, then a latent and a row of rotary
+    numbers that all heads share. Queries are multiplied by what would expand K, and what heads
+    attend by what would expand V.
+
+    Attributes:
+        shape: how a matrix would expand latents, head after head and K first.
+        expand: tensor of that matrix.
+        norm: of latents.
+        turned: rotary numbers that turn against each other: ``halves`` of them; neighbours,
+            ``pairs``; or those, and what they turn to lies as halves, ``parted``.
+        q: from short queries to those of all heads; None: there are no short ones.
+        q_norm: of short queries; None: there are none.
+        q_size: numbers of a short query; 0: there is none.
+    """
+
+    shape: Latents
+    expand: str
+    norm: NormPlan
+    turned: str
+    q: LinearPlan | None = None
+    q_norm: NormPlan | None = None
+    q_size: int = 0
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers of a head's query, rotary ones last."""
+        return self.shape.plain_dim + self.shape.rotary_dim
+
+    @property
+    def n_in(self) -> int:
+        """Numbers of a token that the linear layers before say."""
+        n_queries = self.q_size or self.shape.n_kv_heads * self.key_dim
+        return n_queries + self.shape.latent_dim + self.shape.rotary_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +187,8 @@ class LayerPlan:
             sigmoid what its attention says is multiplied.
         recurrent: in place of attention, between ``qkv`` and ``o``; all that is said of heads is
             nothing then. None: there is attention.
+        latent: attention over latents; what is said of heads is nothing then, too. None: K and V
+            are cached as they are.
     """
 
     before: NormPlan | None
@@ -158,18 +211,21 @@ class LayerPlan:
     mixture: MixturePlan | None = None
     is_gated: bool = False
     recurrent: RecurrentPlan | None = None
+    latent: LatentPlan | None = None
 
     @property
     def linears(self) -> tuple[LinearPlan, ...]:
         """Linear layers that all tokens have, but a mixture's."""
-        found = (self.qkv, self.o, self.gate_up, self.down)
+        inside = None if self.latent is None else self.latent.q
+        found = (self.qkv, inside, self.o, self.gate_up, self.down)
         return tuple(one for one in found if one is not None)
 
     @property
     def norms(self) -> tuple[NormPlan, ...]:
         """All norms that there are."""
+        inside = () if self.latent is None else (self.latent.q_norm, self.latent.norm)
         found = (self.before, self.q_norm, self.k_norm, self.attended, self.between, self.mixed)
-        return tuple(one for one in found if one is not None)
+        return tuple(one for one in (*found, *inside) if one is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +276,13 @@ class ModelPlan:
 
     @property
     def is_hybrid(self) -> bool:
-        """True if there are recurrent layers, or attention with a gate."""
-        return any(one.recurrent is not None or one.is_gated for one in self.layers)
+        """True if there are recurrent layers, or attention with a gate or over latents."""
+        return any(one.recurrent or one.is_gated or one.latent for one in self.layers)
+
+    @property
+    def expansions(self) -> tuple[str, ...]:
+        """Names of what expands latents: matrices that stay in the model's own type."""
+        return tuple(one.latent.expand for one in self.layers if one.latent is not None)
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -239,6 +300,7 @@ class ModelPlan:
             linears += one.linears
         names = [self.embedding, *(one.weight for one in norms), *_tensors(linears)]
         names += [one.sinks for one in self.layers if one.sinks]
+        names += self.expansions
         for one in self.layers:
             names += () if one.recurrent is None else one.recurrent.tensors
         return tuple(dict.fromkeys(names))
@@ -279,6 +341,9 @@ class ModelPlan:
             shapes = [one.recurrent.shapes for one in made.layers if one.recurrent is not None]
             if shapes != [one.shapes for one in made.facts.states]:
                 raise TypeError("a recurrent layer has states of other sizes")
+            latents = {n: one.latent.shape for n, one in enumerate(made.layers) if one.latent}
+            if latents != made.facts.latents:
+                raise TypeError("other layers attend over latents than those that cache them")
             return made
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is no plan of a model: {error}") from error
@@ -296,6 +361,7 @@ def _layer(value: Mapping[str, Any]) -> LayerPlan:
     made |= {name: _optional(_linear, value[name]) for name in ("gate_up", "down")}
     made["mixture"] = _optional(_mixture, value["mixture"])
     made["recurrent"] = _optional(recurrent_plan, value["recurrent"])
+    made["latent"] = _optional(_latent, value["latent"])
     n_heads, n_kv_heads, head_dim = map(int, value["heads"])
     alpha, cubic, shift, limit = map(float, value["gate"])
     made |= {"heads": (n_heads, n_kv_heads, head_dim), "gate": (alpha, cubic, shift, limit)}
@@ -316,6 +382,21 @@ def _mixture(value: Mapping[str, Any]) -> MixturePlan:
     made["biases"] = _optional(tuple, value["biases"])
     made |= {"n_chosen": int(value["n_chosen"]), "scale": float(value["scale"])}
     return MixturePlan(**made)
+
+
+def _latent(value: Mapping[str, Any]) -> LatentPlan:
+    made = dict(value) | {"shape": Latents(**value["shape"]), "norm": _norm(value["norm"])}
+    made |= {"q": _optional(_linear, value["q"]), "q_norm": _optional(_norm, value["q_norm"])}
+    plan = LatentPlan(**made)
+    is_known = plan.shape.is_by_head and plan.shape.is_k_first and not plan.shape.is_rotary_first
+    sizes = tuple(asdict(plan.shape).values())[4:]
+    if not is_known or plan.turned not in TURNED or not all(type(n) is int and n > 0 for n in sizes):
+        raise TypeError("latents that lie as no rule here knows")
+    if plan.norm.in_floats or (plan.q_norm is not None and plan.q_norm.in_floats):
+        raise TypeError("norms of latents round before they multiply")
+    if plan.shape.rotary_dim % 2 or (plan.q is None) != (plan.q_size == 0):
+        raise TypeError("latents whose sizes do not fit")
+    return plan
 
 
 def _norm(value: Mapping[str, Any]) -> NormPlan:

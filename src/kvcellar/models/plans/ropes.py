@@ -33,6 +33,8 @@ _YARN = {
     "beta_fast",
     "beta_slow",
     "truncate",
+    "mscale",
+    "mscale_all_dim",
 }
 _KEPT = {"original_max_position_embeddings", "max_position_embeddings"}
 """Fields that plain rotary positions may have, and that change nothing of them."""
@@ -132,6 +134,11 @@ def _of_fields(rope: dict[str, Any], head_dim: int) -> RopePlan | None:
     return RopePlan(tuple(map(float, found.astype(np.float32))), scale)
 
 
+def yarn_scale(factor: float, times: float | None = 1.0) -> float:
+    """Return by how much YaRN makes logits larger, in a text that is a factor longer."""
+    return 0.1 * float(times or 0.0) * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _by_yarn(
     found: Floats, powers: NDArray[np.float32], rope: Mapping[str, Any], theta: float
 ) -> tuple[Floats, float]:
@@ -157,5 +164,8 @@ def _by_yarn(
     stretched = (np.float32(1) / (np.float32(factor) * powers)).astype(np.float64)
     scale = rope.get("attention_factor")
     if scale is None:
-        scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        times = rope.get("mscale"), rope.get("mscale_all_dim")
+        scale = yarn_scale(factor)
+        if all(times):
+            scale = yarn_scale(factor, times[0]) / yarn_scale(factor, times[1])
     return stretched * slow + found * (1 - slow), float(scale)

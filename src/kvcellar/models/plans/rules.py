@@ -34,11 +34,24 @@ from kvcellar.models.plans.hybrids import (
     rope_if_said,
     text_of,
 )
+from kvcellar.models.plans.latents import (
+    OF_DEEPSEEK_V2,
+    OF_DEEPSEEK_V3,
+    OF_MINICPM3,
+    READ_BY_LATENTS,
+    READ_BY_MINICPM3,
+    READ_BY_ROUTED,
+    SPARED_BY_LATENTS,
+    Latent,
+    as_usual_latents,
+    scale_of_latents,
+)
 from kvcellar.models.plans.mixtures import OF_GPT_OSS, OF_QWEN, READ, Mixtures
 from kvcellar.models.plans.plan import (
     GELU_TANH,
     SILU,
     Gate,
+    LatentPlan,
     LayerPlan,
     LinearPlan,
     ModelPlan,
@@ -117,6 +130,21 @@ def _of_gemma(raw: Raw, head_dim: int) -> _Factors:
     )
 
 
+def _of_latents(raw: Raw, head_dim: int) -> _Factors:
+    return _Factors(scale_of_latents(raw))
+
+
+def _of_minicpm3(raw: Raw, head_dim: int) -> _Factors:
+    embedding = float(raw["scale_emb"])
+    return _Factors(
+        scale=scale_of_latents(raw),
+        residual=float(raw["scale_depth"]) / raw["num_hidden_layers"] ** 0.5,
+        embedding=embedding,
+        rounds_embedding=bool(int(np.float32(embedding).view(np.uint32)) & 0xFFFF),
+        logits=float(raw["dim_model_base"]) / raw["hidden_size"],
+    )
+
+
 def _of_granite(raw: Raw, head_dim: int) -> _Factors:
     return _Factors(
         scale=float(raw["attention_multiplier"]),
@@ -162,6 +190,7 @@ class _Family:
         is_gated: true if attention has a gate behind it.
         names: modules that others call otherwise, by their names there.
         as_usual: makes of a config one with the fields of others.
+        latents: layers attend over latents, of a config; None: no layer does.
     """
 
     network: str
@@ -189,6 +218,7 @@ class _Family:
     is_gated: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     as_usual: Callable[[Raw], Raw] = dict
+    latents: Latent | None = None
 
     def named(self, usual: str) -> str:
         """Return what the family calls a module."""
@@ -230,6 +260,29 @@ _OF_DELTA_NETS: dict[str, Any] = {
     "is_tied": False,
     "is_gated": True,
     "as_usual": as_usual_qwen,
+}
+
+_OF_LATENTS: dict[str, Any] = {
+    "o_bias": "attention_bias",
+    "is_tied": False,
+    "factors": _of_latents,
+    "as_usual": as_usual_latents,
+    "reads": READ | OF_QWEN | READ_BY_LATENTS | READ_BY_ROUTED,
+    "spares": SPARED_BY_LATENTS,
+}
+
+_OF_SIGMOIDS: dict[str, Any] = {
+    **_OF_LATENTS,
+    "mixtures": Mixtures(
+        has_dense=True,
+        shared="shared_experts",
+        has_share=False,
+        is_sigmoid=True,
+        rounds_shares=False,
+        rounds_logits=False,
+        scale="routed_scaling_factor",
+    ),
+    "latents": OF_DEEPSEEK_V3,
 }
 
 _FAMILIES = {
@@ -360,6 +413,35 @@ _FAMILIES = {
         reads=READ | OF_GPT_OSS,
         spares=frozenset(("initial_context_length", "experts_per_token")),
         needs={"attention_bias": True},
+    ),
+    "deepseek_v2": _Family(
+        "DeepseekV2ForCausalLM",
+        mixtures=Mixtures(
+            has_dense=True,
+            shared="shared_experts",
+            has_share=False,
+            is_normalised=False,
+            rounds_shares=False,
+            rounds_logits=False,
+            scale="routed_scaling_factor",
+        ),
+        **_OF_LATENTS,
+        mlp_bias="mlp_bias",
+        latents=OF_DEEPSEEK_V2,
+        needs={"topk_method": "greedy"},
+    ),
+    "deepseek_v3": _Family("DeepseekV3ForCausalLM", **_OF_SIGMOIDS),
+    "glm4_moe_lite": _Family("Glm4MoeLiteForCausalLM", **_OF_SIGMOIDS),
+    "minicpm3": _Family(
+        "MiniCPM3ForCausalLM",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        is_tied=True,
+        factors=_of_minicpm3,
+        latents=OF_MINICPM3,
+        as_usual=as_usual_latents,
+        reads=READ_BY_LATENTS | READ_BY_MINICPM3,
+        spares=SPARED_BY_LATENTS,
     ),
     "lfm2": _Family(
         "Lfm2ForCausalLM",
@@ -507,19 +589,22 @@ def _plan(raw: Raw) -> ModelPlan | None:
         for number in range(n_layers)
         if (found := names.recurrent(number, kinds[number])) is not None
     }
+    latents = None if family.latents is None else family.latents.shape(raw)
     facts = ModelFacts(
         family=kind,
         layers=tuple(
             LayerFacts(
                 number,
                 n_heads,
-                n_kv_heads,
+                n_kv_heads if latents is None else 1,
                 head_dim,
-                head_dim,
+                head_dim if latents is None else latents.latent_dim,
                 factors.scale,
                 window if slides == _SLIDING else None,
                 softcap=factors.softcap,
                 has_sinks=family.has_sinks,
+                is_latent=latents is not None,
+                latents=latents,
             )
             for number, slides in enumerate(kinds)
             if number not in states
@@ -527,7 +612,11 @@ def _plan(raw: Raw) -> ModelPlan | None:
         others=(),
         n_layers=n_layers,
         hidden_size=hidden,
-        inner_size=max(_inner_size(raw, family), names.widest(states.values(), heads)),
+        inner_size=max(
+            _inner_size(raw, family),
+            names.widest(states.values(), heads),
+            0 if family.latents is None else family.latents.widest(raw),
+        ),
         vocab_size=n_vocab,
         max_positions=n_positions,
         rope=Rope("fixed"),
@@ -638,9 +727,12 @@ class _Names:
         norms: dict[str, Any] = {
             role: self.norm(f"{name}.{own}") for role, own in family.norms.items()
         }
-        between = self._attention(f"{name}.self_attn", heads, factors, rope)
         if recurrent is not None:
             between = self._recurrent(name, recurrent)
+        elif family.latents is not None:
+            between = self._latent(f"{name}.self_attn", family.latents, factors.scale)
+        else:
+            between = self._attention(f"{name}.self_attn", heads, factors, rope)
         return LayerPlan(
             before=norms.pop("before", None),
             between=norms.pop("between", None),
@@ -671,6 +763,33 @@ class _Names:
             "rope": rope,
             "sinks": f"{at}.sinks" if family.has_sinks else None,
             "is_gated": family.is_gated,
+        }
+
+    def _latent(self, at: str, found: Latent, scale: float) -> dict[str, Any]:
+        """Plan attention over latents, as fields of a layer."""
+        bias = self._has("attention_bias")
+        q_size = self._raw.get("q_lora_rank") or 0
+        q = "q_a_proj" if q_size else "q_proj"
+        names = tuple(f"{at}.{one}" for one in (q, "kv_a_proj_with_mqa"))
+        has = (bias and bool(q_size), bias)
+        biases = (f"{one}.bias" if each else None for one, each in zip(names, has, strict=True))
+        return {
+            "qkv": LinearPlan(tuple(f"{one}.weight" for one in names), tuple(biases)),
+            "q_norm": None,
+            "k_norm": None,
+            "o": self.linear(at, ("o_proj",), self._family.o_bias),
+            "heads": (0, 0, 0),
+            "scale": scale,
+            "rope": 0,
+            "latent": LatentPlan(
+                shape=found.shape(self._raw),
+                expand=f"{at}.kv_b_proj.weight",
+                norm=NormPlan(f"{at}.kv_a_layernorm.weight", found.eps),
+                turned=found.turned(self._raw),
+                q=self.linear(at, ("q_b_proj",), False) if q_size else None,
+                q_norm=NormPlan(f"{at}.q_a_layernorm.weight", found.eps) if q_size else None,
+                q_size=q_size,
+            ),
         }
 
     def _recurrent(self, name: str, plan: RecurrentPlan) -> dict[str, Any]:
