@@ -135,6 +135,54 @@ OTHERS = {
     "scan": ("granitemoehybrid", {**MAMBA, "num_local_experts": 0, "num_experts_per_tok": 0}),
     "scan-and-experts": ("granitemoehybrid", {**MAMBA, "position_embedding_type": "rope"}),
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
+ROUTED = {
+    **LATENT,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.9}
+LATENT_YARN |= {"mscale_all_dim": 0.6, "original_max_position_embeddings": 32}
+LATENTS = {
+    "latents-in-pairs": (
+        "deepseek_v2",
+        {
+            **ROUTED,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": LATENT_YARN,
+        },
+    ),
+    "latents-parted": (
+        "deepseek_v3",
+        {
+            **ROUTED,
+            "first_k_dense_replace": 2,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "rope_parameters": LATENT_YARN,
+        },
+    ),
+    "latents-in-halves": (
+        "deepseek_v3",
+        {**ROUTED, "first_k_dense_replace": 0, "rope_interleave": False, "q_lora_rank": None},
+    ),
+    "latents-by-kinds": ("glm4_moe_lite", ROUTED),
+    "latents-multiplied": ("minicpm3", {**LATENT, "attention_bias": True, "dim_model_base": 32}),
+}
+OTHERS |= LATENTS
 FORMATS = ("bf16", "int8", "int4")
 IDS = tuple(b"def first(items):\n    return items[0]\n")
 
@@ -465,6 +513,9 @@ def test_a_model_that_torch_has_never_seen_runs_where_there_is_no_torch(tmp_path
         ("qwen35", "Q8_0", 0.04),
         ("qwen35moe", "BF16", 1e-5),
         ("granitehybrid without experts", "BF16", 1e-5),
+        ("deepseek2 of GLM", "BF16", 1e-5),
+        ("deepseek2 of GLM", "Q4_1", 1e-5),
+        ("deepseek2 as older files have it", "Q8_0", 1e-5),
     ],
 )
 def test_a_gguf_file_runs_on_its_blocks(home, tmp_path, name, kind, most):
@@ -507,6 +558,8 @@ def test_a_mixture_is_shown_and_refused_where_its_parts_do_not_fit(other, tmp_pa
         "delta-net",
         "delta-net-by-key-heads",
         "scan",
+        "latents-in-pairs",
+        "latents-parted",
     ],
 )
 @pytest.mark.parametrize("axis", [0, -1])

@@ -1,4 +1,4 @@
-"""Models with recurrent layers, run natively: trees, drops, agents, and files of wrappers."""
+"""Models that run layer by layer natively: trees, drops, agents, and files of wrappers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ import torch
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 import kvcellar as kv
+from kvcellar.backends.torch.learn.shrink.checkpoints import (
+    default_raw,
+    make_tokenizer,
+    random_network,
+)
 from kvcellar.cli.models.planned import show_plan
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
@@ -24,11 +29,21 @@ from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.plans.hybrids import text_of
 from kvcellar.models.plans.plan import ModelPlan, kept_plan
 from kvcellar.models.plans.rules import plan_by_rules
+from kvcellar.models.sizes.sizing import size_model
 from tests.agents.fakes import eager as eager
 from tests.models.gguf.families import CASES
 from tests.models.hybrid_checkpoints import write_hybrid
 from tests.models.players import Oracle
-from tests.models.test_native import IDS, WITHOUT_TORCH, home, is_as_learnt, logits, other
+from tests.models.test_native import (
+    IDS,
+    OTHERS,
+    SHAPE,
+    WITHOUT_TORCH,
+    home,
+    is_as_learnt,
+    logits,
+    other,
+)
 from tests.models.tiny_wrappers import make_wrapper, save_wrapper
 from tests.stretches import stretches
 
@@ -38,6 +53,7 @@ __all__ = ["eager", "home", "other"]
 pytestmark = pytest.mark.skipif(not levels.is_available(), reason="needs the CPU kernel")
 
 HYBRIDS = ("short-convolutions", "delta-net", "delta-net-by-key-heads", "scan")
+LATENTS = ("latents-in-pairs", "latents-parted", "latents-multiplied")
 NEAR = {"atol": 2e-4, "rtol": 0}
 
 Loaded = Callable[[str], tuple[Oracle, LoadedModel]]
@@ -57,7 +73,7 @@ def both(other: Any) -> Loaded:
     return load
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
 def test_the_nodes_of_a_tree_go_on_from_their_parents(both, family):
     oracle, ours = both(family)
     config = kv.make_config(ours.params, 64, "float32")
@@ -75,7 +91,7 @@ def test_the_nodes_of_a_tree_go_on_from_their_parents(both, family):
         np.testing.assert_allclose(got, oracle.logits((*prompt, 9, 6, 3, 7))[-1], **NEAR)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
 def test_a_forward_that_is_taken_back_leaves_the_states_as_they_were(both, family):
     oracle, ours = both(family)
     config = kv.make_config(ours.params, 64, "float32")
@@ -88,7 +104,7 @@ def test_a_forward_that_is_taken_back_leaves_the_states_as_they_were(both, famil
         np.testing.assert_allclose(got, oracle.logits(IDS[:5])[3:], **NEAR)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
 def test_tokens_of_one_sequence_may_be_spread_over_a_batch(both, family):
     oracle, ours = both(family)
     config = kv.make_config(ours.params, 64, "float32")
@@ -100,7 +116,7 @@ def test_tokens_of_one_sequence_may_be_spread_over_a_batch(both, family):
         np.testing.assert_allclose(got[[2, 4]], oracle.logits((2, 7)), **NEAR)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
 @pytest.mark.parametrize(
     "make", [kv.make_decode_session, kv.make_paged_session, kv.make_tree_session]
 )
@@ -108,11 +124,13 @@ def test_any_cache_stands_behind_it(both, make, family):
     oracle, ours = both(family)
     got = logits(ours, make, kv_dtype="float32")
     np.testing.assert_allclose(got, oracle.logits(IDS), **NEAR)
+    if family in LATENTS:
+        return  # those of tiny models are of no whole groups
     quantised = logits(ours, make, kv_dtype="int8:first4:last64")
     assert np.abs(quantised - got).max() <= 0.2 * np.abs(got).max()
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
 def test_inputs_of_layers_are_had_with_wanted_rows_alone(both, family):
     oracle, ours = both(family)
     with kv.make_seq_session("native", kv.make_config(ours.params, 64, "float32")) as session:
@@ -126,7 +144,7 @@ def test_inputs_of_layers_are_had_with_wanted_rows_alone(both, family):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
 def test_agents_that_fork_go_back_and_sleep_say_what_a_straight_run_says(other, tmp_path, family):
     folder, texts = other(family), ("One line.", "Another.", "And a last one.")
     greedy: Any = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -184,9 +202,59 @@ SAYS = {
 }
 
 
+def test_latents_are_cached_in_eight_bits_beside_exact_ones(home, tmp_path):
+    fields = {**OTHERS["latents-parted"][1], "kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    fields |= {"head_dim": 32, "q_lora_rank": 64, "v_head_dim": 32}
+    random_network(default_raw("deepseek_v3", **SHAPE | fields)).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    true = Oracle(tmp_path).logits(IDS)
+    ours = load_model(tmp_path, backend="native", dtype="float32")
+    for make in (kv.make_seq_session, kv.make_paged_session):
+        off = np.abs(logits(ours, make, kv_dtype="int8:g32") - true).max()
+        exact = np.abs(logits(ours, make, kv_dtype="int8:g32:first4:last64") - true).max()
+        assert exact < 2e-4 < off < 0.05 * np.abs(true).max(), "all tokens have exact cells"
+    for weights in ("bf16", "int8", "int4"):
+        by_torch, ours = (
+            load_model(tmp_path, weights=weights, backend=backend)
+            for backend in ("torch", "native")
+        )
+        want, got = logits(by_torch, kv_dtype="float32"), logits(ours, kv_dtype="float32")
+        own = np.abs(want - true).max()
+        assert np.abs(got - true).max() <= 1.3 * own and np.abs(got - want).max() <= own
+        spec = size_model(LoadOptions(tmp_path, backend="native", weights=weights))
+        assert ours.size_bytes == pytest.approx(spec.weight_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("family", LATENTS)
+def test_a_plan_says_how_it_attends_over_latents(other, family, capsys):
+    folder = other(family)
+    show_plan(str(folder), as_json=False)
+    assert "4 heads on latents of 24 and 8 numbers" in capsys.readouterr().out
+    plan = plan_by_rules(read_config(folder))
+    assert plan is not None and ModelPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    for where, what in (("turned", "otherwise"), ("q_size", 7 - 7 * (family != LATENTS[0]))):
+        told = plan.to_json()
+        told["layers"][1]["latent"][where] = what
+        with pytest.raises(ValueError, match="latents"):
+            ModelPlan.from_json(told)
+    told = plan.to_json()
+    told["layers"][1]["latent"] = None
+    with pytest.raises(ValueError, match="other layers attend over latents"):
+        ModelPlan.from_json(told)
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
+        ("latents-in-pairs", {"topk_method": "group_limited_greedy"}),
+        ("latents-in-pairs", {"num_key_value_heads": 2}),
+        ("latents-in-pairs", {"first_k_dense_replace": None}),
+        ("latents-parted", {"n_group": 2}),
+        ("latents-parted", {"qk_rope_head_dim": 7}),
+        ("latents-parted", {"q_lora_rank": 0}),
+        ("latents-parted", {"norm_topk_prob": None}),
+        ("latents-by-kinds", {"partial_rotary_factor": 0.5}),
+        ("latents-multiplied", {"scale_depth": None}),
         ("short-convolutions", {"conv_L_cache": 9}),
         ("short-convolutions", {"conv_L_cache": "3"}),
         ("short-convolutions", {"layer_types": ["conv", "conv", "conv"]}),
@@ -337,3 +405,23 @@ def test_a_plan_whose_sizes_do_not_fit_each_other_is_none(other):
     told["facts"]["states"][0]["shapes"] = told["facts"]["states"][0]["shapes"][:1]
     with pytest.raises(ValueError, match="states"):
         ModelPlan.from_json(told)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+def test_an_agent_goes_from_native_to_torch_and_back(other, tmp_path, family):
+    folder = other(family)
+    texts = [f"{text} of which some blocks of tokens are made." for text in ("One", "Two", "Ten")]
+    greedy: Any = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def say(backend: str, store: str, text: str) -> Any:
+        settings: Any = {"capacity": 512, "weights": "none", "dtype": "float32"}
+        with kv.open(folder, backend=backend, store=tmp_path / store, **settings) as cellar:
+            return cellar.agent("one").say(text, **greedy)
+
+    want = [say("torch", "straight", text).text for text in texts]
+    ways = zip(("native", "torch", "native"), texts, strict=True)
+    said = [say(backend, "wandering", text) for backend, text in ways]
+    assert [one.text for one in said] == want
+    if family in LATENTS:  # those of a tiny model's words are others, before which no state is
+        assert all(one.usage.restored_tokens > 0 for one in said[1:])

@@ -79,9 +79,7 @@ class HybridDecoder(NativeDecoder):
         """Hold the weights of a planned model; errors as of :class:`NativeDecoder`."""
         super().__init__(plan, holder)
         self._plan = plan
-        self._between = [
-            _between(one, holder) for one in plan.layers
-        ]
+        self._between = [_between(one, holder) for one in plan.layers]
 
     def forward(
         self,
@@ -103,14 +101,14 @@ class HybridDecoder(NativeDecoder):
         at, inputs = x.ctypes.data, [x.copy()] if 0 in feature_layers else [x[:0]]
         for number, (one, between) in enumerate(zip(self._plan.layers, self._between, strict=True)):
             layer = self._parts[0][number]
-            turns = (0, 0) if one.rope is None else addresses[one.rope]
+            cos, sin = (0, 0) if one.rope is None else addresses[one.rope]
             joined = np.empty((n_tokens, between.n_in), x.dtype)
-            layer.before(at, n_tokens, *turns, joined.ctypes.data)
+            layer.before(at, n_tokens, cos, sin, joined.ctypes.data)
             if isinstance(between, Recurrent):
                 assert batch is not None, "a recurrent layer has states"
                 said = between.run(batch, next(states), joined)
             elif isinstance(between, LatentAttention):
-                said = between.run(next(steps), joined, turns)
+                said = between.run(next(steps), joined, (cos, sin))
             else:
                 said = between.run(next(steps), joined)
             layer.after(at, said.ctypes.data, n_tokens, at)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.native.weights import WeightHolder
 from kvcellar.kernel import attend, layers
-from kvcellar.models.plans.plan import HALVES, PAIRS, LatentPlan, NormPlan
+from kvcellar.models.plans.plan import HALVES, PAIRS, LatentPlan
 from kvcellar.types import IntArray
 
 Array = NDArray[Any]
@@ -35,9 +35,7 @@ class LatentAttention:
         """Numbers of a token that the linear layers before say."""
         self._q = None if plan.q is None else holder.linear(plan.q, (_queries(plan),))
         self._norms = [
-            (one, holder.norm_weight(one))
-            for one in (plan.norm, plan.q_norm)
-            if one is not None
+            (one, holder.norm_weight(one)) for one in (plan.norm, plan.q_norm) if one is not None
         ]
         self._to_latents, self._from_latents = holder.expansion(plan)
         half = np.arange(plan.shape.rotary_dim).reshape(2, -1)
@@ -103,7 +101,7 @@ class LatentAttention:
         return out
 
     def _turn(self, rows: Array, n_heads: int, turns: tuple[int, int]) -> None:
-        """Turn rows ``[T, n_heads * rotary_dim]`` in place, each head's halves against each other."""
+        """Turn rows ``[T, n_heads * rotary_dim]`` in place, the halves of each head."""
         stride = rows.strides[0] // rows.itemsize
         sizes = len(rows), n_heads, self._plan.shape.rotary_dim, stride
         layers.rotate(rows.ctypes.data, *sizes, self._dtype, *turns)

@@ -176,7 +176,8 @@ def lack_of(options: LoadOptions) -> str:
     tensors = tensors_of(folder, plan)
     of_each = {name: tensors.shape(name)[0] for name in plan.tensors}
     kinds = {of_each.pop(name) for name in plan.matrices}
-    small = {*of_each.values()} - TYPES.keys()
+    expanding = {of_each.pop(name) for name in plan.expansions} - blocks.INPUTS.keys()
+    small = ({*of_each.values()} | expanding) - TYPES.keys()
     if small:
         return f"its file has in {', '.join(sorted(small))} what is read as plain numbers"
     of_experts = {rows.kind for _, rows in _experts(tensors, plan)}

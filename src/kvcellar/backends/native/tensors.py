@@ -58,6 +58,9 @@ _JOINED = {
 }
 """Ends of names of matrices -> tensors of a layer in a GGUF file that they are made of."""
 
+_EXPANDS = ".self_attn.kv_b_proj.weight"
+"""End of the name of a matrix that expands latents."""
+
 _FLAT = (".mamba.A_log", ".mamba.D", ".mamba.norm.weight")
 """Ends of names of tensors that have one axis, where GGUF files may give them two."""
 
@@ -134,12 +137,13 @@ class Tensors(Protocol):
         """Return which of a plan's inputs each of a matrix's is; None: it has their order."""
         ...
 
-    def expansion(self, plan: LatentPlan) -> tuple[TensorRows, TensorRows]:
-        """Map what expands latents: of all heads, one behind the other, in whatever form it is.
+    def expansion(self, plan: LatentPlan) -> tuple[TensorRows, ...]:
+        """Map what expands latents; errors as of ``matrix``.
 
         Returns:
-            Rows from a head's query to latents, ``[n_heads * latent_dim, plain_dim]``, and from
-            latents to a head's result, ``[n_heads * v_dim, latent_dim]``; errors as of ``matrix``.
+            The matrix ``[n_heads * (plain_dim + v_dim), latent_dim]``; or, where a checkpoint has
+            it so, what queries are multiplied by, ``[n_heads * latent_dim, plain_dim]``, and what
+            attended latents are, ``[n_heads * v_dim, latent_dim]``.
         """
         ...
 
@@ -311,9 +315,9 @@ class FolderTensors:
         kind, rows = self._numbers(name)
         return TensorRows(kind, rows, int(rows.shape[-1]))
 
-    def expansion(self, plan: LatentPlan) -> tuple[TensorRows, TensorRows]:
+    def expansion(self, plan: LatentPlan) -> tuple[TensorRows, ...]:
         """Map what expands latents; see :class:`Tensors`."""
-        return halves_of(self.matrix(plan.expand), plan)
+        return (self.matrix(plan.expand),)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
@@ -423,6 +427,10 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Return a tensor's type and axes; see :class:`Tensors`."""
+        halves = self._halves(name)
+        if halves:
+            (n_heads, latent_dim, plain_dim), (_, v_dim, _) = (one.shape for one in halves)
+            return halves[0].type_name, (n_heads * (plain_dim + v_dim), latent_dim)
         joined = self._joined(name)
         if joined:
             return joined[0].type_name, (sum(one.shape[0] for one in joined), joined[0].shape[-1])
@@ -441,9 +449,7 @@ class GgufTensors:
             rows = self._file.stored(tensor)
         kind, n_in = tensor.type_name, tensor.shape[-1]
         rows = self._untiled(_by_halves(rows, n_heads), name)
-        if kind in TYPES:
-            rows = np.ascontiguousarray(rows).view(TYPES[kind]).reshape(-1, n_in)
-        return TensorRows(kind, rows, n_in)
+        return TensorRows(kind, _numbers_of(rows, tensor), n_in)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector; see :class:`Tensors`."""
@@ -451,6 +457,39 @@ class GgufTensors:
         numbers = self._untiled(self._floats(tensor, name), name).reshape(-1)
         numbers = _by_halves(numbers, n_heads)
         return np.log(-numbers) if name.endswith(".A_log") else numbers
+
+    def _halves(self, name: str) -> list[GgufTensor]:
+        """Return the two tensors of three axes that a file may have in place of an expansion.
+
+        They are from queries to latents, and from latents to results; empty: it has it whole.
+        """
+        if not name.endswith(_EXPANDS) or stored_name(name, self._file.tensors) != name:
+            return []
+        there = [f"blk.{name.split('.')[2]}.{one}.weight" for one in ("attn_k_b", "attn_v_b")]
+        found = [one for each in there if (one := self._file.tensors.get(each)) is not None]
+        return found if [len(one.shape) for one in found] == [3, 3] else []
+
+    def expansion(self, plan: LatentPlan) -> tuple[TensorRows, ...]:
+        """Map what expands latents; see :class:`Tensors`.
+
+        Raises:
+            ModelError: halves are of other sizes.
+        """
+        halves, shape = self._halves(plan.expand), plan.shape
+        if not halves:
+            return (self.matrix(plan.expand),)
+        sizes = (shape.latent_dim, shape.plain_dim), (shape.v_dim, shape.latent_dim)
+        wanted = [(shape.n_kv_heads, *each) for each in sizes]
+        if [one.shape for one in halves] != wanted:
+            raise ModelError(
+                f"{self._file.path} has {plan.expand} in halves of the shapes "
+                f"{[list(one.shape) for one in halves]}, where {[list(one) for one in wanted]} are "
+                f"expected; copy the file again"
+            )
+        return tuple(
+            TensorRows(one.type_name, _numbers_of(self._file.stored(one), one), one.shape[-1])
+            for one in halves
+        )
 
     def _untiled(self, rows: Array, name: str) -> Array:
         """Return rows whose value heads come by key heads, of those that files have tiled."""
@@ -493,14 +532,12 @@ def _of_text(name: str) -> str:
     return next((_OF_WRAPPERS[one] + name.removeprefix(one) for one in found), name)
 
 
-def halves_of(whole: TensorRows, plan: LatentPlan) -> tuple[TensorRows, TensorRows]:
-    """Return what ``Tensors.expansion`` does of a matrix of plain numbers with all of it."""
-    shape, (kind, rows, _) = plan.shape, whole
-    by_head = rows.reshape(shape.n_kv_heads, -1, shape.latent_dim)
-    of_k, of_v = by_head[:, : shape.plain_dim], by_head[:, shape.plain_dim :]
-    of_k = of_k.swapaxes(1, 2).reshape(-1, shape.plain_dim)
-    of_v = of_v.reshape(-1, shape.latent_dim)
-    return TensorRows(kind, of_k, shape.plain_dim), TensorRows(kind, of_v, shape.latent_dim)
+def _numbers_of(rows: Array, tensor: GgufTensor) -> Array:
+    """Return rows of bytes as the numbers that they are; those of blocks as they are."""
+    kind = TYPES.get(tensor.type_name)
+    if kind is None:
+        return rows
+    return np.ascontiguousarray(rows).view(kind).reshape(-1, tensor.shape[-1])
 
 
 def in_order(rows: Array, is_by_turns: bool) -> Array:

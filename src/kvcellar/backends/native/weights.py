@@ -349,9 +349,7 @@ class WeightHolder:
         whole = held.reshape(rows.n_experts, *shape)
         for at, one in enumerate(each):
             whole[at] = _as_bf16(one) if is_bf16 else _as_float32(one)
-        return products.LinearWeights(
-            self._plain_form, rows.n_in, rows.n_out, held.ctypes.data
-        )
+        return products.LinearWeights(self._plain_form, rows.n_in, rows.n_out, held.ctypes.data)
 
     def expansion(self, plan: LatentPlan) -> tuple[experts.ExpertLayer, experts.ExpertLayer]:
         """Hold what expands latents, of each head, in the model's type.
@@ -367,10 +365,14 @@ class WeightHolder:
         """
         shape = plan.shape
         sizes = (shape.latent_dim, shape.plain_dim), (shape.v_dim, shape.latent_dim)
-        halves = self._tensors.expansion(plan)
+        numbers = [_read(one, plan.expand) for one in self._tensors.expansion(plan)]
+        if len(numbers) == 1:
+            by_head = numbers[0].reshape(shape.n_kv_heads, -1, shape.latent_dim)
+            of_k, of_v = by_head[:, : shape.plain_dim], by_head[:, shape.plain_dim :]
+            numbers = [of_k.swapaxes(1, 2), of_v]
         made = []
-        for rows, (n_out, n_in) in zip(halves, sizes, strict=True):
-            held = self._copied([_read(rows, plan.expand)])
+        for rows, (n_out, n_in) in zip(numbers, sizes, strict=True):
+            held = self._copied([rows.reshape(-1, n_in)])
             one = products.LinearWeights(self._plain_form, n_in, n_out, held.ctypes.data)
             made.append(experts.ExpertLayer(one, shape.n_kv_heads))
         return made[0], made[1]

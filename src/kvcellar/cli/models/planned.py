@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from kvcellar.cli.common.terminal import write
 from kvcellar.errors import ModelError
 from kvcellar.models.files.checkpoint import read_config, read_json
-from kvcellar.models.plans.plan import GELU_TANH, SILU, LayerPlan, LinearPlan, ModelPlan, kept_plan
+from kvcellar.models.plans.plan import (
+    GELU_TANH,
+    SILU,
+    LatentPlan,
+    LayerPlan,
+    LinearPlan,
+    ModelPlan,
+    kept_plan,
+)
 from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, RecurrentPlan
 from kvcellar.models.plans.rules import known_plan
 from kvcellar.models.sizes.sizing import find_config
@@ -82,8 +90,22 @@ def _recurrent(one: RecurrentPlan) -> str:
     )
 
 
+def _latent(one: LatentPlan, layer: LayerPlan) -> str:
+    """Say what attention over latents is."""
+    shape = one.shape
+    short = f", queries of {one.q_size}" if one.q_size else ""
+    return (
+        f"{shape.n_kv_heads} heads on latents of {shape.latent_dim} and {shape.rotary_dim} "
+        f"numbers{short}, turned by RoPE {layer.rope}, scale {layer.scale:g}"
+    )
+
+
 def _attention(layer: LayerPlan) -> str:
-    """Say what the attention of a layer is."""
+    """Say what the attention of a layer is, or what is in its place."""
+    if layer.recurrent is not None:
+        return _recurrent(layer.recurrent)
+    if layer.latent is not None:
+        return _latent(layer.latent, layer)
     n_heads, n_kv_heads, head_dim = layer.heads
     normed = "" if layer.q_norm is None else ", normed"
     turned = "not turned" if layer.rope is None else f"turned by RoPE {layer.rope}"
@@ -96,12 +118,13 @@ def _attention(layer: LayerPlan) -> str:
 
 
 def _layer(layer: LayerPlan) -> str:
-    says = _attention(layer) if layer.recurrent is None else _recurrent(layer.recurrent)
+    says = _attention(layer)
+    is_usual = layer.recurrent is None and layer.latent is None
     biased = [
         name
         for name, one in (
-            ("Q, K and V" if layer.recurrent is None else "inputs", layer.qkv),
-            ("O" if layer.recurrent is None else "outputs", layer.o),
+            ("Q, K and V" if is_usual else "inputs", layer.qkv),
+            ("O" if is_usual else "outputs", layer.o),
             ("gate and up", layer.gate_up),
             ("down", layer.down),
         )

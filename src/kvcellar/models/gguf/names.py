@@ -24,12 +24,21 @@ _NAMES = {
     "mlp.gate_up_proj": ("ffn_up",),
     "mlp.down_proj": ("ffn_down",),
     "self_attn.sinks": ("attn_sinks",),
+    "self_attn.q_a_proj": ("attn_q_a",),
+    "self_attn.q_a_layernorm": ("attn_q_a_norm",),
+    "self_attn.q_b_proj": ("attn_q_b",),
+    "self_attn.kv_a_proj_with_mqa": ("attn_kv_a_mqa",),
+    "self_attn.kv_a_layernorm": ("attn_kv_a_norm",),
+    "self_attn.kv_b_proj": ("attn_kv_b",),
     "mlp.gate": ("ffn_gate_inp",),
     "mlp.router": ("ffn_gate_inp",),
     "block_sparse_moe.router": ("ffn_gate_inp",),
     "mlp.shared_expert.gate_proj": ("ffn_gate_shexp",),
     "mlp.shared_expert.up_proj": ("ffn_up_shexp",),
     "mlp.shared_expert.down_proj": ("ffn_down_shexp",),
+    "mlp.shared_experts.gate_proj": ("ffn_gate_shexp",),
+    "mlp.shared_experts.up_proj": ("ffn_up_shexp",),
+    "mlp.shared_experts.down_proj": ("ffn_down_shexp",),
     "mlp.shared_expert_gate": ("ffn_gate_inp_shexp",),
     "model.embedding_norm": ("token_embd_norm", "output_norm"),
     "operator_norm": ("attn_norm",),
@@ -59,7 +68,7 @@ _NAMES = {
 """Names of transformers, of a layer within the layer -> names that files have for them; where there
 are several, the first that a file has is meant."""
 
-_RECURRENT = {
+_PARAMETERS = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"} | {
     f"{module}.{leaf}": name
     for module in ("mamba", "linear_attn")
     for leaf, name in (("A_log", "ssm_a"), ("D", "ssm_d"), ("dt_bias", "ssm_dt.bias"))
@@ -84,8 +93,8 @@ def stored_name(name: str, there: Collection[str]) -> str:
     if name.startswith(_LAYER):
         number, _, within = name.removeprefix(_LAYER).partition(".")
         layer = f"blk.{number}."
-    if within in _RECURRENT:
-        return f"{layer}{_RECURRENT[within]}"
+    if within in _PARAMETERS:
+        return f"{layer}{_PARAMETERS[within]}"
     base, suffix = (within, "weight") if within in _NAMES else within.rsplit(".", 1)
     found = (f"{layer}{one}.{suffix}" for one in _NAMES.get(base, ()))
     return next((one for one in found if one in there), name)

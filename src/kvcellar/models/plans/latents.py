@@ -45,8 +45,8 @@ class Latent:
         """Return the most numbers of a side of a layer's matrices before its MLP."""
         shape, n_heads = self.shape(raw), raw["num_attention_heads"]
         each = shape.plain_dim + max(shape.rotary_dim, shape.v_dim)
-        hidden: int = raw["hidden_size"]
-        return max(hidden, n_heads * each, shape.latent_dim + shape.rotary_dim)
+        widths: list[int] = [raw["hidden_size"], n_heads * each]
+        return max(*widths, shape.latent_dim + shape.rotary_dim)
 
 
 def scale_of_latents(raw: Raw) -> float:
@@ -74,15 +74,16 @@ def as_usual_latents(raw: Raw) -> Raw:
     made["num_key_value_heads"] = made["num_attention_heads"]
     if made.get("v_head_dim") is None:
         made["v_head_dim"] = made["hidden_size"] // made["num_attention_heads"]
-    if "kv_lora_rank" in made and "n_routed_experts" not in made:
+    if made["model_type"] == "minicpm3":
         return made
-    is_grouped = made.get("topk_method", "noaux_tc") != "greedy"
-    n_groups = made.get("n_group") or 1
-    if is_grouped and n_groups > 1 and made.get("topk_group") != n_groups:
+    is_grouped = made.get("topk_method") != "greedy" and made["n_group"] > 1
+    if is_grouped and made["topk_group"] != made["n_group"]:
         raise ValueError("no rule for groups of experts")
-    dense = range(made.get("first_k_dense_replace", 1))
-    if made.get("mlp_layer_types") is not None:
-        dense = [n for n, kind in enumerate(made["mlp_layer_types"]) if kind == "dense"]
+    if made["model_type"] == "glm4_moe_lite":  # which says it of each layer
+        kinds = made.get("mlp_layer_types") or ["dense"]
+        dense = [n for n, kind in enumerate(kinds) if kind == "dense"]
+    else:
+        dense = list(range(made["first_k_dense_replace"]))
     made |= {
         "num_experts": made["n_routed_experts"],
         "mlp_only_layers": [n for n in dense if n < n_layers],
@@ -101,7 +102,14 @@ OF_DEEPSEEK_V3 = Latent(_parted)
 OF_MINICPM3 = Latent(lambda raw: HALVES)
 
 READ_BY_LATENTS = frozenset(
-    ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    (
+        "kv_lora_rank",
+        "partial_rotary_factor",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    )
 )
 READ_BY_ROUTED = frozenset(
     (

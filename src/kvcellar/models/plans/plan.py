@@ -390,7 +390,11 @@ def _latent(value: Mapping[str, Any]) -> LatentPlan:
     plan = LatentPlan(**made)
     is_known = plan.shape.is_by_head and plan.shape.is_k_first and not plan.shape.is_rotary_first
     sizes = tuple(asdict(plan.shape).values())[4:]
-    if not is_known or plan.turned not in TURNED or not all(type(n) is int and n > 0 for n in sizes):
+    if (
+        not is_known
+        or plan.turned not in TURNED
+        or not all(type(n) is int and n > 0 for n in sizes)
+    ):
         raise TypeError("latents that lie as no rule here knows")
     if plan.norm.in_floats or (plan.q_norm is not None and plan.q_norm.in_floats):
         raise TypeError("norms of latents round before they multiply")

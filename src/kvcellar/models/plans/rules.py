@@ -590,6 +590,8 @@ def _plan(raw: Raw) -> ModelPlan | None:
         if (found := names.recurrent(number, kinds[number])) is not None
     }
     latents = None if family.latents is None else family.latents.shape(raw)
+    if latents is not None and 2 * len(ropes[0][0].frequencies) != latents.rotary_dim:
+        return None
     facts = ModelFacts(
         family=kind,
         layers=tuple(

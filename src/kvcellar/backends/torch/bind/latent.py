@@ -48,7 +48,7 @@ class LatentLinear(nn.Module):
                 f"a rank has {n_kv_heads} of {latents.n_kv_heads} heads of a layer whose K and V "
                 f"lie apart; leave --tp out"
             )
-        self._latents = latents = replace(latents, n_kv_heads=n_kv_heads)
+        self.latents = latents = replace(latents, n_kv_heads=n_kv_heads)
         for name, rows in zip(("up_k", "up_v"), expanded_rows(latents), strict=True):
             weight = linear.weight.detach()[rows.to(linear.weight.device)]
             setattr(self, name, nn.Parameter(weight, requires_grad=False))
@@ -77,7 +77,7 @@ class LatentLinear(nn.Module):
             q ``[1, n_heads, T, latent_dim + rotary_dim]``, k ``[1, 1, T, rotary_dim]`` and v
             ``[1, 1, T, latent_dim]``.
         """
-        dims, (n_heads, n_tok) = self._latents, q.shape[1:3]
+        dims, (n_heads, n_tok) = self.latents, q.shape[1:3]
         assert _handed.by is self, "an attention module expands latents before it attends"
         latent: Tensor = _handed.latent
         _handed.__dict__.clear()
@@ -94,7 +94,7 @@ class LatentLinear(nn.Module):
 
     def expand(self, out: Tensor) -> Tensor:
         """Return ``[1, n_heads, T, v_dim]`` of attended latents ``[1, n_heads, T, latent_dim]``."""
-        dims, (n_heads, n_tok) = self._latents, out.shape[1:3]
+        dims, (n_heads, n_tok) = self.latents, out.shape[1:3]
         folded = out.reshape(dims.n_kv_heads, -1, dims.latent_dim)
         return torch.bmm(folded, self.up_v.transpose(1, 2)).view(1, n_heads, n_tok, dims.v_dim)
 

@@ -32,6 +32,7 @@ from kvcellar.backends.torch.cpu.modules.mixtures import find_gate
 from kvcellar.backends.torch.cpu.modules.parts import MlpPart, read_eps
 from kvcellar.backends.torch.cpu.modules.recurrent import MixerPart
 from kvcellar.backends.torch.cpu.modules.rotations import Rotation, possible_rotations
+from kvcellar.backends.torch.cpu.planning_latents import find_attention, latent_layer
 from kvcellar.backends.torch.cpu.planning_mixtures import find_mixture
 from kvcellar.backends.torch.cpu.planning_recurrent import plan_recurrent
 from kvcellar.models.facts import ModelFacts
@@ -39,6 +40,7 @@ from kvcellar.models.plans.plan import (
     GELU_TANH,
     SILU,
     Gate,
+    LatentPlan,
     LayerPlan,
     LinearPlan,
     MixturePlan,
@@ -52,6 +54,10 @@ _PLACES = (0, 1, 2, 3, 17, 255, 1000, 4095)
 
 _NEAR = 1e-4
 """Relative distance within which a factor that was measured is a number of the config."""
+
+
+_NEAREST = 1e-6
+"""The same of one that is a ratio of two numbers of the config, of which there are many."""
 
 
 class _UnsaidError(Exception):
@@ -114,8 +120,10 @@ class _Planner:
         if not facts.states and any(one.is_gated for one in layers):
             raise _UnsaidError  # models are run layer by layer where some keep states
         found = self._who_takes(list(self._exact.calls), x, self._is_norm)
-        head = self._who_takes(list(self._exact.calls), self._call(found).result, self._is_linear)
+        head, before = self._head(self._call(found).result)
         logit_scale, cap = self._logits(self._call(head).result)
+        if before != 1.0 and (cap is not None or any(self._linear([head]).biases)):
+            raise _UnsaidError
         return ModelPlan(
             facts=facts,
             embedding=embedding,
@@ -125,7 +133,7 @@ class _Planner:
             ropes=tuple(self._ropes),
             embedding_scale=scale,
             rounds_scale=rounds,
-            logit_scale=logit_scale,
+            logit_scale=before * logit_scale,
             logit_cap=cap,
         )
 
@@ -298,9 +306,12 @@ class _Planner:
             rounds_shares=found.rounds_shares,
             gate_up=up,
             down=down,
-            scale=found.scale,
+            scale=self._known(found.scale),
             biases=(f"{up}_bias", f"{down}_bias") if found.has_biases else None,
             is_crossed=found.is_crossed,
+            is_sigmoid=found.is_sigmoid,
+            correction=found.correction,
+            rounds_logits=found.rounds_logits,
             share=None if found.share is None else self._linear([found.share]),
         )
         return {**fields, "mixture": mixture}
@@ -339,6 +350,8 @@ class _Planner:
         mixes = [f"{at}.{each}" for each in self._finder.mixes(at)]
         calls = {each: self._call(each) for each in mixes}
         n_heads, n_kv_heads, dim = one.q.shape[1], one.k.shape[1], int(one.q.shape[-1])
+        if latent_layer(trial, at) is not None:
+            return self._latent(one, given, said)
         if one.k.shape != one.v.shape or one.k.shape[-1] != dim or not mixes:
             raise _UnsaidError
         if not self._finder.ignores_the_past(at, one):
@@ -385,6 +398,43 @@ class _Planner:
                 "is_gated": is_gated,
             }
         raise _UnsaidError
+
+    def _latent(self, one: Attended, given: Any, said: Any) -> dict[str, Any]:
+        """Plan attention over latents, as fields of a layer."""
+        (call,) = self._exact.calls[one.module]
+        inside = [each for each in self._exact.calls if each.startswith(f"{one.module}.")]
+        kinds = LinearStandIn | nn.Linear  # the latter of those that are not packed
+        mixes = [each for each in inside if isinstance(self._exact.module(each), kinds)]
+        turns = [each for each in (*call.args, *call.kwargs.values()) if _once(each) is not None]
+        o = next((each for each in mixes if _flat(self._call(each).result, said)), None)
+        if o is None or not turns or not self._finder.ignores_the_past(one.module, one):
+            raise _UnsaidError
+        sides = _once(turns[0])
+        found = find_attention(self._exact, one, mixes, given, o, sides)
+        if found is None:
+            raise _UnsaidError
+        norms = [self._optional(each) for each in (found.norm, found.q_norm)]
+        if norms[0] is None or any(each is not None and each.in_floats for each in norms):
+            raise _UnsaidError
+        first, _ = found.inputs
+        return {
+            "qkv": self._linear(found.inputs),
+            "o": self._linear([o]),
+            "q_norm": None,
+            "k_norm": None,
+            "heads": (0, 0, 0),
+            "scale": one.scale,
+            "rope": self._rope(turns[0], found.shape.rotary_dim),
+            "latent": LatentPlan(
+                shape=found.shape,
+                expand=f"{found.expand}.weight",
+                norm=norms[0],
+                turned=found.turned,
+                q=None if found.q is None else self._linear([found.q]),
+                q_norm=norms[1],
+                q_size=0 if found.q is None else int(self._call(first).result.shape[-1]),
+            ),
+        }
 
     def _ungated(self, rows: Tensor, attended: Tensor, given: Any) -> Tensor | None:
         """Return rows of q, where gates lie behind each head by which ``given`` is made.
@@ -445,7 +495,7 @@ class _Planner:
         """Return the number of the rotary positions that make cosines and sines."""
         for name, calls in self._exact.calls.items():
             for call in calls:
-                is_it = type(call.result) is tuple and self._exact.alike(call.result, sides)
+                is_it = type(call.result) is type(sides) and self._exact.alike(call.result, sides)
                 if not is_it or any(self._exact.module(name).parameters()):
                     continue
                 for rope in self._ropes_of(self._exact.module(name), call, n_turned):
@@ -466,7 +516,12 @@ class _Planner:
         args = [moved(one) for one in call.args]
         kwargs = {name: moved(one) for name, one in call.kwargs.items()}
         with torch.inference_mode():
-            sides = [side.double().numpy() for side in module(*args, **kwargs)]
+            made = module(*args, **kwargs)
+        if isinstance(made, Tensor):
+            made = (made.real, made.imag) if made.is_complex() else ()
+        sides = [side.double().numpy() for side in made]
+        if len(sides) != 2:
+            return
         scales = {1.0, *(v for v in vars(module).values() if isinstance(v, float))}
         for frequencies in module.buffers():
             if frequencies.shape != (n_turned // 2,):
@@ -513,6 +568,18 @@ class _Planner:
             return self._names[id(weight)], scale, not is_same[False]
         raise _UnsaidError
 
+    def _head(self, x: Tensor) -> tuple[str, float]:
+        """Return the last linear layer, and the factor on its input."""
+        names = [name for name in self._exact.calls if self._is_linear(name)]
+        name = names[-1] if names else ""
+        given = self._call(name).first()
+        if given is None or given.shape != x.shape:
+            raise _UnsaidError
+        factor = self._known(_ratio(given, x))
+        if not self._exact.alike(x * factor, given):
+            raise _UnsaidError
+        return name, factor
+
     def _logits(self, said: Tensor) -> tuple[float, float | None]:
         """Return the factor on what the head says, and the cap on that."""
         result = self._exact.result
@@ -538,6 +605,10 @@ class _Planner:
             if number > 0:
                 known += [number, 1 / number, number**0.5]
         near = [one for one in known if abs(one - factor) <= _NEAR * abs(factor)]
+        if not near:
+            pairs = itertools.permutations([one for one in self._numbers() if one > 0], 2)
+            ratios = (a / under for a, b in pairs for under in (b, b**0.5))
+            near = [one for one in ratios if abs(one - factor) <= _NEAREST * abs(factor)]
         return min(near, key=lambda one: abs(one - factor)) if near else factor
 
 
@@ -563,6 +634,17 @@ def _said(call: ModuleCall) -> Any:
 
 def _is_one(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+
+
+def _once(sides: Any) -> tuple[Tensor, Tensor] | None:
+    """Return cosines and sines of each pair once, of a module's argument; None: it is another."""
+    if isinstance(sides, Tensor) and sides.is_complex():
+        return sides.real, sides.imag
+    is_pair = type(sides) is tuple and len(sides) == 2
+    if not is_pair or not all(isinstance(side, Tensor) and side.dim() == 3 for side in sides):
+        return None
+    cos, sin = (side.chunk(2, -1)[0] for side in sides)
+    return cos, sin
 
 
 def _flat(a: Any, b: Any) -> bool:

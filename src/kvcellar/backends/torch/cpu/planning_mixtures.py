@@ -43,6 +43,9 @@ class FoundMixture(NamedTuple):
         has_biases: true if both of their products have biases.
         mlp: module of an MLP that is added; None: nothing is.
         share: linear layer, the sigmoid of whose result the MLP is multiplied with.
+        is_sigmoid: true if scores are sigmoids of logits.
+        correction: buffer that is added to scores only to choose; None: nothing is.
+        rounds_logits: true if logits are rounded to the type of the rows.
     """
 
     router: tuple[str, ...]
@@ -56,6 +59,9 @@ class FoundMixture(NamedTuple):
     has_biases: bool
     mlp: str | None
     share: str | None
+    is_sigmoid: bool
+    correction: str | None
+    rounds_logits: bool
 
 
 def find_mixture(
@@ -86,22 +92,25 @@ def find_mixture(
     router = _router(exact.module(block), experts[len(block) + 1 :], asked, int(module.num_experts))
     if router is None:
         return None
-    names, is_normalised, scale = router
+    names = router.names
     added = _added(exact, block, asked, mlps)
     if added is None:
         return None
     return FoundMixture(
         router=tuple(f"{block}.{name}" for name in names),
         n_chosen=int(asked.recorded.chosen.shape[-1]),
-        is_normalised=is_normalised,
+        is_normalised=router.is_normalised,
         rounds_shares=beside.recorded.shares.dtype == torch.bfloat16,
-        scale=scale,
+        scale=router.scale,
         experts=experts,
         gate=gate,
         is_crossed=is_crossed,
         has_biases=bool(module.has_bias),
         mlp=added[0],
         share=added[1],
+        is_sigmoid=router.is_sigmoid,
+        correction=None if router.correction is None else f"{block}.{router.correction}",
+        rounds_logits=_rounds_logits(rounded.module(block), router, beside),
     )
 
 
@@ -151,6 +160,10 @@ def _asked(trial: Trial, block: str, experts: str) -> _BlockCall | None:
         return None
     recorded = RecordingExperts()
     generator = torch.Generator().manual_seed(4)
+    for own in module.modules():  # whose buffers the network shares, and may be zeros
+        for name, one in own.named_buffers(recurse=False):
+            if one.is_floating_point() and one.dim() == 1:
+                setattr(own, name, torch.randn(one.shape, generator=generator).to(one.dtype) * 0.2)
     x = torch.randn((1, _ROWS, given.shape[-1]), generator=generator)
     sizes = 10.0 ** torch.linspace(-3, 0, _ROWS)
     x = (x * sizes[:, None] * given.shape[-1] ** -0.5).to(trial.dtype)
@@ -168,36 +181,70 @@ def _asked(trial: Trial, block: str, experts: str) -> _BlockCall | None:
     return _BlockCall(x[0], recorded, result.reshape(x.shape[1:]))
 
 
+class _FoundRouter(NamedTuple):
+    """Router of a block, by names within it; fields as of :class:`FoundMixture`."""
+
+    names: tuple[str, ...]
+    is_normalised: bool
+    scale: float
+    is_sigmoid: bool
+    correction: str | None
+
+
 def _router(
     block: nn.Module, experts: str, asked: _BlockCall, n_experts: int
-) -> tuple[tuple[str, ...], bool, float] | None:
-    """Return names of a router's parameters, if shares are normalised, and their scale.
-
-    None: it chooses otherwise.
-    """
-    own = {
-        name: one
-        for name, one in (*block.named_parameters(), *block.named_buffers())
-        if not name.startswith(f"{experts}.")
-    }
+) -> _FoundRouter | None:
+    """Return what chooses a block's experts; None: it does so as no plan can say."""
+    own = {name: one for name, one in _own(block).items() if not name.startswith(f"{experts}.")}
     weights = [name for name, one in own.items() if one.shape == (n_experts, asked.x.shape[-1])]
     numbers = [name for name, one in own.items() if one.shape == (n_experts,)]
     want, order = asked.recorded.chosen.sort(-1)
     shares = asked.recorded.shares.float().gather(-1, order)
-    for weight, biases in itertools.product(weights, [[], *([one] for one in numbers)]):
-        logits = F.linear(asked.x, own[weight], *(own[one] for one in biases))
-        scores, chosen = logits.softmax(-1).topk(want.shape[-1], dim=-1)
-        chosen, order = chosen.sort(-1)
-        scores = scores.gather(-1, order)
-        if len(biases) != len(numbers) or not torch.equal(chosen, want):
+    ways = [(None, None)] if not numbers else [(numbers[0], None), (None, numbers[0])]
+    if len(numbers) > 1:
+        return None
+    for weight, (bias, correction), is_sigmoid in itertools.product(weights, ways, (False, True)):
+        logits = F.linear(asked.x, own[weight], None if bias is None else own[bias])
+        every = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+        corrected = every if correction is None else every + own[correction]
+        chosen = corrected.topk(want.shape[-1], dim=-1).indices.sort(-1).values
+        if not torch.equal(chosen, want):
             continue
+        scores = every.gather(-1, chosen)
         for is_normalised in (True, False):
             found = scores / scores.sum(-1, keepdim=True) if is_normalised else scores
             scale = float((shares / found).median())
             scale = 1.0 if abs(scale - 1) < 1e-5 else scale
             if torch.allclose(found * scale, shares, rtol=1e-4, atol=1e-7):
-                return (weight, *biases), is_normalised, scale
+                names = (weight,) if bias is None else (weight, bias)
+                return _FoundRouter(names, is_normalised, scale, is_sigmoid, correction)
     return None
+
+
+def _rounds_logits(block: nn.Module, router: _FoundRouter, asked: _BlockCall) -> bool:
+    """Return true if shares are those of logits that are rounded, in a block that rounds."""
+    own = _own(block)
+    parameters = [own[name] for name in router.names]
+    off = []
+    for rounds in (True, False):
+        given = [asked.x, *parameters] if rounds else [asked.x.float(), *map(_floats, parameters)]
+        logits = F.linear(*given).float()
+        every = logits.sigmoid() if router.is_sigmoid else logits.softmax(-1)
+        scores = every.gather(-1, asked.recorded.chosen)
+        if router.is_normalised:
+            scores = scores / scores.sum(-1, keepdim=True)
+        shares = (scores * router.scale).to(asked.recorded.shares.dtype)
+        off.append(float((shares.float() - asked.recorded.shares.float()).abs().mean()))
+    return off[0] <= off[1]
+
+
+def _floats(one: Tensor) -> Tensor:
+    return one.float()
+
+
+def _own(block: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a block, by their names in it."""
+    return dict((*block.named_parameters(), *block.named_buffers()))
 
 
 def _added(
