@@ -225,6 +225,8 @@ def _rounds_logits(block: nn.Module, router: _FoundRouter, asked: _BlockCall) ->
     """Return true if shares are those of logits that are rounded, in a block that rounds."""
     own = _own(block)
     parameters = [own[name] for name in router.names]
+    if any(one.dtype != asked.x.dtype for one in parameters):
+        return False
     off = []
     for rounds in (True, False):
         given = [asked.x, *parameters] if rounds else [asked.x.float(), *map(_floats, parameters)]
