@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 
+import kvcellar as kv
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
 from kvcellar.errors import BackendError, ModelError
 from kvcellar.hosting.host import open_host
 from kvcellar.installed import pip_command
 from kvcellar.kernel import levels
-from kvcellar.models import LoadOptions, backend_choice, load_model
+from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
 from kvcellar.models.backend_choice import choose_backend
 from kvcellar.models.sizes.sizing import size_model
 from tests.models.gguf.families import CASES
-from tests.models.test_native import SHAPE
+from tests.models.test_native import IDS, SHAPE, logits
 
 pytestmark = pytest.mark.skipif(not levels.is_available(), reason="needs the CPU kernel")
 
@@ -87,7 +89,6 @@ def test_native_runs_gguf_files_on_their_blocks_and_torch_packs_them_anew(
         ({"kv_dtype": "fp8"}, "K and V in fp8"),
         ({"kv_dtype": "int8:rot"}, "stores K rotated"),
         ({"weights": "none", "dtype": "bfloat16"}, "would compute in bfloat16 with plain weights"),
-        ({"weights": None}, "stay in float32"),
         ({"weights": None, "dtype": "float16"}, "would compute in float16 with plain weights"),
     ],
 )
@@ -97,13 +98,38 @@ def test_torch_runs_what_native_has_not(llama: Path, asked: Any, why: str) -> No
     assert choice.backend == "torch" and re.search(why, choice.why), choice
 
 
-def test_a_family_without_a_plan_and_the_bundled_model_are_torchs(tmp_path: Path) -> None:
+def test_a_family_without_a_plan_is_torchs(tmp_path: Path) -> None:
     gemma = write_tiny("gemma", tmp_path / "gemma", **SHAPE)
     choice = choose_backend(LoadOptions(gemma, weights="bf16"))
     assert choice.backend == "torch" and "has no plan yet" in choice.why
-    choice = choose_backend(LoadOptions("demo"))
-    assert choice.backend == "torch" and "float32 by default" in choice.why
-    assert choose_backend(LoadOptions("demo", weights="bf16")).backend == "native"
+
+
+def test_the_bundled_model_and_others_in_float32_are_natives_and_say_what_torch_says(
+    llama: Path,
+) -> None:
+    for model in ("demo", llama):
+        options = LoadOptions(model)
+        assert choose_backend(options).backend == "native"
+        ours, by_torch = load_model(options), load_model(options, backend="torch")
+        assert (ours.dtype, ours.weights, ours.backend) == ("float32", None, "native")
+        assert (ours.fingerprint(), ours.dtype) == (by_torch.fingerprint(), by_torch.dtype)
+        want, got = logits(by_torch), logits(ours)
+        assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+        assert greedy(ours, 64) == greedy(by_torch, 64)
+        assert size_model(options).weight_bytes == pytest.approx(ours.size_bytes, rel=0.01)
+
+
+def greedy(model: LoadedModel, n_tokens: int) -> list[int]:
+    """Return what a model says behind a text, the likeliest token each time."""
+    with kv.make_seq_session(model.backend, kv.make_config(model.params, 256)) as session:
+        runner, tokens = model.bind(session), list(IDS)
+        at = 0
+        for _ in range(n_tokens):
+            more = tokens[at:]
+            at = len(tokens)
+            row = runner.forward(more, session.cache.begin_step([(0, len(more))]))[0]
+            tokens.append(int(row.argmax()))
+    return tokens
 
 
 def test_a_file_of_blocks_is_natives_and_one_in_16_bits_is_torchs(tmp_path: Path) -> None:
@@ -124,7 +150,7 @@ def test_hybrids_of_gguf_are_natives_but_for_tensors_in_forms_of_their_own(tmp_p
 
 @pytest.mark.usefixtures("without_torch")
 def test_without_torch_one_sentence_says_what_needs_it_and_how_it_is_had(llama: Path) -> None:
-    assert choose_backend(LoadOptions("demo")).backend == "native", "in its own bfloat16"
+    assert choose_backend(LoadOptions("demo")).backend == "native"
     assert load_model(llama).dtype == "float32" and load_model(llama).backend == "native"
     with pytest.raises(BackendError) as refused:
         load_model(LoadOptions(llama, weights="int8", kv_dtype="fp8"))

@@ -143,7 +143,10 @@ def _types(folder: Path, raw: Mapping[str, Any], options: LoadOptions) -> tuple[
     if asked == FILE:
         dtype = BETWEEN_BLOCKS if options.dtype in (None, "auto") else options.dtype
         return pick_dtype(dtype, raw, stored, is_cpu=True), FILE
-    dtype = pick_dtype("bfloat16" if asked == "bf16" else options.dtype, raw, stored, is_cpu=True)
+    wanted = options.dtype
+    if options.model == DEMO and wanted in (None, "auto"):
+        wanted = "float32"
+    dtype = pick_dtype("bfloat16" if asked == "bf16" else wanted, raw, stored, is_cpu=True)
     if asked is None and dtype == "bfloat16":
         asked = "bf16"
     asked = asked or PLAIN
@@ -167,12 +170,8 @@ def lack_of(options: LoadOptions) -> str:
         return "it is not here yet, and its tensors are looked at first"
     folder = find_checkpoint(options.model, no_progress)
     raw, plan = _planned(folder, options)
-    dtype, weights = _types(folder, raw, options)
+    _, weights = _types(folder, raw, options)
     is_usual = options.dtype in (None, "auto") and options.weights is None
-    if options.model == DEMO and options.dtype in (None, "auto") and options.weights != "bf16":
-        return f"the bundled model computes in float32 by default, and here in {dtype}"
-    if weights == PLAIN:
-        return "its weights stay in float32, which torch is the default for"
     tensors = tensors_of(folder, plan)
     of_each = {name: tensors.shape(name)[0] for name in plan.tensors}
     kinds = {of_each.pop(name) for name in plan.matrices}
