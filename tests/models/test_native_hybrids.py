@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import (
     random_network,
 )
 from kvcellar.cli.models.planned import show_plan
+from kvcellar.errors import ModelError
 from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
 from kvcellar.models.backend_choice import choose_backend
@@ -44,6 +46,7 @@ from tests.models.test_native import (
     logits,
     other,
 )
+from tests.models.tiny_checkpoints import rewrite
 from tests.models.tiny_wrappers import make_wrapper, save_wrapper
 from tests.stretches import stretches
 
@@ -425,3 +428,32 @@ def test_an_agent_goes_from_native_to_torch_and_back(other, tmp_path, family):
     assert [one.text for one in said] == want
     if family in LATENTS:  # those of a tiny model's words are others, before which no state is
         assert all(one.usage.restored_tokens > 0 for one in said[1:])
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "less"),
+    [
+        ("delta-net", "layers.1.self_attn.k_proj", "layers.1.self_attn.q_proj"),
+        ("delta-net", "layers.0.linear_attn.in_proj_z", "layers.0.linear_attn.in_proj_qkv"),
+        (
+            "delta-net-by-key-heads",
+            "layers.0.linear_attn.in_proj_ba",
+            "layers.0.linear_attn.in_proj_qkvz",
+        ),
+        ("latents-in-pairs", "layers.0.self_attn.kv_a_proj_with_mqa", "layers.0.self_attn.q_proj"),
+    ],
+)
+def test_rows_of_one_matrix_that_are_anothers_are_refused_by_name(
+    other, tmp_path, family, more, less
+):
+    folder = shutil.copytree(other(family), tmp_path / "moved")
+    wider, narrower = (f"model.{one}.weight" for one in (more, less))
+
+    def move(tensors: dict[str, Any]) -> None:
+        rows = tensors[narrower]
+        tensors[wider] = torch.cat((tensors[wider], rows[-8:])).clone()
+        tensors[narrower] = rows[:-8].clone()
+
+    rewrite(folder / "model.safetensors", move)
+    with pytest.raises(ModelError, match=r"is \[\d+, \d+\]( and \[\d+, \d+\])+, .* asks for "):
+        load_model(folder, dtype="float32", backend="native")

@@ -13,6 +13,7 @@ from typing import Any
 from kvcellar.errors import ConfigError
 from kvcellar.models.backend_choice import chosen
 from kvcellar.models.files import ollama
+from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import DeviceMemory, LoadedModel, loader_of
 from kvcellar.models.options import LoadOptions, ProgressFn
 from kvcellar.registry import load_backend
@@ -46,6 +47,9 @@ def load_model(
     options, backend = chosen(LoadOptions.of(model, **settings), report)
     _check_backend(options, backend)
     loaded = _as_ollama_says(loader_of(backend).load_model(options, report))
+    harm = "" if loaded.weights is None else harm_of(loaded.path, loaded.name, loaded.weights)
+    if harm:
+        warnings.warn(harm, WeightsQualityWarning, stacklevel=2)
     template = options.chat_template
     if template is None or template == loaded.tokenizer.chat_template:
         return loaded

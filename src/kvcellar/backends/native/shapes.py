@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -42,12 +43,13 @@ def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
     if one.latent is not None:
         _check_latent(one, one.latent, of, hidden)
     elif one.recurrent is not None:
-        of.linear(one.qkv, one.recurrent.n_in, hidden)
+        of.linear(one.qkv, one.recurrent.n_in, hidden, one.recurrent.ends)
         of.linear(one.o, hidden, one.recurrent.inner)
         _check_recurrent(one.recurrent, of)
     else:
-        n_gates = n_heads * dim * one.is_gated
-        of.linear(one.qkv, (n_heads + 2 * n_kv_heads) * dim + n_gates, hidden)
+        n_queries = n_heads * dim * (1 + one.is_gated)
+        ends = [n_queries + n * n_kv_heads * dim for n in range(3)]
+        of.linear(one.qkv, ends[-1], hidden, ends)
         of.linear(one.o, hidden, n_heads * dim)
     for norm in (one.before, one.between, one.attended, one.mixed):
         of.norm(norm, hidden)
@@ -65,9 +67,8 @@ def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
 def _check_latent(one: LayerPlan, latent: LatentPlan, of: _Shapes, hidden: int) -> None:
     shape = latent.shape
     n_heads = shape.n_kv_heads
-    first, *_ = of.linear(one.qkv, latent.n_in, hidden)
-    if first != (latent.q_size or n_heads * latent.key_dim):
-        raise of.wrong(one.qkv.weights[0], f"{latent.q_size or n_heads * latent.key_dim} rows")
+    n_queries = latent.q_size or n_heads * latent.key_dim
+    of.linear(one.qkv, latent.n_in, hidden, (n_queries, latent.n_in))
     of.linear(one.o, hidden, n_heads * shape.v_dim)
     if latent.q is not None:
         of.linear(latent.q, n_heads * latent.key_dim, latent.q_size)
@@ -109,8 +110,17 @@ class _Shapes:
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
-    def linear(self, plan: LinearPlan, n_out: int | None, n_in: int) -> Sequence[int]:
-        """Return the outputs of each matrix; of all together ``n_out``, where that is known."""
+    def linear(
+        self, plan: LinearPlan, n_out: int | None, n_in: int, ends: Sequence[int] = ()
+    ) -> Sequence[int]:
+        """Return the outputs of each matrix.
+
+        Args:
+            plan: of the matrices.
+            n_out: outputs of all together; None: that is not known.
+            n_in: their inputs.
+            ends: outputs behind which the next matrix may begin; none: behind any.
+        """
         found = []
         for name, bias in zip(plan.weights, plan.biases, strict=True):
             shape = self._tensors.shape(name)[1]
@@ -121,6 +131,11 @@ class _Shapes:
             found.append(shape[0])
         if n_out is not None and sum(found) != n_out:
             raise self.wrong(" and ".join(plan.weights), f"{n_out} rows")
+        if ends and not {*itertools.accumulate(found)} <= {*ends}:
+            said = ", ".join(map(str, sorted({*ends})))
+            raise self.wrong(
+                " and ".join(plan.weights), f"matrices that end at some of {said} rows"
+            )
         return found
 
     def vector(self, name: str, n: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -55,7 +54,6 @@ from kvcellar.models.files.generation import sampling_defaults
 from kvcellar.models.files.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.known import facts_of, known_path, renew_facts, stamps_of
-from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.plans.plan import keep_plan
 from kvcellar.models.sizes.sizing import find_config, size_checkpoint
@@ -153,7 +151,6 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
     said = [] if held is None else [_said(found, held)]
     said += [] if found.blocks else _expanded(found)
     report(1.0, f"ready: {'; '.join(said)}" if said else "ready")
-    _warn_of_weights(found, options.name)
     return TorchModel(
         name=options.name,
         path=folder,
@@ -293,15 +290,6 @@ def _said(found: _FoundCheckpoint, held: Held) -> str:
         sizes = ", ".join(f"{kind} ({format_size(n)})" for kind, n in sorted(others.items()))
         said += f"; what the file has in {sizes} became plain numbers"
     return said
-
-
-def _warn_of_weights(found: _FoundCheckpoint, name: str) -> None:
-    """Warn where the weights' format was measured to harm the model."""
-    if found.weights is None:
-        return
-    harm = harm_of(found.folder, name, found.weights)
-    if harm:
-        warnings.warn(harm, WeightsQualityWarning, stacklevel=4)
 
 
 def check_model(options: LoadOptions) -> None:

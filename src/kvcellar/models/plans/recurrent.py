@@ -103,6 +103,24 @@ class RecurrentPlan:
         return self.conv_shape[0] + self.inner + self.heads[0] * (2 if self.kind == DELTA else 1)
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """Numbers, of those that the linear layers before say, behind which one may end."""
+        inner, (n_heads, n_groups, third, fourth) = self.inner, self.heads
+        n_channels = self.conv_shape[0]
+        inside: tuple[int, ...] = (n_channels,)
+        widths: tuple[int, ...] = (inner, inner)
+        if self.kind == DELTA:
+            inside = (n_groups * third, 2 * n_groups * third, n_channels)
+            widths = (inner, n_heads, n_heads)
+        elif self.kind == SCAN:
+            inside = (inner, inner + n_groups * fourth, n_channels)
+            widths = (inner, n_heads)
+        first, *others = self.at
+        ends = {first, *(first + end for end in inside)}
+        ends |= {at + n for at, width in zip(others, widths, strict=True) for n in (0, width)}
+        return tuple(sorted(ends - {0}))
+
+    @property
     def n_normed(self) -> int:
         """Numbers of the norm's weight: of each head, or of all."""
         return self.group if self.kind == DELTA else self.inner
