@@ -30,7 +30,7 @@ KINDS = ("demo", "lfm2", "qwen3_moe", "gemma3_text")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """Have a process as a command is: this one holds what many tests have loaded."""
-    monkeypatch.setattr(loader, "resident_bytes", lambda: 250_000_000)
+    monkeypatch.setattr(loader, "resident_bytes", lambda: 100_000_000)
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
 
 
@@ -110,7 +110,8 @@ def test_agents_chats_and_python_take_the_same_advice(kind, model_of, tmp_path):
     assert advised(str(refused.value)) == enough
     with kv.open(model, memory=enough, store=tmp_path / "store") as cellar:
         assert cellar.agent("one") is not None
-    hosted = Hosting.within(parse_size(enough), LoadOptions(model))
+    options = LoadOptions(model)
+    hosted = Hosting.within(parse_size(enough), options, models=[options])
     hosted.check(model)  # as serve does before it listens
 
 

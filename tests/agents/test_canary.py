@@ -131,7 +131,7 @@ def test_stored_types_agree_within_their_rounding(kv_dtype, tmp_path):
 def test_a_model_whose_weights_changed_under_the_same_name_is_found_out(tmp_path):
     def load(is_changed: bool) -> Any:
         def load_one(name: str) -> ModelHost:
-            host = open_host("demo", capacity=1024, config=CONFIG)
+            host = open_host("demo", capacity=1024, config=CONFIG, backend="torch")
             if is_changed:
                 with torch.no_grad():
                     for parameter in host.engine.runner._network.parameters():

@@ -73,11 +73,11 @@ def test_less_memory_gives_as_much_as_fits_of_it(long_model, megabytes):
 
 
 def test_without_a_limit_it_is_what_the_machine_allows(long_model, monkeypatch):
-    monkeypatch.setattr(agent_memory, "machine_bytes", lambda: 900 * MB)
+    monkeypatch.setattr(agent_memory, "machine_bytes", lambda: 450 * MB)
     asked = LoadOptions(long_model, dtype="float32")
     chosen = choose_capacity(asked)
     assert 1024 < chosen.cells < LONG
-    assert chosen.why == f"what 900.0 MB allow of the model's context of {LONG}"
+    assert chosen.why == f"what 450.0 MB allow of the model's context of {LONG}"
     assert planned_context(asked) == (chosen.cells, LONG)
     monkeypatch.setattr(agent_memory, "machine_bytes", lambda: 10 * MB)
     assert choose_capacity(asked).cells == 512, "it is tried all the same"

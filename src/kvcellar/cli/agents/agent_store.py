@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,6 +109,7 @@ def asked_agents(
         memory=getattr(loading, "memory", None),
         agent_id=agent_id,
         verify=verify,
+        known=() if model is None or loading is None else [loading.options_for(model)],
     ) as agents:
         yield agents, _model_for(agents, agent_id, model, loading)
 
@@ -130,6 +131,7 @@ def opened_agents(
     memory: str | None = None,
     agent_id: str | None = None,
     verify: str = "checksum",
+    known: Sequence[LoadOptions] = (),
 ) -> Iterator[OwnAgents]:
     """Open the agents of a store, which is made where there is none; models load when needed.
 
@@ -139,6 +141,7 @@ def opened_agents(
         memory: what the whole process may hold, as a text.
         agent_id: whose type of K and V is taken where ``loading`` names none.
         verify: as ``AgentManager`` takes it.
+        known: options of all models that will be loaded; none: they are not known.
     """
     from kvcellar.agents import AgentManager, ModelRegistry
 
@@ -147,7 +150,7 @@ def opened_agents(
         of_model = [i for i in mine if hosting.split(i.model)[0] == name]
         return of_model[-1].kv_dtype if of_model else None
 
-    hosting = hosting_of(loading or LoadOptions(), memory)
+    hosting = hosting_of(loading or LoadOptions(), memory, models=known)
     hosting.kv_dtype_of = kv_dtype_of
     with _way_out(), _opened_store(place, hosting.store) as store:
         models = ModelRegistry(
