@@ -25,7 +25,13 @@ Array = NDArray[Any]
 TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """Types of safetensors that are read, and of the arrays that hold them; bfloat16 as its bits."""
 
-OLDER_NAMES = ((".mlp.", ".block_sparse_moe."), (".router.weight", ".router.layer.weight"))
+OLDER_NAMES = (
+    (".mlp.", ".block_sparse_moe."),
+    (".router.weight", ".router.layer.weight"),
+    (".gate.e_score_correction_bias", ".e_score_correction_bias"),
+    (".input_layernorm.", ".attention_layer_norm."),
+    (".post_attention_layernorm.", ".feedforward_layer_norm."),
+)
 """Parts of names of transformers, and what checkpoints have in their place."""
 
 _OF_WRAPPERS = {
@@ -57,6 +63,9 @@ _JOINED = {
     "shared_mlp.input_linear.weight": (("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp"))
 }
 """Ends of names of matrices -> tensors of a layer in a GGUF file that they are made of."""
+
+_CONVOLUTION = ".conv1d.weight"
+"""End of the name of a convolution's weight, which may be there in three: of q, of k and of v."""
 
 _EXPANDS = ".self_attn.kv_b_proj.weight"
 """End of the name of a matrix that expands latents."""
@@ -195,8 +204,19 @@ class FolderTensors:
 
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Return a tensor's type and axes; see :class:`Tensors`."""
-        place = self._place(name)
-        return place.dtype, place.shape
+        parts = self._parts(name)
+        first, *others = [self._place(one) for one in parts or (name,)]
+        if not others:
+            return first.dtype, first.shape
+        n_rows = sum(math.prod(place.shape[:1]) for place in (first, *others))
+        return first.dtype, (n_rows, *first.shape[1:])
+
+    def _parts(self, name: str) -> list[str]:
+        """Return the tensors that a file may have in place of a convolution's weight."""
+        if not name.endswith(_CONVOLUTION) or name in self._places:
+            return []
+        ways = [name.replace(_CONVOLUTION, f".{one}_{_CONVOLUTION[1:]}") for one in "qkv"]
+        return ways if all(one in self._places for one in ways) else []
 
     def _place(self, name: str) -> TensorPlace:
         place = self._places.get(self._known(name))
@@ -214,6 +234,12 @@ class FolderTensors:
         return next((one for one in (name, *others) if one in self._places), name)
 
     def _numbers(self, name: str) -> tuple[str, Array]:
+        parts = self._parts(name)
+        if parts:
+            (kind, *others), rows = zip(*map(self._numbers, parts), strict=True)
+            if {kind, *others} != {kind} or len({one.shape[1:] for one in rows}) > 1:
+                raise ModelError(f"{self._folder}: {' and '.join(parts)} do not fit each other")
+            return kind, np.concatenate(rows)
         place = self._place(name)
         return place.dtype, self._mapped(self._known(name), place, TYPES[place.dtype])
 

@@ -46,6 +46,7 @@ _NAMES = {
     "self_attn.q_layernorm": ("attn_q_norm",),
     "self_attn.k_layernorm": ("attn_k_norm",),
     "self_attn.out_proj": ("attn_output",),
+    "feed_forward.gate": ("ffn_gate_inp",),
     "feed_forward.w1": ("ffn_gate",),
     "feed_forward.w3": ("ffn_up",),
     "feed_forward.w2": ("ffn_down",),
@@ -68,7 +69,10 @@ _NAMES = {
 """Names of transformers, of a layer within the layer -> names that files have for them; where there
 are several, the first that a file has is meant."""
 
-_PARAMETERS = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"} | {
+_PARAMETERS = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+} | {
     f"{module}.{leaf}": name
     for module in ("mamba", "linear_attn")
     for leaf, name in (("A_log", "ssm_a"), ("D", "ssm_d"), ("dt_bias", "ssm_dt.bias"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, SCAN, RecurrentPlan
@@ -49,7 +49,8 @@ class Recurrents:
         """Return the numbers of a token in the widest of a module's matrices."""
         if len(self.inputs) < 3:
             return plan.n_in if len(self.inputs) == 1 else plan.conv_shape[0] + plan.inner
-        return max(plan.conv_shape[0], plan.inner)
+        n_keys = 0 if len(self.inputs) < 5 else plan.heads[1] * plan.heads[2]
+        return max(n_keys or plan.conv_shape[0], plan.inner)
 
 
 _WRAPPERS = {
@@ -87,6 +88,34 @@ def as_usual_lfm2(raw: Raw) -> Raw:
     is_tied = made.get("tie_word_embeddings", True)
     made["tie_word_embeddings"] = made.pop("tie_embedding", is_tied)  # as its class has it
     return made | {"intermediate_size": inner, "rms_norm_eps": made["norm_eps"]}
+
+
+def as_usual_lfm2_moe(raw: Raw) -> Raw:
+    """Return a config of LFM2's mixtures with the fields that others have.
+
+    Raises:
+        ValueError: experts are chosen by their scores alone.
+    """
+    if raw.get("use_expert_bias") is not True:
+        raise ValueError("no rule for experts without a bias")
+    made = as_usual_lfm2({**raw, "block_auto_adjust_ff_dim": False})
+    return {**made, "mlp_only_layers": list(range(made["num_dense_layers"]))}
+
+
+def as_usual_olmo_hybrid(raw: Raw) -> Raw:
+    """Return a config of OLMo Hybrid with the fields that others have."""
+    made = dict(raw)
+    made["head_dim"] = made["hidden_size"] // made["num_attention_heads"]
+    if made.get("num_key_value_heads") is None:
+        made["num_key_value_heads"] = made["num_attention_heads"]
+    return made
+
+
+def rope_or_none(raw: Raw, head_dim: int) -> Ropes | None:
+    """Return the rotary positions of all layers, of which there are none without a base."""
+    if not (raw.get("rope_parameters") or {}).get("rope_theta"):
+        return (), (None,) * raw["num_hidden_layers"]
+    return one_rope(raw, head_dim)
 
 
 def as_usual_qwen(raw: Raw) -> Raw:
@@ -176,6 +205,12 @@ def _short_convolution(raw: Raw, within: str) -> RecurrentPlan:
     )
 
 
+def _olmo_delta_net(raw: Raw, within: str) -> RecurrentPlan:
+    made = _delta_net(by_key_heads=False)({**raw, "rms_norm_eps": 1e-5}, within)
+    scale = 2.0 if raw["linear_allow_neg_eigval"] else 1.0
+    return replace(made, norm=f"{within}.o_norm.weight", beta_scale=scale)
+
+
 def _delta_net(*, by_key_heads: bool) -> Callable[[Raw, str], RecurrentPlan]:
     """Make a rule of Qwen's gated delta nets."""
 
@@ -228,6 +263,14 @@ OF_QWEN3_5 = Recurrents(
     _delta_net(by_key_heads=False),
 )
 
+OF_OLMO_HYBRID = Recurrents(
+    "linear_attention",
+    "linear_attn",
+    ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj"),
+    "o_proj",
+    _olmo_delta_net,
+)
+
 OF_GRANITE = Recurrents(
     "linear_attention", "mamba", ("in_proj",), "out_proj", _mamba, bias="mamba_proj_bias"
 )
@@ -276,6 +319,14 @@ SPARED_BY_LFM2 = frozenset(
     )
 )
 """Fields of LFM2's own files that transformers reads as little."""
+
+READ_BY_LFM2_MOE = frozenset(
+    ("moe_intermediate_size", "num_dense_layers", "routed_scaling_factor", "use_expert_bias")
+)
+SPARED_BY_OLMO_HYBRID = frozenset(
+    f"linear_{name}" for name in ("a_log_max", "a_log_min", "dt_init_floor", "dt_max", "dt_min")
+)
+"""Fields of numbers that a model begins to be trained with."""
 
 READ_BY_DELTA_NETS = frozenset(
     (

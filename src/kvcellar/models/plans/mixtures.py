@@ -34,7 +34,8 @@ class Mixtures:
         shared: module of an MLP that all tokens have, whose share is ``<module>_gate``'s.
         is_beside: true if the layer has its MLP, too; there may be no experts then.
         has_share: false if that of all tokens is added as it is.
-        is_sigmoid: true if scores are sigmoids, to which the router adds something to choose.
+        is_sigmoid: true if scores are sigmoids.
+        correction: tensor within the block that is added to scores only to choose; None: none is.
         rounds_logits: true if logits are rounded to the type of the rows.
         scale: field of a factor on shares; None: there is none.
     """
@@ -49,6 +50,7 @@ class Mixtures:
     is_beside: bool = False
     has_share: bool = True
     is_sigmoid: bool = False
+    correction: str | None = None
     rounds_logits: bool = True
     scale: str | None = None
 
@@ -112,7 +114,7 @@ class Mixtures:
             else None,
             scale=1.0 if self.scale is None else float(raw[self.scale]),
             is_sigmoid=self.is_sigmoid,
-            correction=f"{router}.e_score_correction_bias" if self.is_sigmoid else None,
+            correction=None if self.correction is None else f"{within}.{self.correction}",
             rounds_logits=self.rounds_logits,
         )
 

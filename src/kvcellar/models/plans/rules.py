@@ -19,19 +19,25 @@ from kvcellar.models.fingerprint import VOLATILE
 from kvcellar.models.plans.hybrids import (
     OF_GRANITE,
     OF_LFM2,
+    OF_OLMO_HYBRID,
     OF_QWEN3_5,
     OF_QWEN3_NEXT,
     READ_BY_DELTA_NETS,
     READ_BY_GRANITE_HYBRID,
     READ_BY_LFM2,
+    READ_BY_LFM2_MOE,
     SPARED_BY_GRANITE_HYBRID,
     SPARED_BY_LFM2,
+    SPARED_BY_OLMO_HYBRID,
     SPARED_BY_QWEN3_5,
     Recurrents,
     as_usual_granite,
     as_usual_lfm2,
+    as_usual_lfm2_moe,
+    as_usual_olmo_hybrid,
     as_usual_qwen,
     rope_if_said,
+    rope_or_none,
     text_of,
 )
 from kvcellar.models.plans.latents import (
@@ -190,6 +196,7 @@ class _Family:
         is_gated: true if attention has a gate behind it.
         names: modules that others call otherwise, by their names there.
         as_usual: makes of a config one with the fields of others.
+        norms_of_states: norms of recurrent layers, where they are others.
         latents: layers attend over latents, of a config; None: no layer does.
     """
 
@@ -218,6 +225,7 @@ class _Family:
     is_gated: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     as_usual: Callable[[Raw], Raw] = dict
+    norms_of_states: Mapping[str, str] | None = None
     latents: Latent | None = None
 
     def named(self, usual: str) -> str:
@@ -271,6 +279,23 @@ _OF_LATENTS: dict[str, Any] = {
     "spares": SPARED_BY_LATENTS,
 }
 
+_OF_LFM2: dict[str, Any] = {
+    "norms": {"before": "operator_norm", "between": "ffn_norm"},
+    "head_norms": True,
+    "kinds": OF_LFM2.kinds,
+    "recurrents": OF_LFM2,
+    "names": {
+        "o_proj": "out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+        "model.norm": "model.embedding_norm",
+    },
+}
+
 _OF_SIGMOIDS: dict[str, Any] = {
     **_OF_LATENTS,
     "mixtures": Mixtures(
@@ -278,6 +303,7 @@ _OF_SIGMOIDS: dict[str, Any] = {
         shared="shared_experts",
         has_share=False,
         is_sigmoid=True,
+        correction="gate.e_score_correction_bias",
         rounds_shares=False,
         rounds_logits=False,
         scale="routed_scaling_factor",
@@ -443,22 +469,42 @@ _FAMILIES = {
         reads=READ_BY_LATENTS | READ_BY_MINICPM3,
         spares=SPARED_BY_LATENTS,
     ),
+    "lfm2_moe": _Family(
+        "Lfm2MoeForCausalLM",
+        **_OF_LFM2,
+        mixtures=Mixtures(
+            block="feed_forward",
+            has_dense=True,
+            is_sigmoid=True,
+            correction="expert_bias",
+            scale="routed_scaling_factor",
+        ),
+        as_usual=as_usual_lfm2_moe,
+        reads=READ | OF_QWEN | READ_BY_LFM2 | READ_BY_LFM2_MOE,
+        spares=SPARED_BY_LFM2,
+        needs={"hidden_act": "silu"},
+    ),
+    "olmo_hybrid": _Family(
+        "OlmoHybridForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        norms=_BEHIND,
+        norms_of_states=_BEFORE,
+        in_floats=True,
+        head_norms=True,
+        norms_together=True,
+        is_tied=False,
+        kinds=OF_OLMO_HYBRID.kinds,
+        ropes=rope_or_none,
+        recurrents=OF_OLMO_HYBRID,
+        as_usual=as_usual_olmo_hybrid,
+        reads=READ_BY_DELTA_NETS | {"linear_allow_neg_eigval"},
+        spares=SPARED_BY_OLMO_HYBRID,
+        needs={"hidden_act": "silu"},
+    ),
     "lfm2": _Family(
         "Lfm2ForCausalLM",
-        norms={"before": "operator_norm", "between": "ffn_norm"},
-        head_norms=True,
-        kinds=OF_LFM2.kinds,
-        recurrents=OF_LFM2,
-        names={
-            "o_proj": "out_proj",
-            "q_norm": "q_layernorm",
-            "k_norm": "k_layernorm",
-            "mlp": "feed_forward",
-            "gate_proj": "w1",
-            "up_proj": "w3",
-            "down_proj": "w2",
-            "model.norm": "model.embedding_norm",
-        },
+        **_OF_LFM2,
         as_usual=as_usual_lfm2,
         reads=READ_BY_LFM2,
         spares=SPARED_BY_LFM2,
@@ -726,8 +772,11 @@ class _Names:
     ) -> LayerPlan:
         """Plan a decoder layer."""
         name, family = f"model.layers.{number}", self._family
+        own_norms = family.norms
+        if recurrent is not None and family.norms_of_states is not None:
+            own_norms = family.norms_of_states
         norms: dict[str, Any] = {
-            role: self.norm(f"{name}.{own}") for role, own in family.norms.items()
+            role: self.norm(f"{name}.{own}") for role, own in own_norms.items()
         }
         if recurrent is not None:
             between = self._recurrent(name, recurrent)
