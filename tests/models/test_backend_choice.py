@@ -66,6 +66,14 @@ def test_native_runs_families_that_torch_has_never_seen(tmp_path: Path, family: 
     assert model.backend == "native" and size_model(options).weight_bytes == model.size_bytes
 
 
+def test_latents_whose_rows_are_stored_in_two_ways_are_torchs(tmp_path: Path) -> None:
+    folder = write_tiny("minicpm3", tmp_path / "latents")
+    assert choose_backend(LoadOptions(folder)).backend == "native"
+    for kv_dtype in ("int8", "k8v4", "k16v8"):
+        choice = choose_backend(LoadOptions(folder, kv_dtype=kv_dtype))
+        assert choice.backend == "torch" and "each in its own way" in choice.why
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_native_runs_gguf_files_on_their_blocks_and_torch_packs_them_anew(
     tmp_path: Path, name: str

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcellar.backends.native.decoder import NativeDecoder
 from kvcellar.backends.native.hybrid import HybridDecoder
-from kvcellar.backends.native.pools import SideForm
+from kvcellar.backends.native.pools import SideForm, forms_of
 from kvcellar.backends.native.runner import NativeRunner
 from kvcellar.backends.native.shapes import check_shapes
 from kvcellar.backends.native.tensors import TYPES, ExpertRows, Tensors, tensors_of
@@ -230,7 +230,11 @@ def check_model(options: LoadOptions) -> None:
     _refuse(options)
     if is_local(options.model):
         folder = find_checkpoint(options.model, no_progress)
-        _types(folder, _planned(folder, options)[0], options)
+        raw, plan = _planned(folder, options)
+        _types(folder, raw, options)
+        if options.kv_dtype is not None:
+            for group in plan.facts.params.groups:
+                forms_of(group, parse_kv_dtype(options.kv_dtype))
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:

@@ -22,7 +22,7 @@ from kvcellar.cache import grown_size
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import attend
-from kvcellar.kv_dtype import SideDtype
+from kvcellar.kv_dtype import KvDtype, SideDtype
 from kvcellar.types import IntArray, LayerGroup, runs_of
 
 Parts = tuple[NDArray[Any], ...]
@@ -94,6 +94,24 @@ class SideForm:
         )
 
 
+def forms_of(group: LayerGroup, kv: KvDtype) -> tuple[SideForm, SideForm]:
+    """Return the forms in which rows of K and of V of some layers are stored.
+
+    Raises:
+        ConfigError: the kernel does not read them, or not for latent rows.
+    """
+    k, v = SideForm.of(kv.k, group.head_dim), SideForm.of(kv.v, group.v_head_dim)
+    is_alike = (k.dtype, k.group_size) == (v.dtype, v.group_size)
+    if group.is_latent and not (is_alike and v.dim % 2 == 0):
+        raise ConfigError(
+            f"latent rows of {v.dim} and {k.dim} numbers would be stored each in its own way, "
+            f"{v.dtype} in groups of {v.group_size} and {k.dtype} of {k.group_size}; the native "
+            f"backend reads them as one, so choose the same type and group size for K and V, such "
+            f"as int8:g32, or the backend torch"
+        )
+    return k, v
+
+
 class CellArrays:
     """The K and V of some layers of a group, grown by doubling; writes are in place.
 
@@ -121,22 +139,11 @@ class CellArrays:
         Raises:
             ConfigError: the kernel does not read the storage types, or not for latent rows.
         """
-        self.forms = (
-            SideForm.of(config.kv.k, group.head_dim),
-            SideForm.of(config.kv.v, group.v_head_dim),
-        )
+        self.forms = forms_of(group, config.kv)
         self.block_size = block_size
         self.n_cells = 0
         """Cells that are allocated."""
         self.is_joined = group.is_latent
-        k, v = self.forms
-        is_alike = (k.dtype, k.group_size) == (v.dtype, v.group_size)
-        if self.is_joined and not (is_alike and v.dim % 2 == 0):
-            raise ConfigError(
-                f"kv_dtype {config.kv_dtype} stores latent rows of {v.dim} and {k.dim} numbers "
-                f"each in its own way; the native backend reads them as one, so choose the same "
-                f"type and group size for K and V, or the backend torch"
-            )
         self.most_cells = n_frozen + config.capacity
         """Cells that are held at most, but for the rest of a last block."""
         self._chunk = config.pool_chunk
