@@ -195,6 +195,7 @@ LATENTS = {
         "deepseek_v3",
         {**ROUTED, "first_k_dense_replace": 0, "rope_interleave": False, "q_lora_rank": None},
     ),
+    "latents-without-experts": ("youtu", LATENT),
     "latents-by-kinds": ("glm4_moe_lite", ROUTED),
     "latents-multiplied": ("minicpm3", {**LATENT, "attention_bias": True, "dim_model_base": 32}),
 }

@@ -74,7 +74,7 @@ def as_usual_latents(raw: Raw) -> Raw:
     made["num_key_value_heads"] = made["num_attention_heads"]
     if made.get("v_head_dim") is None:
         made["v_head_dim"] = made["hidden_size"] // made["num_attention_heads"]
-    if made["model_type"] == "minicpm3":
+    if made["model_type"] in ("minicpm3", "youtu"):  # which have no experts
         return made
     is_grouped = made.get("topk_method") != "greedy" and made["n_group"] > 1
     if is_grouped and made["topk_group"] != made["n_group"]:

@@ -458,6 +458,16 @@ _FAMILIES = {
     ),
     "deepseek_v3": _Family("DeepseekV3ForCausalLM", **_OF_SIGMOIDS),
     "glm4_moe_lite": _Family("Glm4MoeLiteForCausalLM", **_OF_SIGMOIDS),
+    "youtu": _Family(
+        "YoutuForCausalLM",
+        o_bias="attention_bias",
+        is_tied=True,
+        factors=_of_latents,
+        latents=OF_DEEPSEEK_V3,
+        as_usual=as_usual_latents,
+        reads=READ_BY_LATENTS | {"rope_interleave"},
+        spares=SPARED_BY_LATENTS | {"embedding_initializer_range"},
+    ),
     "minicpm3": _Family(
         "MiniCPM3ForCausalLM",
         o_bias="attention_bias",
