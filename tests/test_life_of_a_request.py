@@ -22,7 +22,7 @@ import kvcellar
 from kvcellar.engine import Engine
 from kvcellar.history import History
 from kvcellar.kernel import levels
-from tests.server.live import Live, serving
+from tests.server.live import Live, load_demo, serving
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "request.md"
@@ -155,7 +155,8 @@ class Walk:
         self.alive: set[type] = set()
         self.holders: set[type] = set()
         self.text = ""
-        with Trace().installed() as self.trace, serving(folder) as live:
+        load = load_demo(backend="torch")  # whose steps the page follows
+        with Trace().installed() as self.trace, serving(folder, load=load) as live:
             self._say(live, "Good morning.")  # the model is loaded, and warm
             monkeypatch.setattr(Engine, "_forward", self._looked_at(Engine._forward))
             self.trace.is_recording = True

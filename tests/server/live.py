@@ -109,11 +109,12 @@ class Live:
         )
 
 
-def load_demo(capacity: int = 4096) -> Callable[[str, Any], ModelHost]:
+def load_demo(capacity: int = 4096, backend: str | None = None) -> Callable[[str, Any], ModelHost]:
     """Opens the bundled model in float32: greedy tokens do not depend on the batch."""
 
     def load(path: str, progress: Any) -> ModelHost:
-        return open_host(path, capacity=capacity, dtype="float32", progress=progress)
+        settings: Any = {"capacity": capacity, "dtype": "float32", "backend": backend}
+        return open_host(path, progress=progress, **settings)
 
     return load
 
