@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.agents.fakes import eager as eager
 from tests.server.live import serving
 
 
@@ -36,3 +37,8 @@ def live(served):
 def home(tmp_path_factory, monkeypatch):
     """Fingerprints and stores of tests go to a folder of their own."""
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path_factory.getbasetemp() / "home"))
+
+
+@pytest.fixture(autouse=True)
+def loads_what_is_stored(eager: None) -> None:
+    """What is asked for of a store comes from it: a small model may compute it sooner."""
