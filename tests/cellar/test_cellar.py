@@ -29,6 +29,7 @@ from kvcellar.errors import (
 from kvcellar.hosting.loader import Hosting
 from kvcellar.models import LoadOptions
 from kvcellar.models.files.hub import DEMO_FOLDER
+from tests.agents.fakes import eager as eager
 from tests.cellar import program
 from tests.models.adapters import write_adapter
 
@@ -361,6 +362,7 @@ def test_completions_come_in_order_and_leave_no_agent(cellar):
 # The cellar ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("eager")
 def test_agents_are_there_again_when_a_cellar_is_opened_again(tmp_path):
     with kv.open(store=tmp_path, memory="3GB", kv_dtype="int8") as first:
         said = first.agent("poet").say("import os\n" * 60, **GREEDY)
