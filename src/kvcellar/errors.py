@@ -86,6 +86,10 @@ class PromptError(KVCellarError, ValueError):
     """A prompt is empty, or longer than the capacity of the cache it is meant for."""
 
 
+class PictureError(PromptError):
+    """A picture cannot be read, is larger than is allowed, or is not here any more."""
+
+
 class GrammarError(PromptError):
     """No grammar can be made of what an answer has to be. Nothing was begun.
 

@@ -19,6 +19,7 @@ from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.options import LoadOptions, ProgressFn
 from kvcellar.models.runner import AdaptingRunner, Runner
+from kvcellar.models.seeing import PictureReader
 from kvcellar.models.weights import FILE, PACKINGS, own_kv_dtype
 from kvcellar.registry import CacheSession, backend_names, load_backend, needed_packages
 from kvcellar.spec import ModelCacheSpec
@@ -48,6 +49,7 @@ class LoadedModel(ABC):
             ``SamplingParams.for_model``.
         chat_template: what was given in place of the checkpoint's own; None: nothing.
         adapters: those that are loaded beside it, by name.
+        pictures: what reads pictures for it; None: it reads text alone.
     """
 
     name: str
@@ -64,6 +66,7 @@ class LoadedModel(ABC):
     sampling: Mapping[str, float]
     chat_template: str | None
     adapters: Mapping[str, Adapter] = field(default_factory=dict, kw_only=True)
+    pictures: PictureReader | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         computed = own_kv_dtype(self.dtype, self.weights)

@@ -28,7 +28,7 @@ def key_of(tokens: History | IntArray, space: Space) -> IntArray:
     if space == SHARED:
         return ids
     parts = np.resize(_parts(space), len(ids))
-    return ids.astype(np.int64) + (parts << _TOKEN_BITS)
+    return ids.astype(np.int64) ^ (parts << _TOKEN_BITS)  # pictures have bits there, too
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,124 @@
+"""Models that read pictures: what their processor and vision part make, and runners that place it.
+
+A picture is *looked at* before its prompt is made: the processor says how many rows the model reads
+for it, and what stands around them. It is *encoded* when its rows are to be computed: the vision
+part makes them. Both are asked of a :class:`PictureReader`, which belongs to the loaded model. A
+:class:`SeeingRunner` takes the rows in place of the embeddings of a picture's placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from kvcellar.models.runner import Runner
+from kvcellar.pictures.picture import Picture
+from kvcellar.pictures.tokens import PlacedPicture
+
+
+class Look(NamedTuple):
+    """What a model's processor says of a picture, before any of it is computed.
+
+    Attributes:
+        text: what stands in a prompt in place of the reader's ``written``: ``n_rows`` of its
+            placeholders, and what the model was trained to read around and between them.
+        n_rows: placeholders in it.
+        grid: (height, width) in which the rows lie; (0, 0) for models that do not ask for it.
+    """
+
+    text: str
+    n_rows: int
+    grid: tuple[int, int] = (0, 0)
+
+
+class EncodedPicture(NamedTuple):
+    """What a model's vision part makes of a picture, as its runner takes it.
+
+    Attributes:
+        rows: ``[n_rows, hidden_size]`` of the backend: in place of the placeholders' embeddings.
+        deep: rows of the same shape, each to be added to the hidden states of the placeholders
+            behind one of the first layers, in their order; none for most models.
+        n_bytes: of all of these.
+    """
+
+    rows: Any
+    deep: tuple[Any, ...]
+    n_bytes: int
+
+
+class SeenPicture(NamedTuple):
+    """A picture of a sequence whose tokens are run.
+
+    Attributes:
+        placed: where its placeholders stand in the sequence.
+        encoded: what is read there; None where none of them is in the forward.
+    """
+
+    placed: PlacedPicture
+    encoded: EncodedPicture | None
+
+
+class PictureReader(Protocol):
+    """Protocol of what reads pictures of a loaded model. For several threads.
+
+    Attributes:
+        written: what a chat template writes where a picture stands, to be replaced by
+            ``Look.text``.
+        token_id: of the placeholder.
+        is_whole: rows of a picture see each other both ways, so that all tokens of one have to be
+            in the same forward.
+        size_bytes: of the vision part's weights in memory, loaded or not.
+    """
+
+    written: str
+    token_id: int
+    is_whole: bool
+    size_bytes: int
+
+    def look(self, picture: Picture) -> Look:
+        """Run the processor on a picture.
+
+        Raises:
+            PictureError: the model cannot read it, such as one that is too narrow.
+        """
+        ...
+
+    def encode(self, picture: Picture) -> EncodedPicture:
+        """Run the vision part on a picture, whose weights are loaded by then or now.
+
+        Raises:
+            PictureError: the model cannot read it.
+            ModelError: the vision part's weights cannot be loaded.
+        """
+        ...
+
+
+Seen = Sequence[tuple[Sequence[SeenPicture], int]]
+"""Of each stretch of a forward: the pictures of its sequence that begin before its end, and how
+many tokens it has. Stretches stand in the order of the token axis."""
+
+
+@runtime_checkable
+class SeeingRunner(Runner, Protocol):
+    """A runner whose tokens may be placeholders of pictures, or stand behind them."""
+
+    def seeing(self, stretches: Seen) -> AbstractContextManager[None]:
+        """Have the forwards of a block read pictures.
+
+        Forwards are given ids of the vocabulary, and positions in the sequence, as without
+        pictures: the runner finds by ``places`` which tokens are placeholders, and where a model
+        turns positions otherwise behind a picture.
+        """
+        ...
+
+
+def seeing(runner: Runner, stretches: Seen) -> AbstractContextManager[None]:
+    """Have a runner's forwards read pictures; see :class:`SeeingRunner`.
+
+    Where no sequence has any, any runner will do.
+    """
+    if not any(pictures for pictures, _ in stretches):
+        return nullcontext()
+    assert isinstance(runner, SeeingRunner), "looked at when a request comes"
+    return runner.seeing(stretches)

@@ -1,0 +1,152 @@
+"""Tokens of pictures: placeholders of a history that say which picture stands there.
+
+A model reads a picture as rows that its vision part makes, in place of the embeddings of so many
+placeholder tokens, which all have the same id. In a history that id would be the same for every
+picture. So a placeholder carries more in the 32 bits above its id: that it is one, whether it
+begins a picture, and in turn 28 bits of what follows. Three placeholders have the picture's name,
+84 bits of a digest of its pixels; the fourth has how its rows lie in a grid, for models that turn
+positions by it.
+
+So a history stays one array of integers, and all that compares, hashes, stores and matches tokens
+tells pictures apart without knowing of them: two never share K and V, and the same one at the same
+place always does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcellar.errors import PictureError
+from kvcellar.types import IntArray
+
+LEAST_ROWS = 4
+"""Placeholders that a picture has at least: fewer could not name it."""
+
+NAME_DIGITS = 21
+"""Hexadecimal digits of a picture's name."""
+
+_ID_BITS = 32
+_PART_BITS = 28
+_SIDE_BITS = _PART_BITS // 2
+_IS_PICTURE = 1 << (_ID_BITS + _PART_BITS)
+_BEGINS = _IS_PICTURE << 1
+_ID_MASK = (1 << _ID_BITS) - 1
+_PART_MASK = (1 << _PART_BITS) - 1
+_MOST_SIDE = (1 << _SIDE_BITS) - 1
+
+
+class PlacedPicture(NamedTuple):
+    """A picture in a history.
+
+    Attributes:
+        name: its name; empty where the history ends before it is told whole.
+        places: ``[n]`` positions of its placeholders, ascending; other tokens may lie between.
+        grid: (height, width) in which its rows lie; (0, 0) for models that ask for none.
+    """
+
+    name: str
+    places: IntArray
+    grid: tuple[int, int]
+
+    @property
+    def start(self) -> int:
+        """Position of its first placeholder."""
+        return int(self.places[0])
+
+    @property
+    def stop(self) -> int:
+        """Position behind its last placeholder."""
+        return int(self.places[-1]) + 1
+
+
+def placeholders(token_id: int, name: str, n: int, grid: tuple[int, int] = (0, 0)) -> IntArray:
+    """Return the ``[n]`` tokens that stand for a picture.
+
+    Args:
+        token_id: of the model's placeholder.
+        name: of the picture.
+        n: rows that the model reads for it.
+        grid: (height, width) of these rows; (0, 0) where the model does not ask for it.
+
+    Raises:
+        PictureError: there are too few rows to name a picture by, or the grid is too large.
+    """
+    if n < LEAST_ROWS:
+        raise PictureError(
+            f"a picture of {n} tokens is too small to be told from others; send one that this "
+            f"model reads as {LEAST_ROWS} tokens or more"
+        )
+    if max(grid) > _MOST_SIDE:
+        raise PictureError(
+            f"a picture of {grid[0]} by {grid[1]} tokens is too large; a side may have {_MOST_SIDE}"
+        )
+    value = int(name, 16)
+    parts = [(value >> shift) & _PART_MASK for shift in (2 * _PART_BITS, _PART_BITS, 0)]
+    parts.append((grid[0] << _SIDE_BITS) + grid[1])
+    tokens = np.resize(np.array(parts, np.int64), n)
+    tokens = (tokens << _ID_BITS) | (_IS_PICTURE | token_id)
+    tokens[0] |= _BEGINS
+    return tokens
+
+
+def ids_of(tokens: IntArray) -> IntArray:
+    """Return the ids in the vocabulary of a history's tokens, ``[n]``: what a model embeds.
+
+    Without a copy where there is no picture. Tokens that are none stay what they are, so that
+    whoever checks ids sees wrong ones.
+    """
+    is_picture = is_placeholder(tokens)
+    if not is_picture.any():
+        return tokens
+    return np.where(is_picture, tokens & _ID_MASK, tokens)
+
+
+def is_placeholder(tokens: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return ``[n]``: true where a token stands for a row of a picture."""
+    return (tokens >= _IS_PICTURE) & (tokens & _IS_PICTURE != 0)
+
+
+def pictures_in(tokens: IntArray) -> tuple[PlacedPicture, ...]:
+    """Return the pictures of a history in their order; one that is cut off at its end, too."""
+    places = np.flatnonzero(is_placeholder(tokens))
+    if not len(places):
+        return ()
+    own = tokens[places]
+    begins = np.flatnonzero(own & _BEGINS)
+    return tuple(
+        _placed(own[at:stop], places[at:stop])
+        for at, stop in zip(begins, [*begins[1:], len(places)], strict=True)
+    )
+
+
+def _placed(tokens: IntArray, places: IntArray) -> PlacedPicture:
+    parts = [int(part) for part in (tokens[:LEAST_ROWS] >> _ID_BITS) & _PART_MASK]
+    if len(parts) < LEAST_ROWS:
+        return PlacedPicture("", places, (0, 0))
+    value = (parts[0] << 2 * _PART_BITS) + (parts[1] << _PART_BITS) + parts[2]
+    grid = parts[3] >> _SIDE_BITS, parts[3] & _MOST_SIDE
+    return PlacedPicture(f"{value:0{NAME_DIGITS}x}", places, grid)
+
+
+def usable(tokens: IntArray, n: int, *, is_whole: bool) -> int:
+    """Return how many of the first ``n`` tokens of a history can be gone on from.
+
+    All of them, but where they end in a picture that they do not tell from every other, or whose
+    rows see each other both ways: then those before it.
+
+    Args:
+        tokens: of the history.
+        n: what a cache holds of it.
+        is_whole: a picture's rows see those behind them, so that half of one is of no use.
+    """
+    behind = tokens[n:][is_placeholder(tokens[n:])]
+    if not len(behind) or behind[0] & _BEGINS:  # no picture, or the next one is another
+        return n
+    before = np.flatnonzero(is_placeholder(tokens[:n]))
+    begins = np.flatnonzero(tokens[before] & _BEGINS)
+    if not len(begins):
+        return n
+    n_rows = len(before) - int(begins[-1])
+    return int(before[begins[-1]]) if is_whole or n_rows < LEAST_ROWS else n
