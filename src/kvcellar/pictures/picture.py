@@ -27,7 +27,7 @@ MOST_PIXELS = 64 << 20
 """Pixels of a picture, at most: 192 MB of them in memory while it is read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Picture:
     """A picture that somebody sent. Never changes; equal to another of the same pixels.
 

@@ -105,7 +105,8 @@ def ids_of(tokens: IntArray) -> IntArray:
 
 def is_placeholder(tokens: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return ``[n]``: true where a token stands for a row of a picture."""
-    return (tokens >= _IS_PICTURE) & (tokens & _IS_PICTURE != 0)
+    found: np.ndarray[tuple[int], np.dtype[np.bool_]] = tokens & _IS_PICTURE != 0
+    return found & (tokens >= 0)
 
 
 def pictures_in(tokens: IntArray) -> tuple[PlacedPicture, ...]:

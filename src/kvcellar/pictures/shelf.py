@@ -1,0 +1,78 @@
+"""The shelf: pictures that are at hand, by name, whoever sent them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+from kvcellar.errors import PictureError
+from kvcellar.pictures.picture import Picture
+
+SHELF_BYTES = 256 << 20
+"""Bytes of files that are kept in memory where nobody holds them."""
+
+
+class PictureShelf:
+    """Pictures by name. For several threads.
+
+    A picture that somebody holds is always at hand; of others as many as fit, the ones that were
+    asked for last. What has gone is looked for where it was saved.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str], bytes | None] = lambda name: None,
+        most_bytes: int = SHELF_BYTES,
+    ) -> None:
+        """Create an empty shelf.
+
+        Args:
+            find: returns the file of a picture that was saved, by its name; None: there is none.
+            most_bytes: of files that nobody holds.
+        """
+        self._find, self._most_bytes = find, most_bytes
+        self._held: WeakValueDictionary[str, Picture] = WeakValueDictionary()
+        self._kept: OrderedDict[str, Picture] = OrderedDict()
+        self._n_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, picture: Picture) -> Picture:
+        """Put a picture on the shelf; return it, or the one of the same name that is there."""
+        with self._lock:
+            found = self._held.setdefault(picture.name, picture)
+            self._touch(found)
+            return found
+
+    def get(self, name: str) -> Picture:
+        """Return a picture.
+
+        Raises:
+            PictureError: it is neither on the shelf nor saved.
+        """
+        with self._lock:
+            found = self._held.get(name)
+            if found is not None:
+                self._touch(found)
+                return found
+        data = self._find(name)
+        if data is None:
+            raise PictureError(
+                f"the picture {name} is not here any more; send the message that has it again"
+            )
+        picture = Picture.read(data)
+        if picture.name != name:
+            raise PictureError(
+                f"the file of picture {name} has other pixels than were sent; send it again"
+            )
+        return self.add(picture)
+
+    def _touch(self, picture: Picture) -> None:
+        """Make a picture the last one to go."""
+        if self._kept.pop(picture.name, None) is None:
+            self._n_bytes += len(picture.data)
+        self._kept[picture.name] = picture
+        while self._n_bytes > self._most_bytes and len(self._kept) > 1:
+            _, gone = self._kept.popitem(last=False)
+            self._n_bytes -= len(gone.data)
