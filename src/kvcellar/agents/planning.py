@@ -197,6 +197,7 @@ def plan_turn(
         ruled.tools,
         template_kwargs=kwargs,
         control_tokens_in_text=control_tokens_in_text,
+        looks=host.looks,
     )
     refuse_text(host.tokenizer, rendered.text, host.context)
     prompt = History(encode(host.tokenizer, rendered))
@@ -210,6 +211,7 @@ def plan_turn(
         prompt,
         agent.tokens.common_prefix(prompt),
         control_tokens_in_text,
+        host.looks,
     )
     n_known = 0  # messages whose tokens can be the history's: none with other tools, nor the last
     changed: str | None = "tools"

@@ -439,6 +439,7 @@ class Turns:
             template_kwargs=kwargs,
             is_asking=is_asking,
             control_tokens_in_text=self.control_tokens_in_text,
+            looks=host.looks,
         )
         refuse_text(host.tokenizer, rendered.text, host.context, times=MOST_COUNTED)
         return History(encode(host.tokenizer, rendered))

@@ -23,6 +23,7 @@ from kvcellar.engine.first_use import run_first_steps
 from kvcellar.engine.kv.host_offload import moved_out
 from kvcellar.engine.kv.residency import Residency
 from kvcellar.engine.kv.restore import HeldPrefix, Restore, hold
+from kvcellar.engine.picture_rows import PictureRows
 from kvcellar.engine.requests.batch import Batch, Verdict
 from kvcellar.engine.requests.prepared_step import Ahead
 from kvcellar.engine.requests.request import Event, FinishEvent, PromptProgress, Request
@@ -42,6 +43,7 @@ from kvcellar.models.runner import (
     rope_border_of,
     step_limit,
 )
+from kvcellar.models.seeing import SeeingRunner, seeing
 from kvcellar.prefix import key_of
 from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
@@ -64,6 +66,7 @@ class Engine:
         tokenizer: for texts and stop texts; None for tokens alone.
         eos_token_ids: tokens with which the model ends a text.
         config: see :class:`EngineConfig`.
+        rows: rows of pictures, for a runner that reads them; None: prompts are text alone.
         drafter: guesses tokens that the same forward verifies, where that saves time; None for
             none. What comes out does not depend on it.
         max_positions: the longest sequence that the model was made for; one that reaches it ends
@@ -79,6 +82,7 @@ class Engine:
         *,
         eos_token_ids: Collection[int] = (),
         config: EngineConfig | None = None,
+        rows: PictureRows | None = None,
         drafter: Drafter | None = None,
         max_positions: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -98,6 +102,7 @@ class Engine:
             cache, self.index, ahead=self._ahead, rope_border=rope_border_of(runner)
         )
         residency.offload = moved_out(residency)
+        residency.is_whole = isinstance(runner, SeeingRunner) and runner.is_whole
         speculator = None
         if drafter is not None:
             speculator = Speculator(
@@ -120,6 +125,7 @@ class Engine:
             self.outcomes,
             tokenizer,
             runner.vocab_size,
+            rows if isinstance(runner, SeeingRunner) else None,
         )
         self._teller = _teller(runner) if isinstance(drafter, FeatureReader) else None
         self._sampler = runner if isinstance(runner, SamplingRunner) else None
@@ -280,7 +286,7 @@ class Engine:
     ) -> tuple[FloatArray | KeptLogits, FloatArray | None]:
         """Return logits of the wanted rows, and features of all where the drafter reads them."""
         step = batch.token_ids, positions, batch.rows
-        with in_spaces(self.runner, batch.spaces):
+        with in_spaces(self.runner, batch.spaces), seeing(self.runner, batch.pictures):
             if self._sampler is not None:
                 has_features = self._teller is not None
                 logits, features = self._sampler.forward_kept(*step, has_features=has_features)

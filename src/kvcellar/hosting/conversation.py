@@ -9,7 +9,14 @@ from typing import Any, Protocol
 from kvcellar.errors import ModelError
 from kvcellar.history import History
 from kvcellar.hosting.messages import Message, Messages
-from kvcellar.models.text.prompts import PromptTokenizer, Rendered, begun_of, encode, render
+from kvcellar.models.text.prompts import (
+    Looks,
+    PromptTokenizer,
+    Rendered,
+    begun_of,
+    encode,
+    render,
+)
 
 MIN_AHEAD = 16
 """Tokens by which a place has to be behind what the history has for it to be worth a stop."""
@@ -42,6 +49,7 @@ class Prefixes:
         tokens: of the conversation.
         n_common: leading tokens that the history has, too.
         control_tokens_in_text: as the conversation was rendered.
+        looks: at its pictures; None: the model reads none.
         n_left: how many more beginnings may be rendered to find out.
     """
 
@@ -53,6 +61,7 @@ class Prefixes:
     tokens: History
     n_common: int
     control_tokens_in_text: bool
+    looks: Looks | None = None
     n_left: int = 16
 
     def end_of(self, n_messages: int, *, is_asking: bool) -> int:
@@ -103,7 +112,7 @@ class Prefixes:
         except ModelError:
             return 0
         whole = self.rendered
-        if part.mark == whole.mark:
+        if part.mark == whole.mark and not whole.pictures:
             rest = whole.behind(part)
             tail = encode(self.tokenizer, rest) if rest.text else []
             n = len(self.tokens) - len(tail)
@@ -119,6 +128,7 @@ class Prefixes:
             template_kwargs=self.template_kwargs,
             is_asking=is_asking,
             control_tokens_in_text=self.control_tokens_in_text,
+            looks=self.looks,
         )
 
 

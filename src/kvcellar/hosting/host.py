@@ -13,6 +13,7 @@ from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService
 from kvcellar.engine.embedding import Embedder
+from kvcellar.engine.picture_rows import PictureRows
 from kvcellar.engine.speculate import (
     Drafter,
     DraftModel,
@@ -26,6 +27,7 @@ from kvcellar.hosting.conversation import AgentTokenizer
 from kvcellar.hosting.costs import Costs
 from kvcellar.hosting.fair_lock import Gate
 from kvcellar.hosting.memory import NGRAM, Capacity, budgets_of_host, choose_capacity, head_of
+from kvcellar.hosting.pictures import HostLooks
 from kvcellar.hosting.templates import TemplateReport, check_template
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.adapter_names import adapted
@@ -37,6 +39,7 @@ from kvcellar.models.runner import rope_border_of
 from kvcellar.models.sizes.sizing import size_model
 from kvcellar.models.sizes.snapshots import slots_bytes, what_resumes
 from kvcellar.models.text.rendering import prepare_renderer
+from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.registry import make_tree_session
 from kvcellar.sight import FULL
 from kvcellar.space import LONG, SHARED, Space
@@ -67,6 +70,8 @@ class ModelHost:
         space: of all its histories in the engine's cache.
         embedder: makes vectors of texts with the same weights; None: nobody does.
         pooling: how these vectors are pooled where a request does not say.
+        shelf: pictures by name, whoever sent them.
+        looks: what the model makes of them; None: it reads text alone.
         adapters: the same model with each of its adapters, by the adapter's name: hosts with a name
             and key of their own and this one's engine.
     """
@@ -88,6 +93,8 @@ class ModelHost:
     space: Space = SHARED
     embedder: Embedder | None = None
     pooling: Pooling = "mean"
+    shelf: PictureShelf = field(default_factory=PictureShelf)
+    looks: HostLooks | None = None
     adapters: Mapping[str, ModelHost] = field(default_factory=dict)
     _on_close: ExitStack = field(default_factory=ExitStack)
 
@@ -95,6 +102,18 @@ class ModelHost:
     def resumes(self) -> str:
         """From where conversations go on, for people; empty where that is from everywhere."""
         return what_resumes(self.engine.cache.config, self.engine.config.max_num_seqs)
+
+    @property
+    def reads_pictures(self) -> bool:
+        """True if pictures in messages are read; else the model is told in a line of each."""
+        return self.looks is not None
+
+    def take_shelf(self, shelf: PictureShelf) -> None:
+        """Find pictures on another shelf from now on, and with each adapter too."""
+        for host in (self, *self.adapters.values()):
+            host.shelf = shelf
+            if host.looks is not None:
+                host.looks.shelf = shelf
 
     @property
     def context(self) -> int:
@@ -199,7 +218,12 @@ def open_host(
     of_states = slots_bytes(loaded.params, cache_config.n_slots)
     cache_bytes = layout.rows_bytes(cache_config.capacity) + of_states
     with ExitStack() as stack:
-        engine = _start_engine(options, loaded, cache_config, budgets[1], config, stack)
+        shelf = PictureShelf()
+        looks = None if loaded.pictures is None else HostLooks(loaded.pictures, shelf)
+        rows = None if looks is None else PictureRows(looks.encode)
+        if rows is not None:
+            stack.callback(rows.close)
+        engine = _start_engine(options, loaded, cache_config, budgets[1], config, rows, stack)
         has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
         service = EngineService(engine)
         border = rope_border_of(engine.runner)
@@ -223,6 +247,8 @@ def open_host(
             template=check_template(loaded.tokenizer) if has_template else None,
             embedder=Embedder(service, int(loaded.config.hidden_size)),
             pooling=pooling_of(loaded.path),
+            shelf=shelf,
+            looks=looks,
             _on_close=stack.pop_all(),
         )
     host.adapters = {
@@ -245,6 +271,7 @@ def _start_engine(
     cache_config: CacheConfig,
     draft_budget: MemoryBudget | None,
     config: EngineConfig | None,
+    rows: PictureRows | None,
     stack: ExitStack,
 ) -> Engine:
     """Open the sessions of a model and of whoever guesses for it, and make an engine for them."""
@@ -259,6 +286,7 @@ def _start_engine(
         model.tokenizer,
         eos_token_ids=model.eos_token_ids,
         config=config,
+        rows=rows,
         drafter=drafter,
         max_positions=model.max_positions,
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvcellar.budget import format_size
 from kvcellar.errors import ConfigError
 from kvcellar.hosting.fair_lock import Gate
+from kvcellar.pictures.shelf import PictureShelf
 
 if TYPE_CHECKING:
     from kvcellar.hosting.host import ModelHost
@@ -62,6 +63,8 @@ class ModelRegistry:
         if idle_ttl_s is not None and not idle_ttl_s > 0:
             raise ConfigError(f"idle_ttl_s must be above 0 seconds, got {idle_ttl_s}")
         self._load = load or _open_host
+        self.shelf = PictureShelf()
+        """Pictures that all of the models find by name."""
         self._budget_bytes = budget_bytes
         self._size_of = size_of
         self._split = split
@@ -147,6 +150,7 @@ class ModelRegistry:
                     return entry
             await self._make_room(name)
             host = await self._load_in_thread(name)
+            host.take_shelf(self.shelf)
             entry = _HostEntry(host, 1, self._clock())
             with self._lock:
                 self._loaded[name] = entry

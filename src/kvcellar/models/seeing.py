@@ -101,7 +101,13 @@ many tokens it has. Stretches stand in the order of the token axis."""
 
 @runtime_checkable
 class SeeingRunner(Runner, Protocol):
-    """A runner whose tokens may be placeholders of pictures, or stand behind them."""
+    """A runner whose tokens may be placeholders of pictures, or stand behind them.
+
+    Attributes:
+        is_whole: as its model's ``PictureReader`` has it.
+    """
+
+    is_whole: bool
 
     def seeing(self, stretches: Seen) -> AbstractContextManager[None]:
         """Have the forwards of a block read pictures.

@@ -109,6 +109,11 @@ def is_placeholder(tokens: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_
     return found & (tokens >= 0)
 
 
+def is_in_vocabulary(token: int) -> bool:
+    """Return true if a token is an id of some vocabulary, and no row of a picture."""
+    return 0 <= token <= _ID_MASK
+
+
 def pictures_in(tokens: IntArray) -> tuple[PlacedPicture, ...]:
     """Return the pictures of a history in their order; one that is cut off at its end, too."""
     places = np.flatnonzero(is_placeholder(tokens))

@@ -19,7 +19,8 @@ from kvcellar.cache import SeqCache
 from kvcellar.engine.kv.snapshots import Snapshots
 from kvcellar.engine.requests.prepared_step import Ahead
 from kvcellar.engine.requests.request import Sequence
-from kvcellar.prefix import PrefixIndex, key_of
+from kvcellar.pictures.tokens import usable
+from kvcellar.prefix import PrefixIndex, PrefixMatch, key_of
 from kvcellar.space import LONG, SHARED, Space
 from kvcellar.states import NO_SLOT
 from kvcellar.types import IntArray
@@ -97,6 +98,8 @@ class Residency:
     """KV of sequences that gave way; None: none is kept."""
     rope_border: int = 0
     """Tokens of the longest text that is computed as a short one; 0: all are."""
+    is_whole: bool = False
+    """Rows of a picture see each other both ways, so that half of one is not gone on from."""
     ahead: Ahead | None = None
     """The step that is begun while a device works; None: none ever is."""
     waiting: Seq[Sequence] = ()
@@ -208,7 +211,18 @@ class Residency:
 
     def n_reusable(self, sequence: Sequence) -> int:
         """Return how many of a waiting sequence's tokens the cache holds; nothing is locked."""
-        return self.index.match_prefix(self._reusable(sequence)).length
+        return self._match(sequence).length
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        """Find what the index has of a waiting sequence's tokens, up to where it can go on."""
+        key = self._reusable(sequence)
+        match = self.index.match_prefix(key)
+        while sequence.pictures:
+            n = usable(sequence.tokens.tokens, match.length, is_whole=self.is_whole)
+            if n == match.length:
+                break
+            match = self.index.match_prefix(key[:n])
+        return match
 
     def _reusable(self, sequence: Sequence) -> IntArray:
         """Return what the index knows the tokens by whose KV may come from elsewhere."""
@@ -230,7 +244,7 @@ class Residency:
             self.offload.bring(sequence)
         sequence.seq_id = self.take_seq_id()
         self._expect(sequence)
-        match = self.index.match_prefix(self._reusable(sequence))
+        match = self._match(sequence)
         if match.length:
             self.cache.seq_map(sequence.seq_id, match.cells)
             self.index.lock_handle(match.handle)

@@ -10,6 +10,8 @@ import numpy as np
 
 from kvcellar.engine.requests.draft import Draft
 from kvcellar.engine.sampler.sampling import Choice
+from kvcellar.models.seeing import SeenPicture
+from kvcellar.pictures.tokens import ids_of
 from kvcellar.space import Space
 from kvcellar.types import IntArray
 
@@ -73,13 +75,14 @@ class Batch:
 
     @cached_property
     def token_ids(self) -> IntArray:
-        """``[T]``: all tokens."""
+        """``[T]``: ids of all tokens."""
         tokens: list[IntArray | tuple[int, ...]] = []
         for part in self.parts:
             tokens.append(part.known)
             if part.n_tokens > part.n_known:
                 tokens.append(part.draft.tokens)
-        return np.concatenate(tokens, dtype=np.int64)
+        found: IntArray = np.concatenate(tokens, dtype=np.int64)
+        return ids_of(found) if any(part.sequence.pictures for part in self.parts) else found
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
@@ -95,6 +98,14 @@ class Batch:
             stop += part.n_tokens
             rows.extend(range(stop - part.n_rows, stop))
         return rows
+
+    @property
+    def pictures(self) -> list[tuple[tuple[SeenPicture, ...], int]]:
+        """Pictures before the end of each part, and its tokens; see ``models.seeing``."""
+        return [
+            (part.sequence.seen(part.sequence.n_computed + part.n_tokens), part.n_tokens)
+            for part in self.parts
+        ]
 
     @property
     def spaces(self) -> list[tuple[Space, int]]:

@@ -66,4 +66,5 @@ def _goes_on(part: BatchPart) -> bool:
     """Return true if a part is one token, and what is sampled behind it is not the last."""
     sequence = part.sequence
     is_at_end = len(sequence.sampled) + 1 == sequence.request.params.max_tokens
-    return part.n_tokens == 1 and part.is_last and not is_at_end
+    is_text = not sequence.pictures  # behind one a model may turn positions otherwise
+    return part.n_tokens == 1 and part.is_last and is_text and not is_at_end

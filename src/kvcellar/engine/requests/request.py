@@ -15,6 +15,8 @@ from kvcellar.engine.requests.draft import NO_DRAFT, Draft
 from kvcellar.engine.sampler.sampling import Choice, SamplingParams, SamplingState
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
+from kvcellar.models.seeing import EncodedPicture, SeenPicture
+from kvcellar.pictures.tokens import PlacedPicture, pictures_in
 from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
 
@@ -179,11 +181,24 @@ class Sequence:
     """A length whose states it keeps, so that its end can be resumed in whole blocks; 0: none."""
     n_again: int = 0
     """Tokens at its end that were verified before, and that states have to go through again."""
+    pictures: tuple[PlacedPicture, ...] = field(init=False)
+    """Pictures in its prompt."""
+    rows: dict[str, EncodedPicture] = field(default_factory=dict)
+    """Rows of those of its pictures that the next step computes tokens of."""
     space: Space = field(init=False)
     """Space of what it has computed: the request's, and how long its text was when it came in."""
 
     def __post_init__(self) -> None:
         self.space = self.request.space
+        self.pictures = pictures_in(self.tokens.tokens[: self.n_prompt])
+
+    def seen(self, stop: int) -> tuple[SeenPicture, ...]:
+        """Return its pictures that begin before a place, with the rows that are at hand."""
+        return tuple(
+            SeenPicture(placed, self.rows.get(placed.name))
+            for placed in self.pictures
+            if placed.start < stop
+        )
 
     @property
     def reusable(self) -> IntArray:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.engine.kv.residency import Residency, most_expected
 from kvcellar.engine.loop.generating import check_tokens
 from kvcellar.engine.loop.text import TextStream
+from kvcellar.engine.picture_rows import PictureRows, unseen
 from kvcellar.engine.requests.batch import Batch, BatchPart, Verdict
 from kvcellar.engine.requests.draft import NO_DRAFT
 from kvcellar.engine.requests.request import Event, PromptProgress, Request, Sequence
 from kvcellar.engine.sampler.sampling import SamplingState
 from kvcellar.engine.schedule.outcomes import Outcomes
 from kvcellar.engine.schedule.policy import Policy
-from kvcellar.errors import DeadlineError, KVCellarError, PromptError
+from kvcellar.errors import DeadlineError, KVCellarError, PictureError, PromptError
 from kvcellar.history import History
+from kvcellar.pictures.tokens import ids_of
 from kvcellar.space import LONG
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ MIN_SHARED = 32
 """Tokens of a prefix that others just compute for which it is worth waiting."""
 
 
+PICTURE_WAIT_S = 0.02
+"""Seconds after which an engine that waits for pictures alone looks for new requests."""
+
 SCORED_BYTES = 32 << 20
 """Logits of prompts in one step, where log probabilities of prompts are asked for."""
 
@@ -63,6 +68,8 @@ class Scheduler:
     """Ends requests and tells what came of them; it has the queues too."""
     tokenizer: Any
     vocab_size: int
+    rows: PictureRows | None = None
+    """Rows of pictures; None: the model reads none."""
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _step: int = 0
 
@@ -84,9 +91,11 @@ class Scheduler:
         Raises:
             PromptError: no tokens, tokens that the model does not have, or more than could ever
                 fit; nothing was queued.
+            PictureError: it has pictures and the model reads none, or scores of them are asked for.
         """
         tokens = request.prompt_ids
-        self._check_prompt(tokens)
+        ids = History(ids_of(tokens.tokens))
+        self._check_prompt(ids)
         request_id = next(self._ids)
         params = request.params
         sequence = Sequence(
@@ -94,12 +103,13 @@ class Scheduler:
             request=request,
             tokens=History(tokens),
             n_prompt=len(tokens),
-            state=SamplingState(params, self.vocab_size, tokens, self.outcomes.eos_token_ids),
-            stream=TextStream(self.tokenizer, params.stop, tokens, request.marks, request.finder)
+            state=SamplingState(params, self.vocab_size, ids, self.outcomes.eos_token_ids),
+            stream=TextStream(self.tokenizer, params.stop, ids, request.marks, request.finder)
             if self.tokenizer is not None
             else None,
             arrived_s=now,
         )
+        self._check_pictures(sequence)
         self.waiting.append(sequence)
         self.outcomes.counts.requests += 1
         self.outcomes.counts.prompt_tokens += len(tokens)
@@ -126,6 +136,22 @@ class Scheduler:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens and the model was made for {most} positions; "
                 f"shorten it"
+            )
+
+    def _check_pictures(self, sequence: Sequence) -> None:
+        """Refuse pictures that nobody can read.
+
+        Raises:
+            PictureError: so they are.
+        """
+        if not sequence.pictures:
+            return
+        if self.rows is None:
+            raise unseen(len(sequence.pictures))
+        if sequence.request.prompt_logprobs is not None:
+            raise PictureError(
+                "log probabilities of a prompt are told of text alone, and this prompt has "
+                "pictures; leave prompt_logprobs out"
             )
 
     def cancel(self, request_id: int) -> bool:
@@ -174,7 +200,10 @@ class Scheduler:
         self._admit(now)
         self._draft()
         while self.running:
-            parts = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+            parts = self._allot()
+            if not parts:
+                self._await_rows()
+                return None
             if self._has_room(parts):
                 return self._batch(parts)
             if len(self.running) == 1:
@@ -183,6 +212,57 @@ class Scheduler:
             else:
                 self._give_way()
         return None
+
+    def _allot(self) -> list[BatchPart]:
+        """Divide the step's tokens, as far as the pictures in them are encoded."""
+        parts = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+        if self.rows is None or not any(part.sequence.pictures for part in parts):
+            return parts
+        found = []
+        for part in parts:
+            sequence, n = part.sequence, part.n_tokens
+            try:
+                n_ready = self._n_ready(sequence, n)
+            except Exception as error:  # of this sequence's picture: it alone ends
+                self.outcomes.end(sequence, "error", error=error)
+                continue
+            if n_ready:
+                found.append(part if n_ready == n else BatchPart(sequence, n_ready))
+        return found
+
+    def _n_ready(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return how many of a sequence's next tokens can be computed now.
+
+        Those before a picture whose rows are still to come; where rows see each other both ways,
+        all of a picture or none.
+
+        Raises:
+            Exception: what encoding a picture raised.
+        """
+        assert self.rows is not None, "asked where pictures are read"
+        start = sequence.n_computed
+        stop, needed = start + n_tokens, {}
+        for placed in sequence.pictures:
+            if placed.stop <= start:
+                continue
+            if placed.start >= stop:
+                break
+            if self.residency.is_whole and stop < placed.stop:
+                stop = placed.start if placed.start > start else placed.stop
+                if stop == placed.start:
+                    break
+            found = sequence.rows.get(placed.name) or self.rows.take(placed.name)
+            if found is None:
+                stop = max(start, placed.start)
+                break
+            needed[placed.name] = found
+        sequence.rows = needed
+        return stop - start
+
+    def _await_rows(self) -> None:
+        """Wait a little where all that runs waits for pictures."""
+        if self.rows is not None and self.running:
+            self.rows.wait(PICTURE_WAIT_S)
 
     def _expire(self, now: float) -> None:
         for sequence in list(self.waiting):
@@ -320,7 +400,7 @@ class Scheduler:
         if any(part.draft for part in parts):
             for sequence in self.running:
                 sequence.draft = NO_DRAFT
-            parts[:] = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+            parts[:] = self._allot()
             return self._has_room(parts)
         if any(self.residency.snapshots.give_up_point(one) for one in self.running):
             return self._has_room(parts)

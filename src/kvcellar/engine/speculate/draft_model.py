@@ -20,6 +20,7 @@ from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.history import History
 from kvcellar.models import Runner
 from kvcellar.models.runner import FloatArray, step_limit
+from kvcellar.pictures.tokens import ids_of
 from kvcellar.space import Space
 from kvcellar.types import IntArray
 
@@ -174,7 +175,7 @@ class DraftModel:
                 if len(part):
                     parts.append((tree, part))
                     room -= len(part)
-            tokens = np.concatenate([part for _, part in parts])
+            tokens = ids_of(np.concatenate([part for _, part in parts]))
             stretches = [(tree.ask.request_id, len(part)) for tree, part in parts]
             rows = np.cumsum([len(part) for _, part in parts]) - 1
             logits = self._forward(tokens, stretches, rows.tolist())

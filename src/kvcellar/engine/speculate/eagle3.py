@@ -17,6 +17,7 @@ from kvcellar.engine.requests.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, make_room, propose_levels
 from kvcellar.errors import CacheFullError
+from kvcellar.pictures.tokens import ids_of
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.eagle3.head import Eagle3Runner, Guesses
@@ -199,7 +200,7 @@ class Eagle3Drafter:
         for tree in trees:
             known = self._known[tree.ask.request_id]
             at = known.first + known.n_pairs + 1
-            tokens += tree.ask.tokens[at : at + known.n_joined].tolist()
+            tokens += ids_of(tree.ask.tokens[at : at + known.n_joined]).tolist()
             stretches.append((tree.ask.request_id, known.n_joined))
             rows.append(len(tokens) - 1)
             parts.append(known.joined)
@@ -225,7 +226,9 @@ class Eagle3Drafter:
         """Take the next ``n`` pairs of a sequence that has many."""
         at = known.first + known.n_pairs + 1
         positions = self._cache.begin_step([(ask.request_id, n)])
-        self._runner.read(ask.tokens[at : at + n].tolist(), [known.joined[:n]], positions, [], 1)
+        self._runner.read(
+            ids_of(ask.tokens[at : at + n]).tolist(), [known.joined[:n]], positions, [], 1
+        )
         known.n_pairs += n
         known.joined = known.joined[n:]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from kvcellar.engine.requests.draft import NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
+from kvcellar.pictures.tokens import is_in_vocabulary
 from kvcellar.space import SHARED, Space
 from kvcellar.types import IntArray
 
@@ -162,7 +164,8 @@ class NgramDrafter:
             while len(found) < ask.limit and found_in.tokens is tokens:
                 # It runs into its own end: what repeats with this period goes on repeating.
                 found = (found + found)[: ask.limit]
-            return Draft(tuple(found), f"{size}-gram")
+            said = tuple(takewhile(is_in_vocabulary, found))  # no model says a picture
+            return Draft(said, f"{size}-gram")
         return NO_DRAFT
 
     def _forget(self, number: int) -> None:

@@ -10,10 +10,13 @@ characters, and not the token. Only what the template itself writes becomes one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvcellar.errors import ModelError, TemplateLimitError
+from kvcellar.models.seeing import Look
 from kvcellar.models.text.controls import controls_of, free_mark, is_rendered_here
 from kvcellar.models.text.fitting import (
     fit,
@@ -23,8 +26,15 @@ from kvcellar.models.text.fitting import (
     takes,
     thinking_in_parts,
 )
+from kvcellar.models.text.pictures import (
+    left_out,
+    marked_pictures,
+    picture_parts,
+    with_looks,
+)
 from kvcellar.models.text.rendering import ask_renderer
 from kvcellar.models.text.templates import check_template_kwargs, template_for
+from kvcellar.pictures.tokens import placeholders
 
 _THOUGHT = "<think>"
 
@@ -45,6 +55,26 @@ class PromptTokenizer(Protocol):
         ...
 
 
+class Looks(Protocol):
+    """Protocol of what a model makes of pictures in a prompt.
+
+    Attributes:
+        written: what its chat template writes where a picture stands.
+        token_id: of the placeholder for a row of one.
+    """
+
+    written: str
+    token_id: int
+
+    def look(self, name: str) -> Look:
+        """Return what stands in the prompt for a picture.
+
+        Raises:
+            PictureError: it is not here any more, or the model cannot read it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A conversation as its template writes it.
@@ -56,6 +86,8 @@ class Rendered:
         mark: that mark.
         is_literal: whether control tokens in messages become tokens, as the user wished.
         notes: what the template takes otherwise than it was sent, in sentences.
+        pictures: names of the pictures in it and what stands for them, in their order.
+        placeholder: id of the token for a row of a picture; -1 where there is none.
     """
 
     text: str
@@ -63,9 +95,14 @@ class Rendered:
     mark: str = ""
     is_literal: bool = False
     notes: tuple[str, ...] = ()
+    pictures: tuple[tuple[str, Look], ...] = ()
+    placeholder: int = -1
 
     def behind(self, other: Rendered) -> Rendered:
-        """Return what follows the beginning that it has in common with another of the same mark."""
+        """Return what follows the beginning that it has in common with another of the same mark.
+
+        Neither of them has pictures.
+        """
         mine, its = self.marked or self.text, other.marked or other.text
         n = len(its)
         if not mine.startswith(its):
@@ -84,8 +121,12 @@ def render(
     template_kwargs: Mapping[str, Any] | None = None,
     is_asking: bool = True,
     control_tokens_in_text: bool = False,
+    looks: Looks | None = None,
 ) -> Rendered:
     """Write a conversation by the model's chat template.
+
+    Where a message has ``pictures``, each a ``name`` and ``at``, the place in its content where it
+    stands, the template is given parts in their place.
 
     Args:
         tokenizer: of the model.
@@ -95,9 +136,11 @@ def render(
         is_asking: end with the opening of an answer; where the last message is an answer, with that
             answer as far as it goes.
         control_tokens_in_text: let messages spell control tokens.
+        looks: at the pictures; None: the model reads text alone, and a line in their place.
 
     Raises:
-        ModelError: there is no chat template, or it refuses these messages.
+        ModelError: there is no chat template, it refuses these messages, or it leaves pictures out.
+        PictureError: a picture is not here any more, or the model cannot read it.
         TemplateLimitError: it takes more time, memory or output than is allowed; it was stopped.
         PromptError: the template takes no argument of such a name, or a text has so many
             noncharacters that its control tokens cannot be marked.
@@ -110,6 +153,15 @@ def render(
     check_template_kwargs(tokenizer, template_kwargs or ())
     said = [dict(message) for message in messages]
     rest: Any = (None if tools is None else [dict(tool) for tool in tools], template_kwargs or {})
+    picture_mark = ""
+    names: list[str] = []
+    lines: tuple[str, ...] = ()
+    if any(message.get("pictures") for message in said):
+        if looks is None:
+            said, lines = left_out(said)
+        else:
+            picture_mark = free_mark((said, rest))
+            said, names = marked_pictures(said, picture_mark)
     controls = None if control_tokens_in_text else controls_of(tokenizer)
     mark = ""
     if controls is not None and controls.is_spelt(said, rest):
@@ -118,15 +170,23 @@ def render(
     try:
         is_begun = is_asking and begun_of(said) is not None
         write = _continued if is_begun else _apply
-        text, notes = write(tokenizer, said, rest[0], rest[1], is_asking)
+        text, notes = write(tokenizer, said, rest[0], rest[1], is_asking, picture_mark)
     except TemplateLimitError:
         raise
     except Exception as error:  # templates raise errors of jinja's
         raise ModelError(f"the model's chat template refuses these messages: {error}") from error
-    if not mark:
-        return Rendered(text, is_literal=control_tokens_in_text, notes=notes)
-    text = text.replace(f"\\u{ord(mark):04x}", mark)  # what a template escaped
-    return Rendered(text.replace(mark, ""), text, mark, notes=notes)
+    notes += lines
+    if mark:
+        text = text.replace(f"\\u{ord(mark):04x}", mark)  # what a template escaped
+    seen: tuple[tuple[str, Look], ...] = ()
+    if names:
+        assert looks is not None, "else there are lines in their place"
+        seen = tuple((name, looks.look(name)) for name in names)
+        text = with_looks(text, looks.written, [look for _, look in seen], mark)
+    found = Rendered(text, is_literal=control_tokens_in_text, notes=notes)
+    if mark:
+        found = Rendered(text.replace(mark, ""), text, mark, notes=notes)
+    return replace(found, pictures=seen, placeholder=looks.token_id if seen and looks else -1)
 
 
 def begun_of(messages: Sequence[Mapping[str, Any]]) -> str | None:
@@ -156,9 +216,35 @@ def encode_plain(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list
 def encode(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
     """Return the tokens of a rendered conversation, which has its special tokens already.
 
+    Placeholders of pictures say which picture they stand for; see ``kvcellar.pictures.tokens``.
+
     Raises:
         PromptError: the text has noncharacters that are needed to tell its control tokens apart.
+        PictureError: a picture is too small, or too large, to be told from others.
+        ModelError: the tokenizer makes other tokens of placeholders.
     """
+    ids = _encoded(tokenizer, rendered)
+    if not rendered.pictures:
+        return ids
+    tokens = np.array(ids, np.int64)
+    places = np.flatnonzero(tokens == rendered.placeholder)
+    n_rows = sum(look.n_rows for _, look in rendered.pictures)
+    if len(places) != n_rows:
+        raise ModelError(
+            f"the model's tokenizer makes {len(places)} placeholders of {n_rows} for "
+            f"{len(rendered.pictures)} pictures, so they cannot be read; where the messages may "
+            f"spell control tokens, leave that out"
+        )
+    at = 0
+    for name, look in rendered.pictures:
+        stop = at + look.n_rows
+        tokens[places[at:stop]] = placeholders(rendered.placeholder, name, look.n_rows, look.grid)
+        at = stop
+    return [int(token) for token in tokens]
+
+
+def _encoded(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
+    """Return the ids of a rendered conversation in the vocabulary."""
     controls = None if rendered.is_literal else controls_of(tokenizer)
     if rendered.marked is None:
         ids = [int(i) for i in tokenizer.encode(rendered.text, add_special_tokens=False)]
@@ -174,6 +260,7 @@ def _continued(
     tools: list[dict[str, Any]] | None,
     template_kwargs: Mapping[str, Any],
     is_asking: bool,
+    picture_mark: str,
 ) -> tuple[str, tuple[str, ...]]:
     """Write a conversation up to the end of its last answer, which is read as it was sent.
 
@@ -184,13 +271,14 @@ def _continued(
     if begun and not begun.lstrip().startswith(_THOUGHT):
         end = free_mark((messages, tools, template_kwargs), 1)
         last = {**messages[-1], "content": begun + end}
-        text, notes = _apply(tokenizer, [*messages[:-1], last], tools, template_kwargs, False)
+        said = [*messages[:-1], last]
+        text, notes = _apply(tokenizer, said, tools, template_kwargs, False, picture_mark)
         text = text.rpartition(end)[0]
         if text.endswith(begun):
             return text, notes
         if text.endswith(begun.lstrip()):  # templates trim
             return text.removesuffix(begun.lstrip()) + begun, notes
-    text, notes = _apply(tokenizer, messages[:-1], tools, template_kwargs, is_asking)
+    text, notes = _apply(tokenizer, messages[:-1], tools, template_kwargs, is_asking, picture_mark)
     n = next((n for n in range(len(begun), 0, -1) if text.endswith(begun[:n])), 0)
     is_opened = n and begun[:n].strip() == _THOUGHT
     return text + begun[n if is_opened else 0 :], notes
@@ -202,8 +290,12 @@ def _apply(
     tools: list[dict[str, Any]] | None,
     template_kwargs: Mapping[str, Any],
     is_asking: bool,
+    picture_mark: str,
 ) -> tuple[str, tuple[str, ...]]:
-    """Render a conversation by ``apply_chat_template``, made so that the template takes it."""
+    """Render a conversation by ``apply_chat_template``, made so that the template takes it.
+
+    Where a text has the mark of pictures, the template is given a part for each.
+    """
     if not is_rendered_here(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
         text = tokenizer.apply_chat_template(
@@ -221,6 +313,8 @@ def _apply(
     has_thoughts = any(message.get("reasoning_content") for message in said)
     if has_thoughts and reads_thoughts(template, words) == "parts":
         said = [thinking_in_parts(message) for message in said]
+    if picture_mark:
+        said = [picture_parts(message, picture_mark) for message in said]
     if reads_parts_alone(template, words):
         said = [in_parts(message) for message in said]
     job = {

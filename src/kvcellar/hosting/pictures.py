@@ -1,0 +1,64 @@
+"""Pictures for one model: looked at for its prompts, and encoded for its engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from kvcellar.models.seeing import EncodedPicture, Look, PictureReader
+from kvcellar.pictures.shelf import PictureShelf
+
+MOST_LOOKS = 4096
+"""Pictures of which is remembered what stands for them in a prompt."""
+
+
+class HostLooks:
+    """What one model makes of the pictures on a shelf. For several threads.
+
+    Attributes:
+        reader: the model's.
+        shelf: where pictures are found by their names.
+    """
+
+    def __init__(self, reader: PictureReader, shelf: PictureShelf) -> None:
+        """Look at no picture yet."""
+        self.reader, self.shelf = reader, shelf
+        self._known: OrderedDict[str, Look] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def written(self) -> str:
+        """What the model's chat template writes where a picture stands."""
+        return self.reader.written
+
+    @property
+    def token_id(self) -> int:
+        """Id of the placeholder for a row of a picture."""
+        return self.reader.token_id
+
+    def look(self, name: str) -> Look:
+        """Return what stands in a prompt for a picture; the processor runs once for each.
+
+        Raises:
+            PictureError: it is not here any more, or the model cannot read it.
+        """
+        with self._lock:
+            found = self._known.get(name)
+            if found is not None:
+                self._known.move_to_end(name)
+                return found
+        found = self.reader.look(self.shelf.get(name))
+        with self._lock:
+            self._known[name] = found
+            if len(self._known) > MOST_LOOKS:
+                self._known.popitem(last=False)
+        return found
+
+    def encode(self, name: str) -> EncodedPicture:
+        """Have the model's vision part read a picture.
+
+        Raises:
+            PictureError: it is not here any more, or the model cannot read it.
+            ModelError: the vision part's weights cannot be loaded.
+        """
+        return self.reader.encode(self.shelf.get(name))
