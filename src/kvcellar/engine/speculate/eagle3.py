@@ -226,9 +226,8 @@ class Eagle3Drafter:
         """Take the next ``n`` pairs of a sequence that has many."""
         at = known.first + known.n_pairs + 1
         positions = self._cache.begin_step([(ask.request_id, n)])
-        self._runner.read(
-            ids_of(ask.tokens[at : at + n]).tolist(), [known.joined[:n]], positions, [], 1
-        )
+        tokens = ids_of(ask.tokens[at : at + n]).tolist()
+        self._runner.read(tokens, [known.joined[:n]], positions, [], 1)
         known.n_pairs += n
         known.joined = known.joined[n:]
 

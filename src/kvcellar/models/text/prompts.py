@@ -56,15 +56,17 @@ class PromptTokenizer(Protocol):
 
 
 class Looks(Protocol):
-    """Protocol of what a model makes of pictures in a prompt.
+    """Protocol of what a model makes of pictures in a prompt."""
 
-    Attributes:
-        written: what its chat template writes where a picture stands.
-        token_id: of the placeholder for a row of one.
-    """
+    @property
+    def written(self) -> str:
+        """What its chat template writes where a picture stands."""
+        ...
 
-    written: str
-    token_id: int
+    @property
+    def token_id(self) -> int:
+        """Id of the placeholder for a row of a picture."""
+        ...
 
     def look(self, name: str) -> Look:
         """Return what stands in the prompt for a picture.
