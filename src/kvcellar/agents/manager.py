@@ -78,7 +78,8 @@ class AgentManager:
         self.models = models
         self.work = Work()
         self.live = LiveText()
-        publisher = Publisher(store)
+        models.shelf.saved_by(store.picture)
+        publisher = Publisher(store, models.shelf)
         self.directory = Directory(store, models, publisher)
         self.lookup = Lookup(self.directory, self.work, rules)
         self.dropped = DroppedStates(store, self.directory, publisher)

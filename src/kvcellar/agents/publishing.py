@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.checking import checked_facts, key_of
 from kvcellar.agents.records.durable import entry_of, stored_state
-from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
+from kvcellar.errors import (
+    EngineClosedError,
+    PictureError,
+    StoreError,
+    UnknownReferenceError,
+)
+from kvcellar.models.text.pictures import names_in
+from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.store import Reference, SaveState, SaveTicket, Store
 
 if TYPE_CHECKING:
@@ -32,9 +39,12 @@ class Publisher:
     block again and again beside its own next turn.
     """
 
-    def __init__(self, store: Store) -> None:
-        """Create a publisher that has saved nothing yet."""
+    def __init__(self, store: Store, shelf: PictureShelf) -> None:
+        """Create a publisher that has saved nothing yet; it finds new pictures on a shelf."""
         self.store = store
+        self._shelf = shelf
+        self._pictures: set[str] = set()
+        """Names of pictures that were made durable."""
         self._tickets: dict[str, SaveTicket] = {}
         self._lock = threading.Lock()
         self._owed_since: dict[str, float] = {}
@@ -102,9 +112,22 @@ class Publisher:
         mark = agent.live.mark
         if mark is not None and not agent.follows(mark):
             mark = None
+        self._save_pictures(agent)
         payload, now = entry_of(agent, mark)
         self.store.record(agent.name, agent.serial, payload)
         agent.live.mark = now
+
+    def _save_pictures(self, agent: AgentRecord) -> None:
+        """Make the pictures of an agent's messages durable, each once.
+
+        Raises:
+            StoreError: one could not be written.
+        """
+        for name in names_in(agent.messages):
+            if name not in self._pictures:
+                with contextlib.suppress(PictureError):  # it was lost before: its words are kept
+                    self.store.put_picture(name, self._shelf.get(name).data)
+                self._pictures.add(name)
 
     async def refresh(self, agent: AgentRecord) -> None:
         """Take over what another process has published of the agent since. Within its gate."""

@@ -6,6 +6,7 @@ tokens is stored, and load it block by block, every byte verified before it is g
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from kvcellar.store.disk.catalogue import Catalogue, RefRow
 from kvcellar.store.disk.cold import ColdTier
 from kvcellar.store.disk.folder import Folder
 from kvcellar.store.disk.leases import Leases, LocalLeases
+from kvcellar.store.disk.pictures import PictureFiles
 from kvcellar.store.documents import Documents
 from kvcellar.store.matching import BoundaryState, Finder, Loaded, Match
 from kvcellar.store.saving import Saver
@@ -91,7 +93,10 @@ class Store:
         )
         self._warm = WarmTier(self.config.warm_bytes)
         self._writer = Writer(self.config.queue_bytes, self._on_writer_error)
-        self.shared = None if place is None else SharedTier(place, self._cold, self._events)
+        self._pictures = PictureFiles(self._folder, self._events)
+        self.shared = (
+            None if place is None else SharedTier(place, self._cold, self._pictures, self._events)
+        )
         self._saver = Saver(
             self._warm,
             self._cold,
@@ -364,6 +369,26 @@ class Store:
         """Forget a document, durably; false where there is none of that id."""
         return self._documents.drop(document_id)
 
+    def put_picture(self, name: str, data: bytes) -> None:
+        """Make a picture durable now, as the file that was sent; a no-op where it is there.
+
+        It stays as long as a history, a record or a document names it.
+
+        Raises:
+            StoreError: it could not be written; nothing was changed.
+        """
+        self._pictures.put(name, data)
+
+    def picture(self, name: str) -> bytes | None:
+        """Return the file of a picture, from here or from the shared tier; None: there is none."""
+        found = self._pictures.get(name)
+        if found is None and self.shared is not None:
+            found = self.shared.pictures.get(name)
+            if found is not None:
+                with contextlib.suppress(StoreError):  # it is asked for again
+                    self._pictures.put(name, found)
+        return found
+
     def report(self, kind: EventKind, subject: str, detail: str) -> None:
         """Say what a caller found wrong with what it had stored, among the store's own events."""
         self._events.add(kind, subject, detail)
@@ -400,7 +425,7 @@ class Store:
     def export_reference(
         self, name: str, file: str | Path, *, on_progress: Progress | None = None
     ) -> int:
-        """Write a history with all of its blocks to one file; returns its bytes.
+        """Write a history with all of its blocks and pictures to one file; returns its bytes.
 
         Blocks are verified on the way; where one is gone or damaged the file holds what can be
         restored before it. The file is there whole or not at all.
@@ -409,7 +434,10 @@ class Store:
             UnknownReferenceError: there is none of that name.
             StoreError: the file cannot be written.
         """
-        return exchange.export_reference(self._cold, self.get(name), Path(file), on_progress)
+        ref = self.get(name)
+        found = ((one, self.picture(one)) for one in sorted(upkeep.pictures_of(ref)))
+        pictures = {one: data for one, data in found if data is not None}
+        return exchange.export_reference(self._cold, ref, pictures, Path(file), on_progress)
 
     def import_reference(
         self,
@@ -439,6 +467,8 @@ class Store:
                     ref = adopt(ref)
                 self._check_free(checked_name(ref.name))
                 ref = replace(ref, revision=1)
+                for name, data in exchange.pictures_of_export(path):
+                    self._pictures.put(name, data)
                 exchange.publish_export(self._cold, path, ref, self._saver.wanted())
                 return ref
 
@@ -458,7 +488,7 @@ class Store:
             check: raises StoreError for a history that its owner cannot use; it is damaged too.
             on_progress: takes how much is done, 0 to 1, and what comes now.
         """
-        return upkeep.verify(self._cold, on_progress, check or (lambda ref: None))
+        return upkeep.verify(self._cold, self._pictures, on_progress, check or (lambda ref: None))
 
     def gc(self, *, grace_s: float = 0.0, is_emptying_quarantine: bool = False) -> GcReport:
         """Remove what no reference needs and nobody used for ``grace_s``, and all leftovers.
@@ -469,7 +499,11 @@ class Store:
         self._local_leases.clear()
         return self._writer.call(
             lambda: upkeep.collect(
-                self._cold, self._saver.wanted(), grace_s, is_emptying_quarantine
+                self._cold,
+                self._pictures,
+                self._saver.wanted(),
+                grace_s,
+                is_emptying_quarantine,
             )
         )
 

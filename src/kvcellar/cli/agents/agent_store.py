@@ -181,7 +181,8 @@ def listed_agents(place: StorePlace, *, is_alone: bool) -> list[dict[str, Any]]:
     from kvcellar.store import StoreConfig
 
     with _opened_store(place, StoreConfig()) as store:
-        directory = Directory(store, ModelRegistry(), Publisher(store))
+        models = ModelRegistry()
+        directory = Directory(store, models, Publisher(store, models.shelf))
         return [info.as_json() for info in directory.parted()]
 
 

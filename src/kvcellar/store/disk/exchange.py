@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from kvcellar.errors import StoreError
+from kvcellar.errors import PictureError, StoreError
 from kvcellar.home import open_own
+from kvcellar.pictures.picture import MOST_BYTES, Picture
 from kvcellar.store.disk.cold import ColdTier
 from kvcellar.store.disk.folder import SUFFIX
 from kvcellar.store.disk.listing import root_of
@@ -24,13 +25,18 @@ from kvcellar.store.values.references import Reference, unpack_reference
 Progress = Callable[[float, str], None]
 
 REFERENCE = f"reference{SUFFIX}"
+_PICTURES = "pictures/"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def export_reference(
-    cold: ColdTier, ref: Reference, file: Path, on_progress: Progress | None
+    cold: ColdTier,
+    ref: Reference,
+    pictures: Mapping[str, bytes],
+    file: Path,
+    on_progress: Progress | None,
 ) -> int:
-    """Write one file with a history and its blocks; see ``Store.export_reference``."""
+    """Write one file with a history, its blocks and pictures; see ``Store.export_reference``."""
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         partial.unlink(missing_ok=True)  # of a process that died, or planted: never written into
@@ -38,6 +44,8 @@ def export_reference(
         with os.fdopen(fd, "w+b") as raw:
             with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
                 _write(cold, ref, archive, on_progress)
+                for name, data in pictures.items():
+                    archive.writestr(_entry(f"{_PICTURES}{name}"), data)
             raw.flush()
             os.fsync(raw.fileno())
         partial.replace(file)
@@ -108,6 +116,25 @@ def verify_export(file: Path, on_progress: Progress | None) -> Reference:
     return ref
 
 
+def pictures_of_export(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the pictures in an export, by name; each has the pixels that its name says.
+
+    Raises:
+        StoreError: one has others, or is no picture.
+    """
+    with _reading(file) as archive:
+        for name in archive.namelist():
+            if name.startswith(_PICTURES):
+                data = _read_raw(archive, name, MOST_BYTES)
+                try:
+                    found = Picture.read(data).name
+                except PictureError as error:
+                    raise DamagedError(f"{name} is no picture: {error}") from error
+                if found != name.removeprefix(_PICTURES):
+                    raise DamagedError(f"{name} has other pixels than its name says")
+                yield found, data
+
+
 def publish_export(cold: ColdTier, file: Path, ref: Reference, protect: Collection[bytes]) -> None:
     """Publish a verified export as ``ref``, blocks first. Only within ``cold.locked``.
 
@@ -154,7 +181,21 @@ def _entries(ref: Reference) -> list[tuple[Kind, bytes, str]]:
     return [(kind, a, f"{kind.value}s/{a.hex()}{SUFFIX}") for kind, a in wanted]
 
 
+def _read_raw(archive: zipfile.ZipFile, name: str, most_bytes: int) -> bytes:
+    info = _checked_entry(archive, name)
+    if info.file_size > most_bytes:
+        raise DamagedError(f"{name} has {info.file_size:,} bytes, of at most {most_bytes:,}")
+    with archive.open(info) as entry:
+        return entry.read(info.file_size)
+
+
 def _read(archive: zipfile.ZipFile, name: str) -> FileBytes:
+    info = _checked_entry(archive, name)
+    with archive.open(info) as entry:
+        return read_from(entry, info.file_size)
+
+
+def _checked_entry(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     info = archive.getinfo(name)
     assert archive.fp is not None
     n_bytes = os.fstat(archive.fp.fileno()).st_size
@@ -162,8 +203,7 @@ def _read(archive: zipfile.ZipFile, name: str) -> FileBytes:
         raise DamagedError(f"{name} is compressed, which an export never is")
     if not 0 <= info.header_offset <= info.header_offset + info.file_size <= n_bytes:
         raise DamagedError(f"{name} is said to be larger than the file")
-    with archive.open(info) as entry:
-        return read_from(entry, info.file_size)
+    return info
 
 
 def _check_place(ref: Reference, info: Info, kind: Kind, address: bytes) -> None:
@@ -175,6 +215,10 @@ def _check_place(ref: Reference, info: Info, kind: Kind, address: bytes) -> None
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: Bytes) -> None:
+    archive.writestr(_entry(name), data.data)
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(name, _EPOCH)
     info.external_attr = 0o600 << 16
-    archive.writestr(info, data.data)
+    return info

@@ -58,6 +58,7 @@ class Folder:
         self.quarantined = path / "quarantine"
         self.leases = path / "leases"
         self.unproven = path / "unproven"
+        self.pictures = path / "pictures"
         self.catalogue = path / "catalogue.sqlite"
         self.journal = path / "journal.sqlite"
         self.journal_reserve = path / "journal.reserve"
@@ -124,7 +125,7 @@ class Folder:
         ]
         sqlite.append(self.journal_reserve)
         files = [self.path / "format", self.path / SERVER_LOCK, self._lock_path, *sqlite]
-        folders = (*self._folders(), self.leases, self.unproven)
+        folders = (*self._folders(), self.leases, self.unproven, self.pictures)
         for path in (*folders, *files):
             is_folder = path in folders
             try:
@@ -210,6 +211,10 @@ class Folder:
             OSError: it cannot be written.
         """
         return self._write(data.data)
+
+    def write_bytes(self, data: bytes) -> Path:
+        """Make a temporary file with bytes of any kind, as ``write`` does."""
+        return self._write(data)
 
     def mark_unproven(self, address: bytes) -> None:
         """Note durably that the rows of an address are what somebody else says they are.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -216,6 +217,15 @@ class Journal:
         """Return a document; None where there is none of that id."""
         rows = self._ask("SELECT payload FROM documents WHERE id = ?", (document_id,))
         return rows[0][0] if rows else None
+
+    def mentions(self, pattern: re.Pattern[bytes]) -> set[str]:
+        """Return all that a pattern finds in entries and documents."""
+        found: set[str] = set()
+        for table in ("entries", "documents"):
+            for (key,) in self._ask(f"SELECT rowid FROM {table}"):
+                rows = self._ask(f"SELECT payload FROM {table} WHERE rowid = ?", (key,))
+                found |= {match.decode() for row in rows for match in pattern.findall(row[0])}
+        return found
 
     def check(self) -> bool:
         """Read all of it; false where it was damaged and is in the quarantine now."""

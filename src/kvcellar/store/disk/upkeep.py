@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection
@@ -10,16 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcellar.errors import StoreError
+from kvcellar.pictures.tokens import pictures_in
 from kvcellar.store.disk.catalogue import Catalogue, is_damage
 from kvcellar.store.disk.cold import ColdTier
+from kvcellar.store.disk.pictures import NAMES, PictureFiles
 from kvcellar.store.values.references import Reference
 from kvcellar.store.values.reports import GcReport, SharedStats, StoreStats, TierStats, VerifyReport
+
+PICTURE_GRACE_S = 3600.0
+"""Pictures that were put in the last hour stay: what names them may not be written yet."""
 
 Progress = Callable[[float, str], None]
 
 
 def verify(
-    cold: ColdTier, on_progress: Progress | None, check: Callable[[Reference], None]
+    cold: ColdTier,
+    pictures: PictureFiles,
+    on_progress: Progress | None,
+    check: Callable[[Reference], None],
 ) -> VerifyReport:
     """Read every byte; see ``Store.verify``. Others may write meanwhile."""
     started = time.perf_counter()
@@ -45,6 +54,7 @@ def verify(
             damaged.append(address.hex())
     if not cold.journal.check():
         damaged.append(cold.folder.journal.name)
+    damaged += pictures.verify()
     names, bad = _verify_references(cold, check)
     incomplete = {}
     for name in names:
@@ -131,13 +141,19 @@ def stats(
 
 
 def collect(
-    cold: ColdTier, protect: Collection[bytes], grace_s: float, is_emptying_quarantine: bool
+    cold: ColdTier,
+    pictures: PictureFiles,
+    protect: Collection[bytes],
+    grace_s: float,
+    is_emptying_quarantine: bool,
 ) -> GcReport:
     """Remove what no reference needs; see ``Store.gc``."""
     with cold.locked():
         cold.refresh()
         n_leftovers = cold.folder.clear_staging()
         n, freed = cold.collect(protect, grace_s)
+        n_pictures, more = pictures.remove(named_pictures(cold), max(grace_s, PICTURE_GRACE_S))
+        freed += more
         n_quarantined = 0
         if is_emptying_quarantine:
             for path, size in cold.folder.quarantine_files():
@@ -149,7 +165,25 @@ def collect(
             cold.make_room(0, protect)
         evicted = sorted(had - _with_kv(cold))
         after = cold.size_bytes()
-        return GcReport(n, freed + before - after, n_leftovers, n_quarantined, evicted, after)
+        freed += before - after
+        return GcReport(n, freed, n_leftovers, n_quarantined, evicted, after, n_pictures)
+
+
+def named_pictures(cold: ColdTier) -> set[str]:
+    """Return the names of the pictures that any history, record or document here names."""
+    found = cold.journal.mentions(NAMES)
+    for name in cold.ask(Catalogue.reference_names):
+        ref = cold.reference(name)
+        if ref is not None:
+            found |= pictures_of(ref)
+    return found
+
+
+def pictures_of(ref: Reference) -> set[str]:
+    """Return the names of the pictures in a history's tokens and its caller's metadata."""
+    said = json.dumps(ref.metadata, default=str).encode()
+    in_tokens = {placed.name for placed in pictures_in(ref.tokens.tokens)}
+    return in_tokens | {match.decode() for match in NAMES.findall(said)}
 
 
 def _with_kv(cold: ColdTier) -> set[str]:

@@ -73,6 +73,7 @@ class SharedHistories:
         cold: ColdTier,
         events: EventLog,
         hand_in: Callable[[str], None],
+        put_pictures: Callable[[Reference], None],
     ) -> None:
         """Create the ways; nothing is asked yet.
 
@@ -84,6 +85,7 @@ class SharedHistories:
             cold: the local store.
             events: where trouble is said.
             hand_in: called with the name of a history that the place has lost.
+            put_pictures: hands in the pictures of a state that are here.
         """
         self._reach = reading
         self._writing = writing
@@ -92,6 +94,7 @@ class SharedHistories:
         self._cold = cold
         self._events = events
         self._hand_in_again = hand_in
+        self._put_pictures = put_pictures
         self._told: set[tuple[str, str]] = set()
         self._behind: dict[str, tuple[int, ...]] = {}
         """By register the serial numbers of its states up to the last known one, latest first."""
@@ -294,6 +297,8 @@ class SharedHistories:
             for info in self._blocks.missing(here):
                 self._put(info)
         is_new = is_whole or known is None or known.serial != ref.serial
+        if ref.serial and is_new:  # before the words that name them
+            self._put_pictures(ref)
         if ref.serial and is_new:  # of what is nobody's there are only blocks, found by content
             self._hand_in(register, name, ref, known)
         return ref.serial

@@ -15,15 +15,18 @@ from collections.abc import Iterator
 from kvcellar.store.disk.catalogue import Catalogue
 from kvcellar.store.disk.cold import ColdTier
 from kvcellar.store.disk.leases import Leases
+from kvcellar.store.disk.pictures import PictureFiles
+from kvcellar.store.disk.upkeep import pictures_of
 from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.histories import Pulled, SharedHistories
 from kvcellar.store.shared.leases import TierLeases
 from kvcellar.store.shared.ledger import Ledger
 from kvcellar.store.shared.manifests import folder_of, register_of
+from kvcellar.store.shared.pictures import SharedPictures
 from kvcellar.store.shared.places import ForeignError, PlaceError, SharedPlace
 from kvcellar.store.shared.pusher import Pusher
-from kvcellar.store.values.references import DROPPED
+from kvcellar.store.values.references import DROPPED, Reference
 from kvcellar.store.values.reports import EventKind, EventLog, SharedStats
 
 TIMEOUT_S = 30.0
@@ -52,9 +55,12 @@ class SharedTier:
         reading: asks it for what it has.
         writing: hands in to it.
         blocks: content-addressed blocks and boundary states.
+        pictures: of the histories, by name.
     """
 
-    def __init__(self, place: SharedPlace, cold: ColdTier, events: EventLog) -> None:
+    def __init__(
+        self, place: SharedPlace, cold: ColdTier, pictures: PictureFiles, events: EventLog
+    ) -> None:
         """Begin to hand in what a place lacks; nothing is waited for."""
         self.title = place.title
         self.place = place
@@ -63,15 +69,28 @@ class SharedTier:
         self.reading = Reach(place, "reading", events)
         self.writing = Reach(place, "writing", events)
         self.blocks = SharedBlocks(self.reading, self.writing, events)
+        self.pictures = SharedPictures(self.reading, self.writing, events)
         self._ledger = Ledger(cold.folder.shared, self.title)
         ways = self.reading, self.writing, self.blocks, self._ledger
-        self._histories = SharedHistories(*ways, cold, events, self.hand_in)
+        self._histories = SharedHistories(
+            *ways, cold, events, self.hand_in, lambda ref: self._put_pictures(ref, pictures)
+        )
         self._pusher = Pusher(self._histories, self.writing, events)
         self._polled_s = -POLL_S
         self._polling = threading.Lock()
         for name in (*cold.ask(Catalogue.reference_names), *self._histories.deleted()):
             if "@" in name:  # an agent's; what is nobody's is handed in when it is saved
                 self.hand_in(name)
+
+    def _put_pictures(self, ref: Reference, files: PictureFiles) -> None:
+        """Hand in the pictures of a history that are here.
+
+        Raises:
+            AwayError: the place does not answer.
+        """
+        for name in sorted(pictures_of(ref)):
+            if not self.pictures.has(name) and (data := files.get(name)) is not None:
+                self.pictures.put(name, data)
 
     def hand_in(self, name: str) -> None:
         """Have a history handed in; waits for nothing."""

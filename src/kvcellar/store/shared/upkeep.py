@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcellar.errors import StoreError
+from kvcellar.pictures.tokens import NAME_DIGITS
+from kvcellar.store.disk.upkeep import pictures_of
 from kvcellar.store.shared.blocks import key_of
 from kvcellar.store.shared.manifests import TOMBSTONE, Manifest, is_register, unpack_manifest
+from kvcellar.store.shared.pictures import key_of as key_of_picture
 from kvcellar.store.shared.places import Entry, PlaceError, PlaceState, SharedPlace
 from kvcellar.store.values.blocks import ADDRESS_BYTES
 from kvcellar.store.values.format import BrokenError, DamagedError
@@ -25,11 +28,13 @@ TOMBSTONE_S = 30 * 86400.0
 """How long a place remembers that an agent was deleted, for machines that were away meanwhile."""
 
 DOCUMENT_S = 30 * 86400.0
-"""How long a place keeps documents that nobody has written again: responses that can be got."""
+"""How long a place keeps documents that nobody has written again, responses that can be got, and
+pictures that no history names, since documents may."""
 
 _FOLDERS = ("blocks/", "windows/")
 _BLOCK = re.compile(rf"(?:blocks|windows)/(..)/\1[0-9a-f]{{{2 * ADDRESS_BYTES - 2}}}")
 _DOCUMENT = re.compile("documents/[0-9a-f]{32}")
+_PICTURE = re.compile(rf"pictures/(..)/\1[0-9a-f]{{{NAME_DIGITS - 2}}}")
 _AT_ONCE = 500
 
 
@@ -53,7 +58,7 @@ class PlaceGcReport:
     """Report of freeing room in a shared place.
 
     Attributes:
-        n_blocks: blocks and boundary states that were removed.
+        n_blocks: blocks, boundary states and pictures that were removed.
         freed_bytes: of these.
         n_agents: histories whose KV was given up.
         size_bytes: of the blocks that remain.
@@ -116,20 +121,31 @@ def collect(
         for key, entry in blocks.items()
         if key not in held and now - entry.modified_s > grace_s
     }
+    pictures = _asked(place, _pictures)
+    named = {key_of_picture(name) for _, manifest in states for name in pictures_of(manifest.ref)}
+    gone |= {
+        key: entry.size_bytes
+        for key, entry in pictures.items()
+        if key not in named and now - entry.modified_s > max(grace_s, DOCUMENT_S)
+    }
     documents = _asked(place, lambda place: [*place.entries("documents/")])
     old = (entry.key for entry in documents if now - entry.modified_s > DOCUMENT_S)
     names = [*gone, *filter(_DOCUMENT.fullmatch, old)]
     for at in range(0, len(names), _AT_ONCE):
         _asked(place, lambda place, at=at: place.drop(names[at : at + _AT_ONCE]))  # type: ignore[misc]
-    freed = sum(gone.values())
-    left = sum(entry.size_bytes for entry in blocks.values()) - freed
-    return PlaceGcReport(len(gone), freed, n_given_up, left)
+    left = sum(entry.size_bytes for key, entry in blocks.items() if key not in gone)
+    return PlaceGcReport(len(gone), sum(gone.values()), n_given_up, left)
 
 
 def _blocks(place: SharedPlace) -> Mapping[str, Entry]:
     """Return the blocks and boundary states of a place; what else lies there is somebody's own."""
     found = (entry for folder in _FOLDERS for entry in place.entries(folder))
     return {entry.key: entry for entry in found if _BLOCK.fullmatch(entry.key)}
+
+
+def _pictures(place: SharedPlace) -> Mapping[str, Entry]:
+    found = place.entries("pictures/")
+    return {entry.key: entry for entry in found if _PICTURE.fullmatch(entry.key)}
 
 
 def _states(place: SharedPlace, now: float) -> list[tuple[float, Manifest]]:

@@ -192,6 +192,7 @@ class GcReport:
         n_quarantined: files removed from the quarantine.
         evicted: names of references whose KV was given up because the limit was exceeded.
         size_bytes: bytes that remain.
+        n_pictures: pictures that nobody names, removed.
     """
 
     n_blocks: int
@@ -200,3 +201,4 @@ class GcReport:
     n_quarantined: int
     evicted: list[str]
     size_bytes: int
+    n_pictures: int = 0
