@@ -165,6 +165,7 @@ class Lifecycle:
         at, n_turns = now.position_of(position, turn), now.turns_of(turn)
         child = now.forked(checked_id(new_id), at, n_turns)
         child.live.is_passing, child.branch_of = is_passing, branch_of
+        child.notes += _moved(position, at)
         await self.directory.register(child, host)
         return child.info()
 
@@ -259,6 +260,7 @@ class Lifecycle:
                 await self.dropped.drop(agent, "rewind", agent_id, uuid.uuid4().hex)
             agent.cut(at, n_turns)
             agent.miss, agent.is_rewound = None, True
+            agent.notes += _moved(position, at)
             agent.advance()
             await self.publisher.save(agent, self.directory.host_of(agent))
             await self.publisher.make_durable(agent)
@@ -380,6 +382,13 @@ class Lifecycle:
         if tokens is not None and len(tokens) > n == tokens.common_prefix(agent.tokens):
             now.tokens = tokens
         return now
+
+
+def _moved(position: int | None, at: int) -> tuple[str, ...]:
+    """Say where a place is that was given inside of a picture; nothing where it was not."""
+    if position is None or position == at:
+        return ()
+    return (f"position {position} is inside of a picture; it is taken for {at}, where that begins",)
 
 
 def _beside(

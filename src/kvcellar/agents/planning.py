@@ -28,6 +28,7 @@ from kvcellar.hosting.models import model_notes
 from kvcellar.hosting.text_limits import refuse_text
 from kvcellar.hosting.volatile import RuleChange, apply_rules, keep_known
 from kvcellar.models.text.prompts import encode, render
+from kvcellar.pictures.tokens import check_ids, ids_of
 
 StartFn = Callable[["PlannedTurn", int], None]
 """Called with a turn and how much of its prompt the cache holds; it may refuse by raising."""
@@ -247,10 +248,11 @@ def _plan_tokens(
     """Put tokens behind the history.
 
     Raises:
-        PromptError: there are none.
+        PromptError: there are none, or one is no id of a vocabulary.
     """
     if not tokens:
         raise PromptError(f"the turn of agent {agent.agent_id!r} brings no tokens")
+    check_ids(tokens)
     prompt = History(agent.tokens)
     prompt.extend(tokens)
     found: set[int] = set()
@@ -334,7 +336,9 @@ def _what_differs(
             n_more = 2 * (turn.stop - turn.n_prompt) + 16
             was, now = (
                 host.tokenizer.decode(
-                    part.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                    ids_of(part).tolist(),
+                    skip_special_tokens=True,
+                    clean_up_tokenization_spaces=False,
                 )
                 for part in (
                     history[turn.n_prompt : turn.stop],

@@ -14,11 +14,12 @@ place always does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.errors import PictureError
+from kvcellar.errors import PictureError, PromptError
 from kvcellar.types import IntArray
 
 LEAST_ROWS = 4
@@ -112,6 +113,19 @@ def is_placeholder(tokens: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_
 def is_in_vocabulary(token: int) -> bool:
     """Return true if a token is an id of some vocabulary, and no row of a picture."""
     return 0 <= token <= _ID_MASK
+
+
+def check_ids(tokens: Sequence[int] | IntArray) -> None:
+    """Refuse tokens of which one is no id of any vocabulary, such as a row of a picture.
+
+    What clients send as tokens is text: pictures come as pictures.
+
+    Raises:
+        PromptError: there is such a token.
+    """
+    bad = next((token for token in tokens if not is_in_vocabulary(int(token))), None)
+    if bad is not None:
+        raise PromptError(f"tokens are ids of the model's vocabulary, got {bad}")
 
 
 def pictures_in(tokens: IntArray) -> tuple[PlacedPicture, ...]:

@@ -17,6 +17,7 @@ from kvcellar.errors import AgentError, MovedOnError
 from kvcellar.history import History
 from kvcellar.hosting.fair_lock import Gate
 from kvcellar.hosting.messages import Messages
+from kvcellar.pictures.tokens import usable
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.values.references import SERIAL
 
@@ -280,6 +281,8 @@ class AgentRecord:
     def position_of(self, position: int | None, turn: int | None) -> int:
         """Return a place in the history, given as tokens, or as turns from either end.
 
+        A place inside of a picture is that picture's beginning.
+
         Raises:
             AgentError: both were given, or there is no such place.
         """
@@ -299,7 +302,7 @@ class AgentRecord:
                 f"agent {self.agent_id!r} has {len(self.tokens)} tokens and no position {at}; "
                 f"choose 0 to {len(self.tokens)}"
             )
-        return at
+        return usable(self.tokens.tokens, at, is_whole=True)
 
     def turns_of(self, turn: int | None) -> int | None:
         """Return a number of turns from the beginning, where it is given from the end."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvcellar.history import History, common_prefix
 from kvcellar.hosting.conversation import AgentTokenizer
+from kvcellar.pictures.tokens import is_placeholder, pictures_in
+from kvcellar.types import IntArray
 
 CAUSES = {
     "system": "the system message changed; keep it constant, and put what changes behind it",
@@ -22,6 +24,8 @@ CAUSES = {
     "truncated": "messages were dropped from the conversation; drop them from its end alone, or "
     "rewind the agent",
     "edited": "an earlier message changed; fork or rewind the agent in place of editing",
+    "picture": "another picture stands in the place of the one before; what is behind it was "
+    "computed again, too: put pictures that change behind those that stay",
     "evicted": "the KV had left the cache and was not in the store: given up where that is full "
     "(`kvcellar store stats`; give it more room), not written yet when the process was killed or "
     "the disk was behind (it is computed again once), or damaged (`kvcellar store verify`)",
@@ -38,6 +42,9 @@ CAUSES = {
     "its KV means nothing to this one, and is kept for when that comes back",
 }
 """Cause -> what it means and what helps."""
+
+_OF_WORDS = ("template", "edited", "truncated", "retokenised")
+"""Causes that are guessed from messages, of which another picture is the better word."""
 
 _AROUND = 12
 
@@ -126,7 +133,10 @@ def explain(
     tokens: History,
     tokenizer: AgentTokenizer | None,
 ) -> Miss:
-    """Make a miss with the texts around its place."""
+    """Make a miss with the texts around its place, which may be another picture's."""
+    at = slice(position, position + 1)
+    if is_placeholder(history[at]).any() and is_placeholder(tokens[at]).any():
+        cause = "picture" if cause in _OF_WORDS else cause
     return Miss(
         cause,
         tokens_lost,
@@ -137,7 +147,20 @@ def explain(
 
 
 def _text(tokenizer: AgentTokenizer | None, tokens: History, at: int) -> str:
-    part = tokens[max(0, at - _AROUND) : at + _AROUND].tolist()
-    if tokenizer is None or not part:
+    if tokenizer is None or not len(tokens):
         return ""
-    return tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    start, stop, said = max(0, at - _AROUND), at + _AROUND, ""
+    for placed in pictures_in(tokens.tokens):
+        if placed.stop <= start or placed.start >= stop:
+            continue
+        said += _decoded(tokenizer, tokens[start : placed.start]) + f"[picture {placed.name}]"
+        start = placed.stop
+    return said + _decoded(tokenizer, tokens[start : max(start, stop)])
+
+
+def _decoded(tokenizer: AgentTokenizer, tokens: IntArray) -> str:
+    if not len(tokens):
+        return ""
+    return tokenizer.decode(
+        tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )

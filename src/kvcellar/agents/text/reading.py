@@ -24,6 +24,7 @@ from kvcellar.history import History
 from kvcellar.hosting.messages import Message
 from kvcellar.models.text.prompts import begun_of
 from kvcellar.models.text.templates import text_of_templates
+from kvcellar.pictures.tokens import ids_of
 
 if TYPE_CHECKING:
     from kvcellar.agents.records.agent import AgentRecord
@@ -240,7 +241,7 @@ def opens_reasoning(
     """
     if dialect.reasoning is None:
         return False
-    end = tokenizer.decode(prompt[-16:].tolist(), skip_special_tokens=False)
+    end = tokenizer.decode(ids_of(prompt[-16:]).tolist(), skip_special_tokens=False)
     if begun.rfind(dialect.reasoning.begin) > begun.rfind(dialect.reasoning.end):
         return True
     return end.rstrip().endswith(dialect.reasoning.begin.rstrip())
