@@ -300,6 +300,8 @@ def _apply(
     """
     if not is_rendered_here(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
+        if picture_mark:
+            messages = [picture_parts(message, picture_mark) for message in messages]
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=is_asking, tokenize=False, **more
         )
