@@ -22,7 +22,7 @@ from kvcellar.models.seeing import EncodedPicture
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import placeholders
 from tests.agents.fakes import LETTERS
-from tests.engine.fakes import FULL_PARAMS, MIXED_PARAMS, PARAMS, logits_of
+from tests.engine.fakes import FULL_PARAMS, MIXED_PARAMS, PARAMS, logits_of, wanted
 from tests.pictures.fakes import PAD, VOCAB, as_read, make_seeing_host, picture_file
 
 SIZES = [(16, 16), (32, 24), (64, 64), (80, 72)]
@@ -145,6 +145,21 @@ def test_another_picture_shares_what_is_before_it_alone() -> None:
         assert ends[1].usage is not None and ends[1].usage.cached_tokens == len(b"look at this: ")
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_names_that_begin_alike_are_other_pictures_from_their_first_row(is_whole: bool) -> None:
+    """A digest is spread over the first rows: what two share of it is not reused."""
+    names = ["0123456" + "a" * 14, "0123456" + "b" * 14, "0123456" + "a" * 7 + "b" * 7]
+    data = picture_file(5, 32, 32)
+    with host_of(is_whole=is_whole) as host:
+        for name in names:
+            host.shelf.add(Picture(name, data, "image/png", 32, 32))
+            prompt = [*b"look: ", *placeholders(PAD, name, 16, (4, 4)).tolist(), *b"well?"]
+            (end,) = ends_of(host, [prompt])
+            assert list(end.token_ids) == said_after(prompt, 4)
+            if name != names[0]:
+                assert end.usage is not None and end.usage.cached_tokens == len(b"look: ")
+
+
 def test_others_go_on_while_a_picture_is_encoded() -> None:
     with host_of() as host:
         reader_of(host).may_encode.clear()
@@ -191,11 +206,16 @@ def test_scores_of_pictures_are_refused() -> None:
 
 def test_no_guess_is_a_row_of_a_picture() -> None:
     """What repeats is guessed, but never a placeholder; and guesses change nothing."""
-    with host_of(drafter=NgramDrafter()) as host:
+    config = EngineConfig(max_num_batched_tokens=64, verify_all_drafts=True)
+    with host_of(drafter=NgramDrafter(), config=config) as host:
         one = tokens_of(host, 1)
-        prompt = [*b"abcabc", *one, *b"abcabc", *one, *b"abc"]
+        said = said_after([*b"abc"], 6)
+        prompt = [*b"abc", *said, *one, *b"abc", *said, *one, *b"abc"]
         (end,) = ends_of(host, [prompt], 24)
         assert list(end.token_ids) == said_after(prompt, 24)
+    drafter = NgramDrafter()
+    (draft,) = drafter.propose([wanted(0, [*b"abcde", *one, *b"abcde"], 8)])
+    assert draft.tokens == (ord("["),)
 
 
 def test_sequences_with_pictures_give_way_and_come_back() -> None:
