@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcellar.agents.records.agent import AgentRecord
@@ -17,6 +18,7 @@ from kvcellar.errors import (
     StoreError,
     UnknownReferenceError,
 )
+from kvcellar.hosting.messages import Message
 from kvcellar.models.text.pictures import names_in
 from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.store import Reference, SaveState, SaveTicket, Store
@@ -93,6 +95,7 @@ class Publisher:
         if not agent.live.is_passing and (
             agent.live.mark is None or agent.live.mark.serial != agent.serial
         ):
+            await asyncio.to_thread(self._save_pictures, agent.messages)
             await asyncio.to_thread(self._record, agent)
             await asyncio.to_thread(self._share, agent)
 
@@ -112,18 +115,23 @@ class Publisher:
         mark = agent.live.mark
         if mark is not None and not agent.follows(mark):
             mark = None
-        self._save_pictures(agent)
         payload, now = entry_of(agent, mark)
         self.store.record(agent.name, agent.serial, payload)
         agent.live.mark = now
 
-    def _save_pictures(self, agent: AgentRecord) -> None:
-        """Make the pictures of an agent's messages durable, each once.
+    async def expect_pictures(self, messages: Sequence[Message]) -> None:
+        """Make the pictures of a turn durable before its words are; what fails is tried again."""
+        with contextlib.suppress(StoreError):
+            if names_in(messages):
+                await asyncio.to_thread(self._save_pictures, messages)
+
+    def _save_pictures(self, messages: Sequence[Message]) -> None:
+        """Make the pictures of messages durable, each once.
 
         Raises:
             StoreError: one could not be written.
         """
-        for name in names_in(agent.messages):
+        for name in names_in(messages):
             if name not in self._pictures:
                 with contextlib.suppress(PictureError):  # it was lost before: its words are kept
                     self.store.put_picture(name, self._shelf.get(name).data)

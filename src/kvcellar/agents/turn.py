@@ -330,6 +330,8 @@ class Turns:
             finder=_finder_of(planned, agent, host),
         )
         host.costs.recall(agent.rates)
+        if not agent.live.is_passing:
+            await self.publisher.expect_pictures(planned.messages or ())
         back = await bring_back(
             own,
             self.store,

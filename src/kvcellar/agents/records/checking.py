@@ -9,6 +9,7 @@ from kvcellar.agents.records.misses import CAUSES
 from kvcellar.agents.records.titles import MOST_CHARS
 from kvcellar.errors import KVCellarError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.pictures.tokens import ids_of
 from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import ModelKey, Reference, RowLayout
 from kvcellar.store.values.facts import (
@@ -59,7 +60,7 @@ def checked_facts(ref: Reference) -> dict[str, Any]:
     try:
         facts = dict(plain(dict(ref.metadata), "its metadata"))
         _check(facts, len(ref.tokens))
-        if len(ref.tokens) and int(ref.tokens.tokens.max()) > MOST_TOKEN:
+        if len(ref.tokens) and int(ids_of(ref.tokens.tokens).max()) > MOST_TOKEN:
             raise BadFactError(f"a token is above {MOST_TOKEN}")
     except (BadFactError, KeyError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,290 @@
+"""Agents with pictures: they fork, go back, end with the process, travel, and come back whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcellar.agents import AgentManager
+from kvcellar.errors import ModelError, StoreError
+from kvcellar.pictures.picture import Picture
+from kvcellar.pictures.tokens import pictures_in
+from tests.agents.fakes import LETTERS, manager, run, tokens_of, turn
+from tests.agents.fakes import eager as eager
+from tests.engine.fakes import FULL_PARAMS, logits_of
+from tests.pictures.fakes import VOCAB, as_read, make_seeing_host, picture_file
+from tests.store.shared.servers import wait_long
+
+CAT, DOG = (Picture.read(picture_file(seed, 64, 48)) for seed in (1, 2))
+
+
+def said(text: str, *pictures: Picture) -> dict[str, Any]:
+    """A user's message with pictures at its beginning."""
+    return {
+        "role": "user",
+        "content": text,
+        "pictures": [{"name": picture.name, "at": 0} for picture in pictures],
+    }
+
+
+async def look(agents: AgentManager, agent_id: str, text: str, *pictures: Picture) -> Any:
+    """A turn that brings pictures; its answer is what the oracle says."""
+    for picture in pictures:
+        agents.models.shelf.add(picture)
+    end = await turn(agents, agent_id, behind=[said(text, *pictures)])
+    assert end.finish.error is None, end.finish.error
+    tokens = tokens_of(agents, agent_id)
+    n = len(end.finish.token_ids)
+    assert list(end.finish.token_ids) == answer_to(tokens[:-n], n)
+    return end
+
+
+def answer_to(prompt: Any, n: int) -> list[int]:
+    """The greedy tokens after a history, from what a model reads of it alone."""
+    tokens = as_read(np.array(prompt, np.int64))
+    for _ in range(n):
+        logits = logits_of(tokens, VOCAB, FULL_PARAMS)
+        logits[list(LETTERS)] += 100.0
+        tokens = [*tokens, int(np.argmax(logits))]
+    return tokens[-n:]
+
+
+def seen(agents: AgentManager, agent_id: str) -> list[str]:
+    """The names of the pictures in an agent's history."""
+    return [one.name for one in pictures_in(np.array(tokens_of(agents, agent_id)))]
+
+
+def encoded(agents: AgentManager) -> list[str]:
+    host = agents.models.host("hash")
+    assert host is not None and host.looks is not None
+    found: list[str] = host.looks.reader.encoded  # type: ignore[attr-defined]
+    return found
+
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def test_a_conversation_about_pictures_is_computed_once(tmp_path: Path) -> None:
+    async def talk(agents: AgentManager) -> None:
+        await agents.lifecycle.create("eye")
+        await look(agents, "eye", "who is this?", CAT)
+        n = len(tokens_of(agents, "eye"))
+        end = await look(agents, "eye", "and this?", DOG, CAT)
+        assert end.usage.cached_tokens >= n - 1
+        assert seen(agents, "eye") == [CAT.name, DOG.name, CAT.name]
+        assert encoded(agents) == [CAT.name, DOG.name]
+
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(talk(agents))
+
+
+def test_another_process_goes_on_with_what_is_stored(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        n = len(tokens_of(agents, "eye"))
+    with manager(tmp_path, make_seeing_host) as agents:
+        end = run(look(agents, "eye", "are you sure?"))
+        assert end.usage.cached_tokens + end.usage.restored_tokens >= n - 1
+        assert encoded(agents) == []
+        run(look(agents, "eye", "and this?", DOG))
+        assert encoded(agents) == [DOG.name]
+
+
+def test_what_was_lost_of_k_and_v_is_computed_again_from_the_pictures(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+    for block in (tmp_path / "blocks").iterdir():
+        block.unlink()
+    with manager(tmp_path, make_seeing_host) as agents:
+        end = run(look(agents, "eye", "are you sure?"))
+        assert end.usage.restored_tokens == 0 and encoded(agents) == [CAT.name]
+
+
+def test_forks_share_pictures_and_go_their_own_ways(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        run(agents.lifecycle.fork("eye", "other"))
+        run(look(agents, "other", "and this?", DOG))
+        run(look(agents, "eye", "and that?", CAT))
+        assert seen(agents, "other") == [CAT.name, DOG.name]
+        assert seen(agents, "eye") == [CAT.name, CAT.name]
+        assert encoded(agents) == [CAT.name, DOG.name]
+    assert len(list((tmp_path / "pictures").iterdir())) == 2
+
+
+@pytest.mark.parametrize("rows_in", [1, 20])
+def test_going_back_into_a_picture_goes_to_its_beginning(tmp_path: Path, rows_in: int) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "hello"))
+        run(look(agents, "eye", "who is this?", CAT))
+        (placed,) = pictures_in(np.array(tokens_of(agents, "eye")))
+        info = run(agents.lifecycle.rewind("eye", position=placed.start + rows_in))
+        assert info.n_tokens == placed.start
+        notes = agents.directory.agent("eye").notes
+        assert any(f"{placed.start + rows_in} is inside of a picture" in note for note in notes)
+        assert seen(agents, "eye") == []
+        run(look(agents, "eye", "who is that?", DOG))
+        assert seen(agents, "eye") == [DOG.name]
+        child = run(agents.lifecycle.fork("eye", "child", position=placed.start + 30))
+        assert child.n_tokens == placed.start
+
+
+def test_an_export_takes_pictures_along(tmp_path: Path) -> None:
+    file = tmp_path / "eye.kvcellar"
+    with manager(tmp_path / "a", make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        run(agents.sleep.export("eye", file))
+    with manager(tmp_path / "b", make_seeing_host) as agents:
+        run(agents.sleep.import_file(file))
+        run(look(agents, "eye", "are you sure?"))
+        assert seen(agents, "eye") == [CAT.name]
+        assert agents.store.picture(CAT.name) == CAT.data
+
+
+def test_machines_share_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_long(monkeypatch)
+    share = str(tmp_path / "share")
+    with manager(tmp_path / "a", make_seeing_host, shared=share) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        assert agents.store.shared is not None and agents.store.shared.flush(120)
+    with manager(tmp_path / "b", make_seeing_host, shared=share) as agents:
+        run(look(agents, "eye", "are you sure?"))
+        assert seen(agents, "eye") == [CAT.name]
+
+
+def test_a_stranger_s_file_in_a_place_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_long(monkeypatch)
+    share = tmp_path / "share"
+    with manager(tmp_path / "a", make_seeing_host, shared=str(share)) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        assert agents.store.shared is not None and agents.store.shared.flush(120)
+    (file,) = share.glob(f"pictures/*/{CAT.name}")
+    for data in (DOG.data, b"no picture"):
+        file.write_bytes(data)
+        with manager(tmp_path / "b", make_seeing_host, shared=str(share)) as agents:
+            assert agents.store.picture(CAT.name) is None
+            assert any(CAT.name in event.subject for event in agents.store.take_events())
+
+
+def test_upkeep_keeps_pictures_that_somebody_names(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        run(agents.lifecycle.create("other"))
+        run(look(agents, "other", "who is this?", DOG))
+        agents.store.flush()
+        age(tmp_path)
+        assert agents.store.gc().n_pictures == 0
+        run(agents.lifecycle.delete("other"))
+        agents.store.flush()
+        age(tmp_path)
+        assert agents.store.gc().n_pictures == 0, "undo brings it back"
+        run(agents.dropped.undo("other"))
+        assert agents.store.picture(DOG.name) == DOG.data
+        run(agents.lifecycle.delete("other", is_final=True))
+        agents.store.flush()
+        age(tmp_path)
+        report = agents.store.gc()
+        assert report.n_pictures == 1 and agents.store.picture(DOG.name) is None
+        assert agents.store.picture(CAT.name) == CAT.data
+
+
+def age(store: Path) -> None:
+    """Make the pictures older than what upkeep leaves alone."""
+    for path in (store / "pictures").iterdir():
+        os.utime(path, (1, 1))
+
+
+def test_a_damaged_picture_is_put_away(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        (file,) = (tmp_path / "pictures").iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.write_bytes(file.read_bytes()[:-7])
+        report = agents.store.verify()
+        assert CAT.name in report.damaged and not file.exists()
+        assert (tmp_path / "quarantine").exists()
+
+
+def test_a_turn_whose_picture_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+
+        def full(name: str, data: bytes) -> None:
+            raise StoreError("no room")
+
+        monkeypatch.setattr(agents.store, "put_picture", full)
+        end = run(look(agents, "eye", "who is this?", CAT))
+        assert end.notice is not None and "not on disk" in end.notice
+        monkeypatch.undo()
+        run(look(agents, "eye", "and now?"))
+        assert agents.store.picture(CAT.name) == CAT.data
+
+
+def test_a_picture_that_is_lost_is_asked_for_by_name(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+    for folder in ("blocks", "pictures"):
+        for file in (tmp_path / folder).iterdir():
+            file.unlink()
+    with manager(tmp_path, make_seeing_host) as agents, pytest.raises(Exception, match=CAT.name):
+        run(turn(agents, "eye", "are you sure?"))
+
+
+def test_a_text_model_is_told_of_pictures_in_a_line(tmp_path: Path) -> None:
+    def blind(name: str) -> Any:
+        host = make_seeing_host(name)
+        host.looks = None
+        return host
+
+    with manager(tmp_path, blind) as agents:
+        run(agents.lifecycle.create("eye"))
+        end = run(turn(agents, "eye", behind=[said("who is this?", CAT)]))
+        host = agents.models.host("hash")
+        assert host is not None and host.tokenizer is not None
+        text = host.tokenizer.decode(list(tokens_of(agents, "eye")))
+        assert "[image: left out, this model reads text alone]\nwho is this?" in text
+        assert any("1 image in the messages left out" in note for note in end.usage.notes)
+
+
+def test_a_template_that_leaves_pictures_out_is_refused(tmp_path: Path) -> None:
+    def deaf(name: str) -> Any:
+        host = make_seeing_host(name)
+        assert host.looks is not None
+        host.looks.reader.written = "<another>"
+        return host
+
+    with manager(tmp_path, deaf) as agents:
+        run(agents.lifecycle.create("eye"))
+        agents.models.shelf.add(CAT)
+        with pytest.raises(ModelError, match="writes 0 of the 1 pictures"):
+            run(turn(agents, "eye", behind=[said("who is this?", CAT)]))
+
+
+def test_another_picture_is_told_as_the_cause(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        agents.models.shelf.add(DOG)
+        messages = [said("who is this?", DOG), {"role": "assistant", "content": "?"}]
+        run(turn(agents, "eye", messages=[*messages, {"role": "user", "content": "sure?"}]))
+        miss = agents.directory.agent("eye").miss
+        assert miss is not None and miss.cause == "picture"
+        assert f"[picture {CAT.name}]" in miss.was and f"[picture {DOG.name}]" in miss.became
