@@ -241,6 +241,6 @@ def test_rows_are_kept_as_far_as_there_is_room() -> None:
 
     for name in ("a", "b", "c", "c", "a"):
         taken(name)
-    assert made == ["a", "b", "c", "a"] and rows.counts.row_bytes <= 250
-    assert rows.counts.encoded == 4 and rows.counts.reused == 1
+    assert made == ["a", "b", "c", "a"] and rows.counts.picture_bytes <= 250
+    assert rows.counts.encoded_pictures == 4 and rows.counts.reused_pictures == 1
     rows.close()

@@ -29,18 +29,18 @@ class PictureCounts:
     """Counts of pictures since the engine was made.
 
     Attributes:
-        encoded: pictures that the vision part has read.
-        reused: times that rows were there already.
-        failed: pictures that could not be read.
-        seconds: that encoding took.
-        row_bytes: bytes of rows that are kept now.
+        encoded_pictures: pictures that the vision part has read.
+        reused_pictures: times that rows were there already.
+        failed_pictures: pictures that could not be read.
+        encoding_s: seconds that the vision part took.
+        picture_bytes: bytes of rows that are kept now.
     """
 
-    encoded: int = 0
-    reused: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    row_bytes: int = 0
+    encoded_pictures: int = 0
+    reused_pictures: int = 0
+    failed_pictures: int = 0
+    encoding_s: float = 0.0
+    picture_bytes: int = 0
 
 
 class PictureRows:
@@ -73,7 +73,7 @@ class PictureRows:
                 if name in self._wanted:
                     self._wanted.discard(name)
                 else:
-                    self.counts.reused += 1
+                    self.counts.reused_pictures += 1
                 return found
             if name not in self._wanted:
                 self._wanted.add(name)
@@ -104,11 +104,11 @@ class PictureRows:
             except Exception as error:  # for whoever asked; others go on
                 found = error
             with self._changed:
-                self.counts.seconds += time.perf_counter() - started
+                self.counts.encoding_s += time.perf_counter() - started
                 if isinstance(found, EncodedPicture):
                     self._keep(name, found)
                 else:
-                    self.counts.failed += 1
+                    self.counts.failed_pictures += 1
                     self._failed[name] = found
                     self._wanted.discard(name)
                 self._changed.notify_all()
@@ -116,13 +116,13 @@ class PictureRows:
     def _keep(self, name: str, found: EncodedPicture) -> None:
         """Keep rows; those that were not asked for longest go, but none that somebody awaits."""
         self._kept[name] = found
-        self.counts.encoded += 1
-        self.counts.row_bytes += found.n_bytes
+        self.counts.encoded_pictures += 1
+        self.counts.picture_bytes += found.n_bytes
         for old in list(self._kept):
-            if self.counts.row_bytes <= self._most_bytes:
+            if self.counts.picture_bytes <= self._most_bytes:
                 return
             if old not in self._wanted:
-                self.counts.row_bytes -= self._kept.pop(old).n_bytes
+                self.counts.picture_bytes -= self._kept.pop(old).n_bytes
 
 
 def unseen(n_pictures: int) -> PictureError:

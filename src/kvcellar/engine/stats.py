@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcellar.cache_config import CacheUsage
+from kvcellar.engine.picture_rows import PictureCounts
 
 if TYPE_CHECKING:
     from kvcellar.engine.schedule.scheduler import Scheduler
@@ -66,6 +67,11 @@ class EngineStats:
         snapshots: slots of states in the prefix index; 0 where no layer is recurrent.
         live_slots: slots that sequences stand on and the index does not hold.
         free_slots: slots that nobody holds.
+        encoded_pictures: pictures that the model's vision part has read.
+        reused_pictures: times that what it made of one was there already.
+        failed_pictures: pictures that could not be read.
+        encoding_s: seconds that the vision part took.
+        picture_bytes: bytes of what it made that are kept.
         cache: the cache's own account, by layer group, and its bytes.
     """
 
@@ -95,6 +101,11 @@ class EngineStats:
     snapshots: int
     live_slots: int
     free_slots: int
+    encoded_pictures: int
+    reused_pictures: int
+    failed_pictures: int
+    encoding_s: float
+    picture_bytes: int
     cache: CacheUsage
 
     @property
@@ -112,6 +123,7 @@ def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
     return EngineStats(
         **asdict(outcomes.counts),
         **asdict(residency.counts),
+        **asdict(PictureCounts() if scheduler.rows is None else scheduler.rows.counts),
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
         drafter_failures=speculator.n_failures if speculator is not None else 0,

@@ -510,7 +510,9 @@ class Store:
     def stats(self) -> StoreStats:
         """Return all tiers, the queue and all counts, at this moment."""
         shared = None if self.shared is None else self.shared.stats()
-        return upkeep.stats(self._cold, self._warm.stats(), self._writer.queued_bytes, shared)
+        return upkeep.stats(
+            self._cold, self._pictures, self._warm.stats(), self._writer.queued_bytes, shared
+        )
 
     def take_events(self) -> list[StoreEvent]:
         """Return what happened since the last call, oldest first."""

@@ -138,6 +138,7 @@ def stats_command(store: StorePlace = HOME_STORE, as_json: AsJson = False) -> No
         ("histories", str(stats.n_references)),
         ("needed by them", size_text(stats.referenced_bytes)),
         ("unshared", size_text(stats.unshared_bytes)),
+        ("pictures", f"{size_text(stats.picture_bytes)} in {stats.n_pictures} files"),
         ("quarantine", size_text(stats.quarantined_bytes)),
     ]
     if shared is not None and stats.shared is not None:

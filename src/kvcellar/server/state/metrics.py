@@ -25,9 +25,18 @@ _COUNTERS = {
     "taken_snapshots": "Slots of recurrent layers' states that were kept to go on from.",
     "evicted_snapshots": "Slots of recurrent layers' states that were taken back.",
     "gathered_cells": "Cells that were copied into longer runs while nobody asked.",
+    "encoded_pictures": "Pictures that the model's vision part has read.",
+    "reused_pictures": "Times that what the vision part made of a picture was there already.",
+    "failed_pictures": "Pictures that could not be read.",
+    "encoding_s": "Seconds in which the vision part read pictures.",
     "preemptions": "Times that a running sequence gave way.",
     "n_steps": "Steps that ran a batch.",
     "steps_s": "Seconds in all steps.",
+}
+_TITLES = {
+    "n_steps": "steps",
+    "steps_s": "steps_seconds",
+    "encoding_s": "encoding_seconds",
 }
 _GAUGES = {
     "waiting": "Requests in the engine's queue.",
@@ -36,6 +45,7 @@ _GAUGES = {
     "evictable_cells": "Cells that only the prefix index holds.",
     "free_cells": "Cells that nobody holds.",
     "snapshots": "Slots of recurrent layers' states that only the prefix index holds.",
+    "picture_bytes": "Bytes of what the vision part made of pictures, kept for the next time.",
     "live_slots": "Slots of recurrent layers' states that sequences stand on.",
     "free_slots": "Slots of recurrent layers' states that nobody holds.",
 }
@@ -130,7 +140,7 @@ class _Now(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return all families."""
         for name, help_text in _COUNTERS.items():
-            title = {"n_steps": "steps", "steps_s": "steps_seconds"}.get(name, name)
+            title = _TITLES.get(name, name)
             counter = CounterMetricFamily(f"kvcellar_engine_{title}", help_text, labels=["model"])
             for model, stats in self._engines:
                 counter.add_metric([model], getattr(stats, name))

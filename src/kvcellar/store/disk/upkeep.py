@@ -121,11 +121,16 @@ def _n_restorable(cold: ColdTier, ref: Reference) -> int:
 
 
 def stats(
-    cold: ColdTier, warm: TierStats, queued_bytes: int, shared: SharedStats | None
+    cold: ColdTier,
+    pictures: PictureFiles,
+    warm: TierStats,
+    queued_bytes: int,
+    shared: SharedStats | None,
 ) -> StoreStats:
     """Count what the cold tier has, beside what is known of the others; see ``Store.stats``."""
     totals = cold.ask(Catalogue.totals)
     quarantined = sum(size for _, size in cold.folder.quarantine_files())
+    n_pictures, picture_bytes = pictures.size()
     size_bytes = totals["block_bytes"] + totals["ref_bytes"] + quarantined
     return StoreStats(
         warm=warm,
@@ -137,6 +142,8 @@ def stats(
         queued_bytes=queued_bytes,
         events=cold.events.counts(),
         shared=shared,
+        n_pictures=n_pictures,
+        picture_bytes=picture_bytes,
     )
 
 

@@ -140,6 +140,8 @@ class StoreStats:
         queued_bytes: bytes that wait to be written.
         events: how many events there were of each kind since the store was opened.
         shared: the shared tier; None: there is none.
+        n_pictures: pictures of histories, each once.
+        picture_bytes: of their files, which are beside the limit.
     """
 
     warm: TierStats
@@ -151,6 +153,8 @@ class StoreStats:
     queued_bytes: int
     events: dict[str, int]
     shared: SharedStats | None = None
+    n_pictures: int = 0
+    picture_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
