@@ -14,16 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.agents import ModelHost
-from kvcellar.engine import EngineConfig, FinishEvent, Request, SamplingParams
+from kvcellar.engine import Conversation, EngineConfig, FinishEvent, Request, SamplingParams, last
 from kvcellar.engine.picture_rows import PictureRows
 from kvcellar.engine.speculate import NgramDrafter
 from kvcellar.errors import PictureError
+from kvcellar.hosting.pictures import HostLooks
 from kvcellar.models.seeing import EncodedPicture
 from kvcellar.pictures.picture import Picture
+from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import placeholders
 from tests.agents.fakes import LETTERS
-from tests.engine.fakes import FULL_PARAMS, MIXED_PARAMS, PARAMS, logits_of, wanted
-from tests.pictures.fakes import PAD, VOCAB, as_read, make_seeing_host, picture_file
+from tests.engine.fakes import FULL_PARAMS, MIXED_PARAMS, PARAMS, logits_of, make_cache, wanted
+from tests.pictures.fakes import (
+    PAD,
+    VOCAB,
+    FakeReader,
+    PictureTokenizer,
+    SeeingRunner,
+    as_read,
+    make_seeing_host,
+    picture_file,
+)
 
 SIZES = [(16, 16), (32, 24), (64, 64), (80, 72)]
 PICTURES = [Picture.read(picture_file(i, *size)) for i, size in enumerate(SIZES)]
@@ -244,3 +255,32 @@ def test_rows_are_kept_as_far_as_there_is_room() -> None:
     assert made == ["a", "b", "c", "a"] and rows.counts.picture_bytes <= 250
     assert rows.counts.encoded_pictures == 4 and rows.counts.reused_pictures == 1
     rows.close()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "seq", "tree", "paged"])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_plain_loop_reads_pictures_as_the_engine_does(kind: str, is_whole: bool) -> None:
+    """In chunks smaller than a picture, with undo, and going on behind one."""
+    cache = make_cache(kind, 512, FULL_PARAMS)
+    runner = SeeingRunner(cache, VOCAB)
+    runner.is_whole, runner.bias = is_whole, dict(LETTERS)
+    shelf = PictureShelf()
+    for picture in PICTURES:
+        shelf.add(picture)
+    eyes = HostLooks(FakeReader(is_whole=is_whole), shelf)
+    talk = Conversation(runner, cache, PictureTokenizer(), prefill_chunk=16, eyes=eyes)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    def say(text: str, *names: str) -> None:
+        end = last(talk.say(text, params, pictures=names))
+        n = len(end.token_ids)
+        assert list(end.token_ids) == said_after(talk.tokens.tokens[:-n].tolist(), n)
+
+    say("what is this?", PICTURES[2].name)
+    say("and these?", PICTURES[1].name, PICTURES[3].name)
+    assert talk.undo() == "and these?"
+    say("and that?", PICTURES[1].name)
+    say("no picture")
+    names = [PICTURES[i].name for i in (2, 1, 3, 1)]
+    reader: Any = eyes.reader
+    assert reader.encoded == names

@@ -11,17 +11,12 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcellar.errors import PictureError
-from kvcellar.models.seeing import EncodedPicture
+from kvcellar.models.seeing import EncodedPicture, EncodeFn
 
 ROWS_BYTES = 256 << 20
 """Bytes of rows that are kept, at most."""
-
-EncodeFn = Callable[[str], EncodedPicture]
-"""Finds a picture by its name and has the model's vision part encode it."""
 
 
 @dataclass(slots=True)
@@ -123,11 +118,3 @@ class PictureRows:
                 return
             if old not in self._wanted:
                 self.counts.picture_bytes -= self._kept.pop(old).n_bytes
-
-
-def unseen(n_pictures: int) -> PictureError:
-    """Make the refusal of a prompt with pictures for a model that reads none."""
-    return PictureError(
-        f"the prompt has {n_pictures} picture{'s' * (n_pictures > 1)} and this model reads text "
-        f"alone; choose a model that reads pictures"
-    )

@@ -8,10 +8,11 @@ part makes them. Both are asked of a :class:`PictureReader`, which belongs to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from kvcellar.errors import PictureError
 from kvcellar.models.runner import Runner
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import PlacedPicture
@@ -45,6 +46,10 @@ class EncodedPicture(NamedTuple):
     rows: Any
     deep: tuple[Any, ...]
     n_bytes: int
+
+
+EncodeFn = Callable[[str], EncodedPicture]
+"""Finds a picture by its name and has the model's vision part encode it."""
 
 
 class SeenPicture(NamedTuple):
@@ -128,3 +133,11 @@ def seeing(runner: Runner, stretches: Seen) -> AbstractContextManager[None]:
         return nullcontext()
     assert isinstance(runner, SeeingRunner), "looked at when a request comes"
     return runner.seeing(stretches)
+
+
+def unseen(n_pictures: int) -> PictureError:
+    """Make the refusal of a prompt with pictures for a model that reads none."""
+    return PictureError(
+        f"the prompt has {n_pictures} picture{'s' * (n_pictures > 1)} and this model reads text "
+        f"alone; choose a model that reads pictures"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcellar.cache import Cache
 from kvcellar.engine.loop.generating import GeneratedToken, Generation, PrefillFn, generate
@@ -18,13 +18,27 @@ from kvcellar.engine.loop.text import Tokenizer
 from kvcellar.engine.sampler.sampling import SamplingParams
 from kvcellar.errors import ModelError
 from kvcellar.history import History
-from kvcellar.models.text.prompts import PromptTokenizer, encode, render
+from kvcellar.models.seeing import EncodedPicture, SeeingRunner
+from kvcellar.models.text.prompts import Looks, PromptTokenizer, encode, render
+from kvcellar.pictures.tokens import usable
 from kvcellar.valid import valid_json, valid_text
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import Runner
 
-Message = dict[str, str]
+Message = dict[str, Any]
+
+
+class Eyes(Looks, Protocol):
+    """Protocol of what looks at pictures for prompts and encodes them for forwards."""
+
+    def encode(self, name: str) -> EncodedPicture:
+        """Have the model's vision part read a picture.
+
+        Raises:
+            PictureError: it is not here any more, or the model cannot read it.
+        """
+        ...
 
 
 class ChatTokenizer(Tokenizer, PromptTokenizer, Protocol):
@@ -36,6 +50,7 @@ def encode_chat(
     messages: Sequence[Message],
     *,
     control_tokens_in_text: bool = False,
+    looks: Looks | None = None,
 ) -> list[int]:
     """Return the tokens of a chat that awaits an answer.
 
@@ -43,12 +58,17 @@ def encode_chat(
         tokenizer: of the model.
         messages: oldest first.
         control_tokens_in_text: let messages spell control tokens, which are text otherwise.
+        looks: at the pictures in messages; None: the model reads text alone.
 
     Raises:
         ModelError: there is no chat template, or it refuses these messages.
+        PictureError: a picture is not here any more, or the model cannot read it.
     """
     rendered = render(
-        tokenizer, valid_json(messages), control_tokens_in_text=control_tokens_in_text
+        tokenizer,
+        valid_json(messages),
+        control_tokens_in_text=control_tokens_in_text,
+        looks=looks,
     )
     return encode(tokenizer, rendered)
 
@@ -116,6 +136,7 @@ class Conversation:
         prefill_chunk: int = 512,
         control_tokens_in_text: bool = False,
         marks: Mapping[int, str] | None = None,
+        eyes: Eyes | None = None,
     ) -> None:
         """Begin a conversation; what the cache held of the sequence is forgotten.
 
@@ -128,6 +149,7 @@ class Conversation:
             seq_id: which sequence of the cache.
             prefill_chunk: tokens of a prompt in one forward.
             control_tokens_in_text: let messages spell control tokens, which are text otherwise.
+            eyes: read the pictures that are said; None: the model reads text alone.
             marks: as ``Request`` has them; ``say`` is then told what makes a message of the text.
 
         Raises:
@@ -144,7 +166,7 @@ class Conversation:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prefill_chunk = prefill_chunk
         self._control_tokens_in_text = control_tokens_in_text
-        self._marks = marks
+        self._marks, self._eyes = marks, eyes
         self._opening: list[Message] = []
         if system is not None:
             self._opening.append({"role": "system", "content": valid_text(system)})
@@ -181,7 +203,7 @@ class Conversation:
         if not self._turns:
             return None
         turn = self._turns.pop()
-        said = self.messages[turn.n_messages]["content"]
+        said: str = self.messages[turn.n_messages]["content"]
         del self.messages[turn.n_messages :]
         n_common = turn.tokens.common_prefix(self.tokens)
         self.tokens = turn.tokens
@@ -201,6 +223,7 @@ class Conversation:
         on_prefill: PrefillFn | None = None,
         *,
         message_of: Callable[[str], Message] | None = None,
+        pictures: Sequence[str] = (),
     ) -> Iterator[GeneratedToken | Generation]:
         """Let the user say something; iterate over the answer as over ``generate``.
 
@@ -211,19 +234,23 @@ class Conversation:
             params: how to sample the answer, and when to end it.
             on_prefill: as ``generate`` takes it.
             message_of: from the text of the answer to the message that is kept; None: its text.
+            pictures: names of pictures that stand before the text.
 
         Raises:
             PromptError: there is no room for it; raised by this call, and nothing was changed.
             ModelError: the template refuses the message; raised likewise.
         """
-        user = {"role": "user", "content": valid_text(text)}
+        user: Message = {"role": "user", "content": valid_text(text)}
+        if pictures:
+            user["pictures"] = [{"name": name, "at": 0} for name in pictures]
         ids = encode_chat(
             self._tokenizer,
             [*self.messages, user],
             control_tokens_in_text=self._control_tokens_in_text,
+            looks=self._eyes,
         )
         tokens = History(ids)
-        held = self._cut(self.tokens.common_prefix(tokens))
+        held = self._cut(self._resumable(tokens))
         keep_at = self._keep_points(tokens, held, user)
         events = generate(
             self._runner,
@@ -237,12 +264,18 @@ class Conversation:
             on_prefill=on_prefill,
             keep_at=keep_at,
             marks=self._marks,
+            encode=None if self._eyes is None else self._eyes.encode,
         )
         self._turns.append(_Turn(self.tokens, len(self.messages)))
         self.tokens = tokens
         answer: Message = {"role": "assistant", "content": ""}
         self.messages += [user, answer]
         return self._follow(events, tokens, answer, message_of)
+
+    def _resumable(self, tokens: History) -> int:
+        """Return how many tokens of a prompt the history has, up to where it can be gone on."""
+        is_whole = isinstance(self._runner, SeeingRunner) and self._runner.is_whole
+        return usable(tokens.tokens, self.tokens.common_prefix(tokens), is_whole=is_whole)
 
     def _keep_points(self, tokens: History, held: int, user: Message) -> list[int]:
         """Keep the states before a turn, for ``undo``; return at which lengths of it to keep more.
@@ -262,6 +295,7 @@ class Conversation:
             valid_json([*self.messages, user]),
             is_asking=False,
             control_tokens_in_text=self._control_tokens_in_text,
+            looks=self._eyes,
         )
         n_said = tokens.common_prefix(History(encode(self._tokenizer, said)))
         new = self._points.add((held, n_said))

@@ -6,7 +6,7 @@ It is what a faster engine is compared with, so it has no batch, no queue and no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +21,15 @@ from kvcellar.engine.sampler.sampling import SamplingParams, SamplingState, Toke
 from kvcellar.errors import PromptError
 from kvcellar.history import History
 from kvcellar.models.runner import TurningRunner, rope_border_of, step_limit, turning
+from kvcellar.models.seeing import (
+    EncodedPicture,
+    EncodeFn,
+    SeeingRunner,
+    SeenPicture,
+    seeing,
+    unseen,
+)
+from kvcellar.pictures.tokens import PlacedPicture, ids_of, pictures_in
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -29,6 +38,41 @@ PrefillFn = Callable[[int, int], None]
 """Called with how many of the prompt's new tokens are done, and how many there are."""
 
 _GREEDY = SamplingParams()
+
+
+class PromptPictures:
+    """The pictures of one prompt, each encoded when the first of its tokens is computed."""
+
+    def __init__(self, pictures: Sequence[PlacedPicture], encode: EncodeFn | None) -> None:
+        """Encode nothing yet."""
+        self._pictures, self._encode = pictures, encode
+        self._rows: dict[str, EncodedPicture] = {}
+
+    def stop(self, runner: Runner, start: int, stop: int) -> int:
+        """Return where a forward from ``start`` ends: with all of a picture, if it has to be so."""
+        if isinstance(runner, SeeingRunner) and runner.is_whole:
+            for one in self._pictures:
+                if one.start < stop < one.stop:
+                    return one.start if one.start > start else one.stop
+        return stop
+
+    def seen(self, start: int, stop: int) -> list[SeenPicture]:
+        """Return the pictures that begin before ``stop``, and the rows of those in the forward."""
+        found = []
+        for one in self._pictures:
+            if one.start >= stop:
+                break
+            rows = None
+            if one.stop > start:
+                assert self._encode is not None, "asked before anything is computed"
+                if one.name not in self._rows:
+                    self._rows[one.name] = self._encode(one.name)
+                rows = self._rows[one.name]
+            found.append(SeenPicture(one, rows))
+        return found
+
+
+NO_PICTURES = PromptPictures((), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +171,7 @@ def generate(
     on_prefill: PrefillFn | None = None,
     keep_at: Collection[int] = (),
     marks: Mapping[int, str] | None = None,
+    encode: EncodeFn | None = None,
 ) -> Iterator[GeneratedToken | Generation]:
     """Continue a prompt: a :class:`GeneratedToken` for each token, then one :class:`Generation`.
 
@@ -148,8 +193,10 @@ def generate(
         keep_at: lengths of the prompt to which the sequence is to be cut back later: where it does
             not hold them yet, they are made points of the cache.
         marks: as ``Request`` has them.
+        encode: finds a picture by name and has the vision part read it; None: there are none.
 
     Raises:
+        PictureError: the prompt has pictures and nobody reads them; raised by this call.
         PromptError: the prompt is empty, does not fit, holds an id that the model does not have,
             or is shorter than what the cache holds; raised by this call, before any compute.
         ConfigError: a ``prefill_chunk`` below 1, or a ``logit_bias`` of an unknown token.
@@ -157,10 +204,17 @@ def generate(
     whole(prefill_chunk, "prefill_chunk", least=1)
     sequence = SequenceView(cache, seq_id)
     prompt = check_prompt(prompt_ids, runner.vocab_size, sequence)
-    state = SamplingState(params, runner.vocab_size, prompt, eos_token_ids)
-    stream = TextStream(tokenizer, params.stop, context=prompt, marks=marks)
-    read = partial(prefill, runner, sequence, prompt, prefill_chunk, on_prefill, keep_at)
-    return _generate(runner, sequence, prompt, state, stream, eos_token_ids, read)
+    ids = History(ids_of(prompt.tokens))
+    placed = pictures_in(prompt.tokens)
+    if placed and (encode is None or not isinstance(runner, SeeingRunner)):
+        raise unseen(len(placed))
+    state = SamplingState(params, runner.vocab_size, ids, eos_token_ids)
+    stream = TextStream(tokenizer, params.stop, context=ids, marks=marks)
+    pictures = PromptPictures(placed, encode)
+    read = partial(
+        prefill, runner, sequence, prompt, prefill_chunk, on_prefill, keep_at, pictures=pictures
+    )
+    return _generate(runner, sequence, prompt, state, stream, eos_token_ids, read, pictures)
 
 
 def _generate(
@@ -171,6 +225,7 @@ def _generate(
     stream: TextStream,
     eos_token_ids: Collection[int],
     read: Callable[[], FloatArray],
+    pictures: PromptPictures,
 ) -> Iterator[GeneratedToken | Generation]:
     started = time.perf_counter()
     turn_anew(runner, sequence, len(prompt))
@@ -184,7 +239,7 @@ def _generate(
         if token_ids:
             started = time.perf_counter()
             history.append(token_ids[-1])
-            logits = prefill(runner, sequence, history)
+            logits = prefill(runner, sequence, history, pictures=pictures)
         choice = sample(logits, [state])[0]
         state.record(choice.token_id)
         token_ids.append(choice.token_id)
@@ -233,7 +288,7 @@ def check_prompt(
         PromptError: see ``generate``.
     """
     prompt = History(prompt_ids)
-    check_tokens(prompt, vocab_size)
+    check_tokens(History(ids_of(prompt.tokens)), vocab_size)
     held = sequence.length
     if held > len(prompt):
         raise PromptError(
@@ -280,6 +335,7 @@ def prefill(
     keep_at: Collection[int] = (),
     *,
     n_text: int | None = None,
+    pictures: PromptPictures = NO_PICTURES,
 ) -> FloatArray:
     """Compute what the sequence does not hold of a checked prompt.
 
@@ -294,6 +350,7 @@ def prefill(
         on_prefill: called before the first chunk and after each.
         keep_at: lengths to be made points; see ``generate``.
         n_text: tokens of the text that it is turned as; None: its own.
+        pictures: those in it.
 
     Returns:
         The logits of its last token, ``[1, vocab]``.
@@ -306,8 +363,10 @@ def prefill(
     chunk, start = step_limit(runner, chunk), held
     while start < len(prompt):
         stop = min((n for n in keep_at if n > start), default=len(prompt))
-        tokens = prompt[start : min(stop, start + chunk)]
-        with turning(runner, is_long):
+        stop = pictures.stop(runner, start, min(stop, start + chunk))
+        tokens = ids_of(prompt[start:stop])
+        seen = pictures.seen(start, stop)
+        with turning(runner, is_long), seeing(runner, [(seen, len(tokens))]):
             logits = runner.forward(tokens, sequence.begin(len(tokens)))
         start += len(tokens)
         if start in keep_at:

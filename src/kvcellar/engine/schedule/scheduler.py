@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.engine.kv.residency import Residency, most_expected
 from kvcellar.engine.loop.generating import check_tokens
 from kvcellar.engine.loop.text import TextStream
-from kvcellar.engine.picture_rows import PictureRows, unseen
+from kvcellar.engine.picture_rows import PictureRows
 from kvcellar.engine.requests.batch import Batch, BatchPart, Verdict
 from kvcellar.engine.requests.draft import NO_DRAFT
 from kvcellar.engine.requests.request import Event, PromptProgress, Request, Sequence
@@ -18,6 +18,7 @@ from kvcellar.engine.schedule.outcomes import Outcomes
 from kvcellar.engine.schedule.policy import Policy
 from kvcellar.errors import DeadlineError, KVCellarError, PictureError, PromptError
 from kvcellar.history import History
+from kvcellar.models.seeing import unseen
 from kvcellar.pictures.tokens import ids_of
 from kvcellar.space import LONG
 
