@@ -33,6 +33,8 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""What says how a model is given pictures."""
 VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "_commit_hash")
 """Keys of config.json that change nothing of what a model computes."""
 
@@ -132,6 +134,17 @@ def fingerprint_checkpoint(
     if on_progress is not None:
         on_progress(1.0, "hashed")
     return Fingerprint(parts)
+
+
+def processor_text(folder: Path) -> str:
+    """Return what a checkpoint's files say of how the model is given pictures, in one form."""
+    said = []
+    for name in PROCESSOR_FILES:
+        if (folder / name).is_file():
+            value = json.loads((folder / name).read_text(encoding="utf-8"))
+            value.pop("chat_template", None)
+            said.append([name, value])
+    return json.dumps(said, sort_keys=True)
 
 
 def digest_of_file(path: Path) -> str:

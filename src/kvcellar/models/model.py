@@ -14,7 +14,12 @@ from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models.adapters import Adapter
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.files.places import is_gguf
-from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
+from kvcellar.models.fingerprint import (
+    Fingerprint,
+    Progress,
+    fingerprint_checkpoint,
+    processor_text,
+)
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.options import LoadOptions, ProgressFn
@@ -50,6 +55,7 @@ class LoadedModel(ABC):
         chat_template: what was given in place of the checkpoint's own; None: nothing.
         adapters: those that are loaded beside it, by name.
         pictures: what reads pictures for it; None: it reads text alone.
+        no_pictures: why it does not read pictures, where one might think so; else empty.
     """
 
     name: str
@@ -67,6 +73,7 @@ class LoadedModel(ABC):
     chat_template: str | None
     adapters: Mapping[str, Adapter] = field(default_factory=dict, kw_only=True)
     pictures: PictureReader | None = field(default=None, kw_only=True)
+    no_pictures: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         computed = own_kv_dtype(self.dtype, self.weights)
@@ -210,6 +217,8 @@ class LoadedModel(ABC):
         packing = PACKINGS.get(self.weights or "")
         kept = self.dtype if packing is None else f"{self.dtype}+{packing}"
         replaced = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        if self.pictures is not None:
+            replaced["processor"] = processor_text(self.path)
         if rope_length:
             replaced["rope_length"] = str(rope_length)
         elif self.has_session_ropes:

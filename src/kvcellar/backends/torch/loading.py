@@ -18,6 +18,7 @@ import transformers
 from kvcellar.backends.torch.adapters.placing import linear_sizes
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
 from kvcellar.backends.torch.bind.binding import bind_network
+from kvcellar.backends.torch.bind.pictures import read_pictures
 from kvcellar.backends.torch.cpu.hold import Held
 from kvcellar.backends.torch.cpu.modules.blocks import Kept
 from kvcellar.backends.torch.cpu.modules.linears import codes_weights, reads_weights
@@ -32,13 +33,18 @@ from kvcellar.backends.torch.load.weights import DTYPES
 from kvcellar.backends.torch.run.load_adapters import check_adapters, load_adapters, read_adapters
 from kvcellar.backends.torch.run.model import TorchModel
 from kvcellar.backends.torch.run.place_weights import hold_parts
+from kvcellar.backends.torch.vision.part import NoPicturesError, VisionClass
+from kvcellar.backends.torch.vision.processor import Processor
+from kvcellar.backends.torch.vision.reader import TorchPictureReader
 from kvcellar.budget import format_size
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.adapters import Adapter
 from kvcellar.models.check import (
+    TOLERANCE,
     CheckVerdict,
     demand_exact,
     keep_verdict,
+    known_verdict,
     torch_versions,
     verdict_of,
 )
@@ -49,12 +55,13 @@ from kvcellar.models.files.checkpoint import (
     pick_dtype,
     read_config,
 )
-from kvcellar.models.files.formats import GROUPED, format_of
+from kvcellar.models.files.formats import GROUPED, MLX, format_of
 from kvcellar.models.files.generation import sampling_defaults
 from kvcellar.models.files.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.known import facts_of, known_path, renew_facts, stamps_of
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
+from kvcellar.models.picture_facts import PictureVerdict, picture_verdict_of
 from kvcellar.models.plans.plan import keep_plan
 from kvcellar.models.sizes.sizing import find_config, size_checkpoint
 from kvcellar.models.text.tokenizer import (
@@ -144,6 +151,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
             network, held, beside = _read_network(found, reading)
         else:
             (network, leader), held, beside = _read_divided(found), None, NO_ADAPTERS
+        pictures, no_pictures = _picture_reader(found, network)
     if held is not None and held.plan is not None and not options.is_unchecked:
         keep_plan(found.raw, held.plan)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
@@ -166,12 +174,55 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         sampling=sampling_defaults(folder),
         chat_template=None,
         adapters={one.name: one for one in found.adapters},
+        pictures=pictures,
+        no_pictures=no_pictures,
         network=network,
         decoder=None if held is None else held.decoder,
         facts=found.facts,
         beside=beside,
         leader=leader,
     )
+
+
+def _picture_reader(found: _FoundCheckpoint, network: Any) -> tuple[TorchPictureReader | None, str]:
+    """Return what reads pictures for a model, whose network takes their rows from then on.
+
+    Returns:
+        None, and why, where it reads none; without a reason where nobody would think that it does.
+    """
+    if found.folder.is_file():
+        return None, ""
+    format = format_of(found.raw, found.folder)
+    try:
+        vision = VisionClass(found.raw)
+    except NoPicturesError:
+        return None, ""
+    except ModelError as error:
+        return None, str(error)
+    if found.n_ranks > 1:
+        return None, "a model that is divided among processes reads no pictures here"
+    if format is not None and format.method == MLX:
+        return None, "the vision part is stored as MLX's programs have it; load it with others"
+    try:
+        processor = Processor(found.folder, vision.config)
+    except ModelError as error:
+        return None, str(error)
+    versions = torch_versions()
+
+    def find() -> PictureVerdict:
+        from kvcellar.backends.torch.learn.picture_checking import (
+            check_pictures,  # a second load needs it not
+        )
+
+        text = known_verdict(found.raw, versions)
+        return check_pictures(found.raw, TOLERANCE if text is None else text.tolerance)
+
+    verdict = picture_verdict_of(found.raw, versions, find)
+    if verdict.facts is None or not verdict.is_exact:
+        return None, verdict.refusal
+    read_pictures(network, verdict.facts.n_deep)
+    where = found.dtype, found.device
+    return TorchPictureReader(found.folder, processor, vision, verdict.facts, *where), ""
 
 
 def _expanded(found: _FoundCheckpoint) -> list[str]:

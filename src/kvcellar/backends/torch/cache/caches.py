@@ -26,6 +26,7 @@ from kvcellar.backends.torch.cache.state_pools import (
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.cells.exact import layer_plan
+from kvcellar.bookkeeping.layouts.both_ways import seen_both_ways
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
@@ -110,6 +111,11 @@ class TorchCache(RowMoves, StateKeeper):
         """Per layer group for those of its layers that store rows, then for those that share."""
         self.on_gpu: GpuSteps | None = None
         """Plans of steps on a GPU; None before the first forward there."""
+        self.both_ways: tuple[tuple[int, int], ...] = ()
+        """``(first, stop)`` of tokens of the next forward that see each other both ways."""
+        self.both_ways_in_windows = False
+        """True if they do so in layers with a window alone."""
+        self._both_ways: tuple[StepPlan, StepPlan] | None = None
         self._slots = slots_of(pools.config.params)
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
         self._stretches: tuple[StatePlan, tuple[Stretches, ...]] | None = None
@@ -273,7 +279,7 @@ class TorchCache(RowMoves, StateKeeper):
         plan = self.steps.plan(layer, n_tok, positions)
         self.pools.before_step(index, plan)
         exact = self.pools.exact[index]
-        own, exact_writes = layer_plan(plan, exact, stores=slot == index)
+        own, exact_writes = layer_plan(self._seen(index, plan), exact, stores=slot == index)
         is_read = not group.is_latent or self.pools.of_layer[layer].is_joined
         pool = self.pools.of_layer[layer]
         if q is not None and choice.takes(k.device, q):
@@ -293,6 +299,14 @@ class TorchCache(RowMoves, StateKeeper):
         self._prepared[slot] = prepared
         self.pools.of_layer[layer].ensure(plan.n_cells, k.device)
         return prepared
+
+    def _seen(self, index: int, plan: StepPlan) -> StepPlan:
+        """Return a group's plan with what tokens see that see each other both ways."""
+        if not self.both_ways or (self.both_ways_in_windows and self.steps.groups[index].is_full):
+            return plan
+        if self._both_ways is None or self._both_ways[0] is not plan:
+            self._both_ways = plan, seen_both_ways(plan, self.both_ways)
+        return self._both_ways[1]
 
     def _gpu_steps(self) -> GpuSteps:
         """Return what lies on the GPU, made with the first forward: Triton is imported then."""

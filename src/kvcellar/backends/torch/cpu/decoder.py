@@ -164,6 +164,7 @@ class KernelDecoder:
         rows: IntArray,
         feature_layers: Sequence[int] = (),
         rope_length: RopeLength = 0,
+        turned: IntArray | None = None,
     ) -> tuple[FloatArray, FloatArray] | None:
         """Run the tokens; the step is complete afterwards.
 
@@ -174,6 +175,7 @@ class KernelDecoder:
             rows: int64 ``[R]``: tokens whose logits are wanted.
             feature_layers: whose inputs are wanted too; behind the last layer, its result.
             rope_length: the length of text whose RoPE factors turn the positions.
+            turned: ``[T]`` numbers by which tokens are turned; None: their positions.
 
         Returns:
             Logits ``[R, n_vocab]`` and features ``[T, n_features * hidden]``; None where this is
@@ -192,7 +194,7 @@ class KernelDecoder:
             index = cache.steps.group_of(layer)
             plan, to_exact = steps[index]
             calls.append((plan, pool, to_exact, exact, caps[index]))
-        cos, sin = self._rotations.of(positions, rope_length)
+        cos, sin = self._rotations.of(positions if turned is None else turned, rope_length)
         logits = np.empty((n_rows, self._n_vocab), np.float32)
         features = np.empty((n_tokens, n_features * self._hidden), np.float32)
         compiled = self._native

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -309,7 +309,7 @@ def _towerless(kind: type[Any]) -> type[Any]:
 def _strip(whole: Any, config: Any) -> None:
     """Take away from a wrapper all modules that are not of its language model."""
     text = config.get_text_config(decoder=True)
-    owner, decoder = _text_part(whole, text)
+    owner, decoder = text_part(whole, text)
     parts = (decoder, owner.get_output_embeddings())
     kept = {id(module) for part in parts for module in part.modules()}
     _prune(whole, kept)
@@ -326,7 +326,16 @@ def _prune(module: nn.Module, kept: set[int]) -> bool:
     return any(left)
 
 
-def _text_part(whole: Any, text: Any) -> tuple[Any, Any]:
+def without(module: nn.Module, parts: Sequence[nn.Module | None]) -> None:
+    """Take parts of a network away from it, wherever they are."""
+    gone = {id(part) for part in parts if part is not None}
+    for owner in list(module.modules()):
+        for name, child in list(owner.named_children()):
+            if id(child) in gone:
+                setattr(owner, name, None)
+
+
+def text_part(whole: Any, text: Any) -> tuple[Any, Any]:
     """Return the innermost module with a head over the language model, and that model itself.
 
     Raises:
@@ -368,7 +377,7 @@ def _network(whole: Any, classes: NetworkClasses) -> Any:
     """Make the network of what read the checkpoint."""
     if classes.text is classes.config:
         return whole
-    owner, decoder = _text_part(whole, classes.text)
+    owner, decoder = text_part(whole, classes.text)
     head = owner.get_output_embeddings()
     decoder.config.tie_word_embeddings = head.weight is decoder.get_input_embeddings().weight
     if type(owner.config) is type(classes.text):

@@ -66,6 +66,42 @@ def load_weights(
     Raises:
         UnreadWeightsError: weights that are missing, or not this architecture's.
     """
+    whole = read_weights(
+        folder,
+        config,
+        reader,
+        format=format,
+        dtype=dtype,
+        attention=attention,
+        kept=kept,
+        n_ranks=n_ranks,
+    )
+    network = finish(whole).to(device).eval()
+    if n_ranks > 1:
+        make_plain(network)
+    elif device.type == "cpu":
+        turn_small(network)
+    return network
+
+
+def read_weights(
+    folder: Path,
+    config: Any,
+    reader: type[Any],
+    *,
+    format: WeightFormat | None,
+    dtype: torch.dtype,
+    attention: str | None,
+    kept: Mapping[str, tuple[int, ...]],
+    n_ranks: int = 1,
+) -> Any:
+    """Read what a class has of a checkpoint, as :func:`load_weights` does; return its object.
+
+    Args:
+        attention: None: what transformers chooses.
+
+    The others, and errors, are those of :func:`load_weights`.
+    """
     try:
         with _source(folder, config, reader, format, dtype, kept) as (path, options):
             whole, info = reader.from_pretrained(
@@ -85,12 +121,7 @@ def load_weights(
     except ModelError as error:  # of a file that is not this architecture's
         raise UnreadWeightsError(str(error)) from error
     _check_keys(info, whole, folder, format)
-    network = finish(whole).to(device).eval()
-    if n_ranks > 1:
-        make_plain(network)
-    elif device.type == "cpu":
-        turn_small(network)
-    return network
+    return whole
 
 
 def _divided(n_ranks: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class TorchModel(LoadedModel):
             self.leader,
             rope_border=self.facts.rope.border_in(length),
             has_graphs=self.leader is None,
+            pictures=getattr(self.pictures, "facts", None),
         )
 
     @property

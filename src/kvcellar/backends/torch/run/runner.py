@@ -11,15 +11,19 @@ import torch
 
 from kvcellar.backends.torch.adapters.updates import NO_ADAPTERS, Adapters
 from kvcellar.backends.torch.bind.inputs import inputs_of, modules_given
+from kvcellar.backends.torch.bind.pictures import Pictures
 from kvcellar.backends.torch.bind.positions import Positions, RopeLength
 from kvcellar.backends.torch.cache.caches import TorchCache
 from kvcellar.backends.torch.cache.shortage import within_memory
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder
 from kvcellar.backends.torch.gpu import choice
 from kvcellar.backends.torch.gpu.sampler.logits import DeviceLogits
+from kvcellar.backends.torch.run.placing import Placing, place
 from kvcellar.errors import StepError
 from kvcellar.models.kept_logits import FirstStep
+from kvcellar.models.picture_facts import WINDOWS, PictureFacts
 from kvcellar.models.runner import BoundRunner, FloatArray, Turned
+from kvcellar.models.seeing import Seen
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
 
@@ -59,6 +63,7 @@ class TorchRunner(BoundRunner):
         *,
         rope_border: int = 0,
         has_graphs: bool = True,
+        pictures: PictureFacts | None = None,
     ) -> None:
         """Bind a model, and what runs a few tokens of it at once where there is such a thing.
 
@@ -76,6 +81,7 @@ class TorchRunner(BoundRunner):
             rope_border: tokens of the longest text that RoPE was made for, whose factors are others
                 than those of ``rope_length``; 0: none are.
             has_graphs: small forwards on a card may be played as graphs.
+            pictures: how the network places them, where it was made to take them; None: it was not.
         """
         n_features = len(feature_layers) * int(model.config.hidden_size)
         super().__init__(session, params, vocab_size, n_features)
@@ -88,6 +94,9 @@ class TorchRunner(BoundRunner):
         self._adapters = adapters
         self._runs: Sequence[tuple[str, int]] = ()
         self._turned: Turned = True
+        self._pictures = pictures
+        self.is_whole = pictures is not None and pictures.is_whole
+        self._seen: Seen = ()
         self.read_as: dict[int, bool] = {}
         """By sequence, true where what a plain loop has read of it is of a long text."""
         self.adapters, self.own_adapter = adapters.names, ""
@@ -143,6 +152,41 @@ class TorchRunner(BoundRunner):
         finally:
             self._turned = before
 
+    @contextmanager
+    def seeing(self, stretches: Seen) -> Iterator[None]:
+        """Read pictures; see :class:`kvcellar.models.seeing.SeeingRunner`."""
+        before, self._seen = self._seen, stretches
+        try:
+            yield
+        finally:
+            self._seen = before
+
+    def _placing(self, at: IntArray) -> Placing | None:
+        """Return the pictures of a forward; None where it is text that knows of none.
+
+        Raises:
+            StepError: as ``place``; or the model reads text alone.
+        """
+        if not self._seen:
+            return None
+        if self._pictures is None:
+            raise StepError("a forward has pictures, and the model reads text alone")
+        return place(self._seen, at, self._pictures, self._device)
+
+    @contextmanager
+    def _both_ways(self, cache: Any, placing: Placing | None) -> Iterator[None]:
+        """Have tokens of whole pictures see each other in a block."""
+        if placing is None or not placing.whole:
+            yield
+            return
+        assert self._pictures is not None, "it has placed some"
+        cache.both_ways_in_windows = self._pictures.both_ways == WINDOWS
+        cache.both_ways = placing.whole
+        try:
+            yield
+        finally:
+            cache.both_ways = ()
+
     def _rope_lengths(self, n_tokens: int) -> RopeLength:
         """Return whose factors turn the tokens of a forward: of all, or of each where they differ.
 
@@ -182,11 +226,14 @@ class TorchRunner(BoundRunner):
     def _run(
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[FloatArray, FloatArray]:
-        if self._decoder is not None and self._numbers(len(ids)) is None:
+        placing = self._placing(at)
+        is_text = placing is None or not placing.rows
+        if self._decoder is not None and is_text and self._numbers(len(ids)) is None:
             last = np.array([len(ids) - 1], np.int64) if rows is None else rows
             layers = self._feature_layers if has_features else ()
+            turned = None if placing is None else placing.turned_alike
             whole = self._decoder.forward(
-                cache, ids, at, last, layers, self._rope_lengths(len(ids))
+                cache, ids, at, last, layers, self._rope_lengths(len(ids)), turned
             )
             if whole is not None:
                 return whole
@@ -228,15 +275,17 @@ class TorchRunner(BoundRunner):
         self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> Computed:
         modules = self._feature_modules if has_features else []
-        with use_cache(cache), torch.inference_mode():
+        placing = self._placing(at)
+        with use_cache(cache), torch.inference_mode(), self._both_ways(cache, placing):
             length, wanted = self._rope_lengths(len(ids)), bool(modules)
-            is_alike = self._numbers(len(ids)) is None
+            is_plain = placing is None or not (placing.rows or placing.turned is not None)
+            is_alike = is_plain and self._numbers(len(ids)) is None
             if self.graphs is not None and is_alike and isinstance(length, int):
                 played = self.graphs.run(cache, ids, at, rows, length, has_features=wanted)
                 if played is not None:
                     features = played.features.cpu().numpy() if wanted else _none_of(ids)
                     return Computed(played.logits, played.likeliest, features)
-            return self._by_network(ids, at, rows, modules)
+            return self._by_network(ids, at, rows, modules, placing)
 
     def _by_network(
         self,
@@ -244,6 +293,7 @@ class TorchRunner(BoundRunner):
         positions: IntArray,
         rows: IntArray | None,
         modules: Sequence[Any],
+        placing: Placing | None,
     ) -> Computed:
         """Run the tokens as transformers does; features are what these modules are given."""
         # By index: told how many, Gemma 4 leaves tokens out of the layers that share K and V.
@@ -252,16 +302,31 @@ class TorchRunner(BoundRunner):
         active = nullcontext() if numbers is None else self._adapters.active(numbers, kept)
         at = self._tensor(positions[None])
         length = self._rope_lengths(len(ids))
-        with inputs_of(modules) as seen, Positions(at, length), active:
+        placed, turned = Pictures(()), at
+        if placing is not None:
+            placed = Pictures(placing.rows)
+            ids = self._without_placeholders(ids, placing)
+            turned = at if placing.turned is None else self._tensor(placing.turned[:, None])
+        with inputs_of(modules) as seen, Positions(at, length), placed, active:
             logits = self._network(
                 input_ids=self._tensor(ids[None]),
-                position_ids=at,
+                position_ids=turned,
                 use_cache=False,
                 logits_to_keep=self._tensor(kept),
             ).logits[0]
             features = [hidden[0].float().cpu() for hidden in seen]
         joined = torch.cat(features, dim=-1) if features else torch.empty(len(ids), 0)
         return Computed(logits, None, joined.numpy())
+
+    def _without_placeholders(self, ids: IntArray, placing: Placing) -> IntArray:
+        """Return ids with those of padding where rows stand.
+
+        Some models have more of an id than its embedding, and wrappers take that of padding there.
+        """
+        padding = self._network.config.pad_token_id
+        for one in placing.rows:
+            ids[one.tokens.cpu().numpy()] = 0 if padding is None else padding
+        return ids
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -212,11 +212,11 @@ def started_network(raw: Mapping[str, Any], *, attention: str | None = None, see
         if config.get_text_config(decoder=True) is config:
             return empty_network(raw, attention=attention, device="cpu").float()
         network = empty_network(raw, attention=attention)  # its towers are taken away by now
-        _start(network)
+        start(network)
     return network.eval()
 
 
-def _start(network: Any) -> None:
+def start(network: Any) -> None:
     """Give a network on the meta device the values that its classes start with, in place.
 
     As transformers itself does for tensors that a checkpoint lacks.

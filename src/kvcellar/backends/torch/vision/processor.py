@@ -1,0 +1,163 @@
+"""Processors of transformers, made of what pictures need: nothing of videos or sounds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import processing_auto
+
+from kvcellar.errors import ModelError, PictureError
+from kvcellar.models.files.checkpoint import read_json
+from kvcellar.models.fingerprint import PROCESSOR_FILES
+from kvcellar.models.text.tokenizer import quiet
+from kvcellar.pictures.picture import Picture
+
+_NAMED_IN = (*PROCESSOR_FILES, "tokenizer_config.json")
+"""Files in which a checkpoint may name the class of its processor."""
+
+
+class Processor:
+    """What a checkpoint's processor makes of one picture. For several threads.
+
+    Attributes:
+        written: what a chat template writes where a picture stands, for the processor to replace.
+    """
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        """Read a checkpoint's processor.
+
+        Args:
+            folder: the checkpoint.
+            config: of the whole checkpoint.
+
+        Raises:
+            ModelError: it has none, or one that cannot be made here.
+        """
+        if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+            raise ModelError(
+                f"{folder} has no {' and no '.join(PROCESSOR_FILES)}, which say how a model is "
+                f"given pictures; copy them from where the model came from"
+            )
+        try:
+            with quiet(lambda part: None):
+                self._processor = _read(folder, config)
+            self.written: str = self._processor.image_token
+        except ModelError:
+            raise
+        except Exception as error:  # of many kinds: JSON, missing packages, fields of other times
+            raise ModelError(
+                f"the processor in {folder} cannot be made: {' '.join(str(error).split())}"
+            ) from error
+
+    @property
+    def merge_size(self) -> int:
+        """Patches of a side that become one row, where a model asks for the grid of rows."""
+        return int(getattr(self._processor.image_processor, "merge_size", 1))
+
+    def replaced(self, picture: Picture) -> tuple[str, list[int], Mapping[str, Any]]:
+        """Return what stands in a prompt in place of ``written``, its ids, and all that was said.
+
+        Raises:
+            PictureError: the processor does not take the picture.
+        """
+        said = self._run(picture, return_text_replacement_offsets=True)
+        (found,) = said["text_replacement_offsets"][0]
+        ids = [int(one) for one in said["input_ids"][0]]
+        return found["replacement"], ids, said
+
+    def inputs(self, picture: Picture) -> Mapping[str, Any]:
+        """Return what the model is given of a picture, as tensors.
+
+        Raises:
+            PictureError: the processor does not take the picture.
+        """
+        return self._run(picture, return_tensors="pt")
+
+    def _run(self, picture: Picture, **options: Any) -> Mapping[str, Any]:
+        image = picture.pixels()
+        try:
+            with torch.inference_mode():
+                found: Mapping[str, Any] = self._processor(
+                    images=[image], text=[self.written], **options
+                )
+        except Exception as error:  # whatever it does not like, which it says in many classes
+            raise PictureError(
+                f"the model cannot read a picture of {picture.width} by {picture.height} pixels: "
+                f"{' '.join(str(error).split())}; send another one"
+            ) from error
+        return found
+
+
+class _Absent:
+    """Stand-in for a part that no picture needs, and whose packages may not be there."""
+
+    model_input_names: tuple[str, ...] = ()
+
+
+def _read(folder: Path, config: Any) -> Any:
+    """Make the processor of a checkpoint.
+
+    Raises:
+        Exception: whatever transformers raises that cannot.
+    """
+    kind = _lean(_class_of(folder, config))
+    auto: Any = transformers
+    given: dict[str, Any] = {
+        "tokenizer": lambda: auto.AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        "image_processor": lambda: auto.AutoImageProcessor.from_pretrained(
+            folder, backend="pil", local_files_only=True
+        ),
+    }
+    parts = [given.get(name, _Absent)() for name in kind.get_attributes()]
+    fields, _ = kind.get_processor_dict(folder, local_files_only=True)
+    return kind.from_args_and_dict(parts, fields)
+
+
+def _class_of(folder: Path, config: Any) -> Any:
+    """Return the class of transformers that a checkpoint names as its processor's, or its family's.
+
+    Raises:
+        ModelError: there is none.
+    """
+    for name in _named(folder):
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.ProcessorMixin):
+            return found
+    by_family = processing_auto.PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    if by_family is None:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no processor for models of type "
+            f"{config.model_type!r}"
+        )
+    return getattr(transformers, by_family)
+
+
+def _named(folder: Path) -> Iterator[str]:
+    for name in _NAMED_IN:
+        said = read_json(folder / name) if (folder / name).is_file() else {}
+        if isinstance(said.get("processor_class"), str):
+            yield said["processor_class"]
+
+
+def _lean(kind: Any) -> Any:
+    """Return a class of processors that takes stand-ins for parts that no picture needs."""
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        if isinstance(part, _Absent):
+            return _Absent
+        return kind.check_argument_for_proper_class(self, name, part)
+
+    module = vars(sys.modules[kind.__module__])
+    if module.get("num2words", _Absent) is None:  # only what is said of a video needs the package
+        module["num2words"] = str
+    own = {
+        "check_argument_for_proper_class": check,
+        "__module__": kind.__module__,
+        "__repr__": object.__repr__,  # its own asks all parts, and a log asks for that
+    }
+    return type(kind.__name__, (kind,), own)

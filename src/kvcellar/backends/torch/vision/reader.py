@@ -1,0 +1,102 @@
+"""What reads pictures of one loaded model: looks by its processor, rows by its vision part."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcellar.backends.torch.vision.part import VisionClass, run
+from kvcellar.backends.torch.vision.processor import Processor
+from kvcellar.errors import PictureError
+from kvcellar.models.picture_facts import PictureFacts
+from kvcellar.models.seeing import EncodedPicture, Look
+from kvcellar.pictures.picture import Picture
+
+_MOST_LOOKS = 4096
+"""Looks that are kept: a history's pictures are looked at again in every turn."""
+
+
+class TorchPictureReader:
+    """A :class:`~kvcellar.models.seeing.PictureReader` of transformers. For several threads.
+
+    The vision part's weights are read when the first picture is encoded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        processor: Processor,
+        vision: VisionClass,
+        facts: PictureFacts,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Read pictures for a model; no weights are read.
+
+        Args:
+            folder: the checkpoint.
+            processor: of it.
+            vision: what makes its vision part.
+            facts: what was learnt of how the model places pictures.
+            dtype: that the model computes in.
+            device: where the model is.
+        """
+        self._folder, self._processor, self._vision = folder, processor, vision
+        self._dtype, self._device = dtype, device
+        self._part: Any = None
+        self._lock = threading.Lock()
+        self._looks: OrderedDict[str, Look] = OrderedDict()
+        self.facts = facts
+        self.written = processor.written
+        self.token_id = int(vision.config.image_token_id)
+        self.is_whole = facts.is_whole
+        self.size_bytes = vision.n_numbers * dtype.itemsize
+
+    def look(self, picture: Picture) -> Look:
+        """See :meth:`kvcellar.models.seeing.PictureReader.look`."""
+        with self._lock:
+            known = self._looks.get(picture.name)
+            if known is not None:
+                self._looks.move_to_end(picture.name)
+                return known
+        text, ids, said = self._processor.replaced(picture)
+        grid = (0, 0)
+        if self.facts.has_grid:
+            _, height, width = (int(side) for side in said["image_grid_thw"][0])
+            grid = height // self._processor.merge_size, width // self._processor.merge_size
+        found = Look(text, ids.count(self.token_id), grid)
+        with self._lock:
+            self._looks[picture.name] = found
+            while len(self._looks) > _MOST_LOOKS:
+                self._looks.popitem(last=False)
+        return found
+
+    def encode(self, picture: Picture) -> EncodedPicture:
+        """See :meth:`kvcellar.models.seeing.PictureReader.encode`."""
+        n_rows = self.look(picture).n_rows
+        inputs = self._processor.inputs(picture)
+        given = {name: inputs[name] for name in self._vision.takes & set(inputs)}
+        rows, deep = run(self._loaded(), given)
+        if len(rows) != n_rows:
+            raise PictureError(
+                f"the model's processor says that a picture of {picture.width} by "
+                f"{picture.height} pixels is {n_rows} tokens, and its vision part makes "
+                f"{len(rows)} rows of it; send one of another size"
+            )
+        n_bytes = sum(one.numel() * one.element_size() for one in (rows, *deep))
+        return EncodedPicture(rows, deep, n_bytes)
+
+    def _loaded(self) -> Any:
+        """Return the vision part, whose weights are read at the first call.
+
+        Raises:
+            ModelError: they cannot be read; the next call tries again.
+        """
+        with self._lock:
+            if self._part is None:
+                self._part = self._vision.read(self._folder, self._dtype, self._device)
+            return self._part

@@ -1,0 +1,263 @@
+"""Models that read pictures: prompts as the processor writes them, logits as the wrapper's own."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvcellar import make_config, make_seq_session
+from kvcellar.backends.torch.vision.processor import Processor
+from kvcellar.errors import PictureError, StepError
+from kvcellar.models import load_model
+from kvcellar.models.seeing import SeenPicture, seeing
+from kvcellar.pictures.tokens import ids_of, pictures_in, placeholders
+from tests.vision_checkpoints import FAMILIES, make_picture, make_vision_checkpoint
+
+TOLERANCE = 2e-4
+
+ONE = [make_picture(32, 24, seed=1)]
+TWO = [make_picture(24, 40, seed=2), make_picture(33, 20, seed=3)]
+"""Two that are read together, as far as a family gives them as many rows each."""
+
+
+@dataclass
+class Own:
+    """A checkpoint, loaded by us and by transformers."""
+
+    model: Any
+    wrapper: Any
+    processor: Any
+
+    @functools.cached_property
+    def reader(self):
+        return self.model.pictures
+
+    def inputs(self, text, pictures, **options):
+        """What the processor makes of a text and pictures."""
+        given = {"text": [text.replace("IMG", self.reader.written)]}
+        if pictures:
+            given["images"] = [[one.pixels() for one in pictures]]
+            if "nested" not in vars(self) and type(self.processor).__name__.startswith("Qwen"):
+                given["images"] = given["images"][0]
+        return self.processor(**given, add_special_tokens=False, **options)
+
+    def logits(self, text, pictures):
+        """What the wrapper says of a text and pictures."""
+        inputs = self.inputs(text, pictures, return_tensors="pt")
+        with torch.inference_mode():
+            return self.wrapper(**inputs, use_cache=False).logits[0].numpy()
+
+    def history(self, text, pictures):
+        """The tokens of a text and pictures, as a history has them."""
+        looks = [self.reader.look(one) for one in pictures]
+        parts = text.split("IMG")
+        written = parts[0] + "".join(
+            look.text + part for look, part in zip(looks, parts[1:], strict=True)
+        )
+        ids = np.array(self.model.tokenizer(written, add_special_tokens=False)["input_ids"])
+        at = np.flatnonzero(ids == self.reader.token_id)
+        for picture, look in zip(pictures, looks, strict=True):
+            mine, at = at[: look.n_rows], at[look.n_rows :]
+            ids[mine] = placeholders(self.reader.token_id, picture.name, look.n_rows, look.grid)
+        assert not len(at)
+        return ids
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    root = tmp_path_factory.mktemp("vision")
+
+    @functools.cache
+    def make(family):
+        folder = make_vision_checkpoint(root / family, family)
+        model = load_model(folder)
+        assert model.pictures is not None, model.no_pictures
+        auto: Any = transformers.AutoModelForImageTextToText
+        wrapper = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        return Own(model, wrapper.eval(), Processor(folder, wrapper.config)._processor)
+
+    return make
+
+
+class Player:
+    """A session of many sequences, fed with histories."""
+
+    def __init__(self, own, session):
+        self.own, self.cache = own, session.cache
+        self.runner = own.model.bind(session)
+        self.at: dict[int, int] = {}
+        self.encoded: dict[str, Any] = {}
+
+    def feed(self, *stretches):
+        """Run sequences ``(seq, tokens, stop, pictures)`` up to a position each."""
+        counts = {seq: stop - self.at.get(seq, 0) for seq, _, stop, _ in stretches}
+        seen = []
+        for seq, tokens, stop, pictures in stretches:
+            by_name = {one.name: one for one in pictures}
+            placed = [one for one in pictures_in(tokens) if one.start < stop]
+            for one in placed:
+                if one.name not in self.encoded:
+                    self.encoded[one.name] = self.own.reader.encode(by_name[one.name])
+            seen.append(([SeenPicture(one, self.encoded[one.name]) for one in placed], counts[seq]))
+        ids = np.concatenate([tokens[self.at.get(seq, 0) : s] for seq, tokens, s, _ in stretches])
+        positions = self.cache.begin_step(list(counts.items()))
+        with seeing(self.runner, seen):
+            logits = self.runner.forward(ids_of(ids), positions, rows=range(len(ids)))
+        self.at |= {seq: stop for seq, _, stop, _ in stretches}
+        return np.split(logits, np.cumsum(list(counts.values()))[:-1])
+
+    def cut(self, seq, tokens, length):
+        at = self.cache.seq_rm(seq, length)
+        while self.own.reader.is_whole:
+            within = [one for one in pictures_in(tokens) if one.start < at < one.stop]
+            if not within:
+                break
+            at = self.cache.seq_rm(seq, within[0].start)
+        self.at[seq] = at
+
+
+@pytest.fixture
+def player(own):
+    sessions = []
+
+    def make(family):
+        made = own(family)
+        session = make_seq_session("torch", make_config(made.model.params, 2048))
+        sessions.append(session)
+        return Player(made, session.__enter__())
+
+    yield make
+    for session in sessions:
+        session.__exit__(None, None, None)
+
+
+def assert_close(got, want):
+    unit = max(1.0, float(np.abs(want).max()) / 10)
+    assert float(np.abs(got - want).max()) / unit < TOLERANCE
+
+
+INTERLEAVED = "Before IMG, between IMG and behind it."
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_what_the_processor_writes(own, family):
+    made = own(family)
+    for text, pictures in [
+        ("A IMG b", ONE),
+        (INTERLEAVED, TWO),
+        ("IMG\nIMG\n\nIMG", [*ONE, *ONE, make_picture(64, 16)]),
+        ("no picture", []),
+    ]:
+        want = made.inputs(text, pictures)["input_ids"][0]
+        assert ids_of(made.history(text, pictures)).tolist() == list(want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_template_writes_what_is_replaced(own, family):
+    made = own(family)
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    said = made.model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False
+    )
+    assert said.count(made.reader.written) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_picture_is_read_as_by_the_wrapper(player, family):
+    play = player(family)
+    text = "What is in IMG here?"
+    tokens = play.own.history(text, ONE)
+    want = play.own.logits(text, ONE)
+    behind = pictures_in(tokens)[0].stop
+    assert_close(play.feed((0, tokens, behind + 2, ONE))[0], want[: behind + 2])
+    for stop in range(behind + 3, len(tokens) + 1):
+        assert_close(play.feed((0, tokens, stop, ONE))[0], want[stop - 1 : stop])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_go_through_the_cache_in_every_way(player, family):
+    play = player(family)
+    tokens, want = play.own.history(INTERLEAVED, TWO), play.own.logits(INTERLEAVED, TWO)
+    first, second = pictures_in(tokens)
+    n = len(tokens)
+    inside = [] if play.own.reader.is_whole else [first.start + 2, first.stop - 1, second.stop - 2]
+    for stop in sorted([3, *inside, second.start, second.stop, second.stop + 1, n - 3]):
+        at = play.at.get(0, 0)
+        assert_close(play.feed((0, tokens, stop, TWO))[0], want[at:stop])
+    play.cache.seq_cp(0, 1)  # a fork
+    play.at[1] = play.at[0]
+    for seq in (0, 1):
+        assert_close(play.feed((seq, tokens, n, TWO))[0], want[n - 3 :])
+    for length in (second.stop + 1, first.stop - 1, first.start):
+        play.cut(0, tokens, length)
+        at = play.at[0]
+        assert_close(play.feed((0, tokens, n, TWO))[0], want[at:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_and_pictures_are_one_batch(player, family):
+    play = player(family)
+    said = [(INTERLEAVED, TWO), ("nothing to see here", []), ("IMG is the first", ONE)]
+    tokens = [play.own.history(*one) for one in said]
+    want = [play.own.logits(*one) for one in said]
+    batch = [(i, tokens[i], len(tokens[i]) - 4, said[i][1]) for i in range(3)]
+    for found, one, (_, _, stop, _) in zip(play.feed(*batch), want, batch, strict=True):
+        assert_close(found, one[:stop])
+    for step in range(1, 5):
+        now = [(seq, told, stop + step, pictures) for seq, told, stop, pictures in batch]
+        for found, one, (_, _, stop, _) in zip(play.feed(*now), want, now, strict=True):
+            assert_close(found, one[stop - 1 : stop])
+
+
+def test_a_picture_that_nobody_has_encoded_is_no_text(player):
+    play = player("qwen2_5_vl")
+    tokens = play.own.history("A IMG b", ONE)
+    (placed,) = pictures_in(tokens)
+    play.cache.begin_step([(0, len(tokens))])
+    with (
+        seeing(play.runner, [([SeenPicture(placed, None)], len(tokens))]),
+        pytest.raises(StepError, match="nobody has encoded"),
+    ):
+        play.runner.forward(ids_of(tokens), range(len(tokens)))
+
+
+def test_a_picture_that_the_processor_does_not_take_is_refused(own):
+    with pytest.raises(PictureError, match="cannot read a picture of 500 by 2 pixels"):
+        own("qwen2_5_vl").reader.look(make_picture(500, 2))
+
+
+def test_the_vision_part_is_read_with_the_first_picture(own, tmp_path):
+    reader = load_model(make_vision_checkpoint(tmp_path)).pictures
+    vision = own("qwen2_5_vl").wrapper.model.visual
+    assert reader._part is None
+    assert reader.size_bytes == sum(one.numel() for one in vision.parameters()) * 4
+    reader.encode(ONE[0])
+    assert sum(one.numel() for one in reader._part.parameters()) * 4 == reader.size_bytes
+
+
+def test_a_model_without_its_processor_reads_text(own, tmp_path):
+    folder = make_vision_checkpoint(tmp_path)
+    before = load_model(folder)
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "processor_config.json").unlink()
+    model = load_model(folder)
+    assert model.pictures is None
+    assert "no preprocessor_config.json" in model.no_pictures
+    parts = dict(before.fingerprint().parts)
+    assert parts.pop("processor")
+    assert model.fingerprint().parts == parts
+
+
+def test_other_settings_of_the_processor_are_another_fingerprint(tmp_path):
+    folder = make_vision_checkpoint(tmp_path)
+    before = load_model(folder).fingerprint()
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_pixels": 2048}))
+    assert load_model(folder).fingerprint() != before
