@@ -12,6 +12,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from kvcellar.models.files.hub import DEMO_FOLDER
+
 LLAMA_1B = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -60,6 +62,50 @@ def random_model(
     model.save_pretrained(folder)
     _save_words(config.vocab_size, folder)
     return folder
+
+
+def random_vision(folder: Path, text: dict[str, int], tower: dict[str, int]) -> Path:
+    """Make a random Qwen 2.5-VL in bfloat16 with the bundled tokenizer; all has to be given.
+
+    Args:
+        folder: where it is saved.
+        text: shape of its language model, whose vocabulary is the bundled tokenizer's and more.
+        tower: shape of its vision part.
+    """
+    tokens = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    names = "vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 8, 8]}
+    more = {"max_position_embeddings": 32768, "rope_parameters": rope, "head_dim": 64}
+    config = transformers.CONFIG_MAPPING["qwen2_5_vl"](
+        text_config={**text, **more, "tie_word_embeddings": True, **_NO_ENDS},
+        vision_config=tower,
+        **dict(zip(names, ids, strict=True)),
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForImageTextToText
+    auto.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.chat_template = _VISION_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    said = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
+    processor = {**said, "size": sizes, "processor_class": "Qwen2_5_VLProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+_NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
+
+_VISION_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 
 
 def random_gpt_oss(shape: dict[str, int], folder: Path, device: str = "cpu", **fields: Any) -> Path:

@@ -81,6 +81,11 @@ def _opened(data: bytes) -> tuple[Any, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own bound is another one
             image = image_module.open(io.BytesIO(data), formats=tuple(FORMATS))
+    except image_module.DecompressionBombError as error:
+        raise PictureError(
+            f"a picture of more pixels than Pillow opens was sent; at most {MOST_PIXELS:,} pixels "
+            f"are read, make it smaller"
+        ) from error
     except errors as error:
         raise PictureError(
             f"the {len(data):,} bytes that were sent for a picture are no PNG, JPEG, WebP or GIF "

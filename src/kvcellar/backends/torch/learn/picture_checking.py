@@ -22,9 +22,9 @@ from kvcellar.backends.torch.cache.memory import give_back
 from kvcellar.backends.torch.cpu.hold import hold_mixers
 from kvcellar.backends.torch.learn.probe import learn_facts
 from kvcellar.backends.torch.learn.shrink.checkpoints import (
+    randomise,
     raw_of,
     start,
-    randomise,
     started_network,
     twin_raw,
 )
