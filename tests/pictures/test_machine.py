@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvcellar.agents import AgentManager
 from kvcellar.engine import EngineConfig
@@ -101,6 +107,14 @@ class Eyes(RuleBasedStateMachine):
     def some(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(self.names), "agent")
 
+    @initialize()
+    def begin(self) -> None:
+        self.create()
+        self.agents.models.shelf.add(PICTURES[1])
+        shown = [{"name": PICTURES[1].name, "at": 1}]
+        said = {"role": "user", "content": "xy", "pictures": shown}
+        self.run(turn(self.agents, self.names[0], behind=[said]))
+
     @rule()
     @precondition(lambda self: len(self.names) < 4)
     def create(self) -> None:
@@ -145,7 +159,9 @@ class Eyes(RuleBasedStateMachine):
     def rewind(self, data: st.DataObject) -> None:
         name = self.some(data)
         before = tokens_of(self.agents, name)
-        at = data.draw(st.integers(0, len(before)))
+        within = [at for one in pictures_in(np.array(before)) for at in one.places.tolist()]
+        anywhere = st.integers(0, len(before))
+        at = data.draw(st.one_of(anywhere, st.sampled_from(within)) if within else anywhere)
         info = self.run(self.agents.lifecycle.rewind(name, position=at))
         assert before[: info.n_tokens] == tokens_of(self.agents, name)
         inside = [
@@ -193,4 +209,4 @@ class Eyes(RuleBasedStateMachine):
 
 
 TestEyes = Eyes.TestCase
-TestEyes.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestEyes.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
