@@ -17,6 +17,7 @@ import torch
 import transformers
 from PIL import Image
 
+from kvcellar.backends.torch.learn.shrink.checkpoints import randomise
 from kvcellar.pictures.picture import Picture
 from tests.models.tiny_checkpoints import COMMON, SPECIALS, make_tokenizer, randomize
 
@@ -69,10 +70,6 @@ class Family:
     ) -> None:
         self.config, self.tokens, self.written = config, tokens, written
         self.preprocessor, self.processor, self.named = preprocessor, processor, named or {}
-
-
-def _id(tokens: list[str], token: str) -> int:
-    return _OWN + tokens.index(token)
 
 
 _QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -130,9 +127,229 @@ def _qwen2_5_vl() -> Family:
     )
 
 
+def _qwen3_vl() -> Family:
+    tower = {**_QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    return _qwen(
+        {"text_config": {**_TEXT, "rope_parameters": _MROPE}, "vision_config": tower}, "Qwen3VL"
+    )
+
+
+def _qwen3_5() -> Family:
+    text = {
+        **_TEXT,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0, "mrope_interleaved": True},
+    }
+    tower = {**_QWEN_TOWER, "num_position_embeddings": 64}
+    return _qwen({"text_config": text, "vision_config": tower}, "Qwen3VL")
+
+
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+_LLAMA = {"model_type": "llama", **_TEXT}
+_SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, **_MEAN}
+
+
+def _llava() -> Family:
+    said = {"patch_size": 4, "vision_feature_select_strategy": "default"}
+    return Family(
+        {"text_config": _LLAMA, "vision_config": _TOWER, "image_token_index": _OWN},
+        ["<image>"],
+        "<image>",
+        {"image_processor_type": "CLIPImageProcessor", **_SQUARE},
+        {"processor_class": "LlavaProcessor", "num_additional_image_tokens": 1, **said},
+    )
+
+
+def _llava_next() -> Family:
+    """Granite Vision 3 is one of these."""
+    pinpoints = [[16, 32], [32, 16], [32, 32]]
+    said = {"patch_size": 4, "vision_feature_select_strategy": "default"}
+    return Family(
+        {
+            "text_config": {**_TEXT, "model_type": "granite", "attention_multiplier": 0.25},
+            "vision_config": _TOWER,
+            "image_token_index": _OWN,
+            "image_grid_pinpoints": pinpoints,
+        },
+        ["<image>"],
+        "<image>",
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "image_grid_pinpoints": pinpoints,
+            **_SQUARE,
+        },
+        {"processor_class": "LlavaNextProcessor", "num_additional_image_tokens": 1, **said},
+    )
+
+
+_TILES = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
+
+
+def _tiled(kind: str) -> Family:
+    tokens = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    return Family(
+        {
+            "text_config": _LLAMA,
+            "vision_config": _TOWER,
+            "image_token_id": _OWN + 1,
+            "scale_factor": 2,
+        },
+        [*tokens, *_TILES],
+        "<image>",
+        {
+            "image_processor_type": f"{kind}ImageProcessor",
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 16},
+            "do_image_splitting": True,
+            **_MEAN,
+        },
+        {"processor_class": f"{kind}Processor", "image_seq_len": 4},
+    )
+
+
+def _mistral3() -> Family:
+    return Family(
+        {
+            "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**_TOWER, "image_size": 32, "head_dim": 16},
+            "image_token_index": _OWN,
+            "spatial_merge_size": 2,
+        },
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        "[IMG]",
+        {
+            "image_processor_type": "PixtralImageProcessor",
+            "patch_size": 4,
+            "size": {"longest_edge": 32},
+            **_MEAN,
+        },
+        {"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 2},
+    )
+
+
+def _internvl() -> Family:
+    return Family(
+        {
+            "text_config": {**_TEXT, "model_type": "qwen3"},
+            "vision_config": {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+            "image_token_id": _OWN,
+            "image_seq_length": 4,
+        },
+        ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+        "<IMG_CONTEXT>",
+        {
+            "image_processor_type": "GotOcr2ImageProcessorFast",
+            "size": {"height": 16, "width": 16},
+            "crop_to_patches": True,
+            "max_patches": 4,
+            **_MEAN,
+        },
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        {
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<video>",
+        },
+    )
+
+
+def _gemma3() -> Family:
+    """A picture has 16 rows, which is more than the window of 8."""
+    return Family(
+        {
+            "text_config": {**_TEXT, "num_hidden_layers": 6, "sliding_window": 8},
+            "vision_config": {**_TOWER, "image_size": 32},
+            "mm_tokens_per_image": 16,
+            "boi_token_index": _OWN,
+            "image_token_index": _OWN + 1,
+            "eoi_token_index": _OWN + 2,
+        },
+        ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+        "<start_of_image>",
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            **_MEAN,
+        },
+        {"processor_class": "Gemma3Processor", "image_seq_length": 16},
+        {
+            "boi_token": "<start_of_image>",
+            "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+        },
+    )
+
+
+def _gemma4(*, both_ways: bool) -> Family:
+    named = {
+        "boi_token": "<|image>",
+        "image_token": "<|image|>",
+        "eoi_token": "<image|>",
+        "boa_token": "<|audio>",
+        "audio_token": "<|audio|>",
+        "eoa_token": "<audio|>",
+    }
+    names = ("boi_token_id", "image_token_id", "eoi_token_id", "boa_token_id", "audio_token_id")
+    ids = {name: _OWN + i for i, name in enumerate((*names, "eoa_token_index", "video_token_id"))}
+    text = {
+        **_TEXT,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "sliding_window": 8,
+        "use_bidirectional_attention": "vision" if both_ways else None,
+    }
+    tower = {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2}
+    return Family(
+        {
+            "model_type": "gemma4",
+            "text_config": text,
+            "vision_config": {**tower, "position_embedding_size": 64},
+            "audio_config": None,
+            **ids,
+        },
+        [*named.values(), "<|video|>"],
+        "<|image|>",
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "max_soft_tokens": 70,
+        },
+        {"processor_class": "Gemma4Processor", "image_seq_length": 70},
+        named,
+    )
+
+
 FAMILIES: dict[str, Callable[[], Family]] = {
+    "gemma3": _gemma3,
+    "gemma4": lambda: _gemma4(both_ways=False),
+    "gemma4_both_ways": lambda: _gemma4(both_ways=True),
+    "idefics3": lambda: _tiled("Idefics3"),
+    "internvl": _internvl,
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "mistral3": _mistral3,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_vl": _qwen2_vl,
+    "qwen3_5": _qwen3_5,
+    "qwen3_vl": _qwen3_vl,
+    "smolvlm": lambda: _tiled("SmolVLM"),
 }
 """Name of a family -> what its checkpoint is made of."""
 
@@ -145,7 +362,10 @@ def make_vision_model(family: str) -> Any:
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     auto: Any = transformers.AutoModelForImageTextToText
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    randomize(model)
+    if "linear_key_head_dim" in made.config["text_config"]:
+        randomise(model)  # as for other hybrids: in larger matrices float32 itself rounds more
+    else:
+        randomize(model)
     return model
 
 
@@ -160,12 +380,11 @@ def make_vision_checkpoint(folder: Path, family: str = "qwen2_5_vl", **save_opti
     make_vision_model(family).save_pretrained(folder, **save_options)
     tokenizer = make_tokenizer(chat_template=TEMPLATE.replace("WRITTEN", made.written))
     tokenizer.add_special_tokens({"additional_special_tokens": made.tokens})
-    if made.named:
-        tokenizer.init_kwargs["extra_special_tokens"] = made.named
+    tokenizer.pad_token = "</s>"
     tokenizer.save_pretrained(folder)
-    if made.named:  # as published ones have them
-        path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **made.named}))
+    path = folder / "tokenizer_config.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, **made.named, "extra_special_tokens": made.named}))
     (folder / "preprocessor_config.json").write_text(json.dumps(made.preprocessor))
     (folder / "processor_config.json").write_text(json.dumps(made.processor))
     return folder

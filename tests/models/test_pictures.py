@@ -35,7 +35,7 @@ class Own:
     wrapper: Any
     processor: Any
 
-    @functools.cached_property
+    @property
     def reader(self):
         return self.model.pictures
 
@@ -43,9 +43,7 @@ class Own:
         """What the processor makes of a text and pictures."""
         given = {"text": [text.replace("IMG", self.reader.written)]}
         if pictures:
-            given["images"] = [[one.pixels() for one in pictures]]
-            if "nested" not in vars(self) and type(self.processor).__name__.startswith("Qwen"):
-                given["images"] = given["images"][0]
+            given["images"] = [one.pixels() for one in pictures]
         return self.processor(**given, add_special_tokens=False, **options)
 
     def logits(self, text, pictures):

@@ -16,7 +16,7 @@ WINDOWS, ALL = "windows", "all"
 
 @dataclass(frozen=True, slots=True)
 class PictureFacts:
-    """How a model places the rows of pictures.
+    """Rules by which a model places the rows of pictures.
 
     Attributes:
         has_grid: positions have three parts, of which two count a picture's rows and columns.

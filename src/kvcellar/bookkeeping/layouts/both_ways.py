@@ -23,7 +23,10 @@ from kvcellar.types import (
 
 
 def seen_both_ways(plan: StepPlan, whole: Sequence[tuple[int, int]]) -> StepPlan:
-    """Return a plan in which some tokens see all of their own beside what they saw.
+    """Return a plan in which some tokens see those of their own behind them too.
+
+    How far they see back does not change: of a picture that is longer than a window, rows see all
+    that are behind them, and those before them that the window has.
 
     Args:
         plan: of a step, in which a token sees what is before it.
@@ -45,7 +48,7 @@ def _parts(
             continue
         if at < low:
             yield _part(read, at, low)
-        yield _both_ways(_part(read, low, high), written[first:last])
+        yield _both_ways(_part(read, low, high), last, written)
         at = high
     if at < stop:
         yield read if at == read.q_start else _part(read, at, stop)
@@ -65,19 +68,24 @@ def _part(read: AttendSpec, start: int, stop: int) -> AttendSpec:
     return AttendSpec(start, n, join_runs(clip_runs(read.runs, 0, n_cells)), kind)
 
 
-def _both_ways(part: AttendSpec, own: IntArray) -> AttendSpec:
-    """Return a part of a read whose tokens see all of their own too.
+def _both_ways(part: AttendSpec, stop: int, written: IntArray) -> AttendSpec:
+    """Return a part of a read whose tokens see those behind them too.
 
     Args:
-        part: these tokens.
-        own: cells of all that see each other, of which the part may have some.
+        part: these tokens, which see as much of what is before them as they do.
+        stop: one past the last token that they see.
+        written: ``[T]`` cells of the step's tokens.
     """
     cells = cells_of(part.runs)
-    missing = own[~np.isin(own, cells)]
+    behind = written[part.q_start : stop]
+    missing = behind[~np.isin(behind, cells)]
     runs = join_runs((*part.runs, *runs_of(missing)))
     if part.mask is None:
         return AttendSpec(part.q_start, part.q_len, runs, AttendKind.NONE)
     mask = np.ones((part.q_len, len(cells) + len(missing)), np.bool_)
     mask[:, len(cells) - part.mask.shape[1] : len(cells)] = part.mask
-    mask[:, : len(cells)][:, np.isin(cells, own)] = True
+    at = {int(cell): column for column, cell in enumerate(cells)}
+    for number, cell in enumerate(behind.tolist()):
+        if cell in at:
+            mask[:number, at[cell]] = True
     return AttendSpec(part.q_start, part.q_len, runs, AttendKind.EXPLICIT, mask)

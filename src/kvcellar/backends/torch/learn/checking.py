@@ -49,7 +49,7 @@ MOST_NUMBERS = 4_000_000
 _SHORT = 64
 """Longest window or chunk that the texts of a check meet."""
 
-_SLACK, _MOST_SLACK = 4.0, 1e-3
+SLACK, MOST_SLACK = 4.0, 1e-3
 """How many times a model's own rounding is allowed where that is more, and never more than that: a
 model that amplifies noise would hide a fault as large."""
 
@@ -238,7 +238,7 @@ def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> fl
     That is looked at last, and only where it matters: the pair's own network is made float64.
     """
     found = max(gap for parts in differences.values() for gap in parts.values())
-    if not TOLERANCE < found <= _MOST_SLACK:
+    if not TOLERANCE < found <= MOST_SLACK:
         return TOLERANCE
     texts = make_texts(subject.vocab_size, subject.n_columns)
     rounded = subject.oracle(texts)
@@ -248,7 +248,7 @@ def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> fl
     except Exception:  # not every model's code runs in it
         return TOLERANCE
     noise = float(np.abs(rounded - exact).max()) / unit_of(rounded)
-    return max(TOLERANCE, min(_SLACK * noise, _MOST_SLACK))
+    return max(TOLERANCE, min(SLACK * noise, MOST_SLACK))
 
 
 def subject_of(pair: Pair, report: Report = unheard) -> Subject:

@@ -20,6 +20,7 @@ from kvcellar.backends.torch.bind.binding import bind_network
 from kvcellar.backends.torch.bind.pictures import read_pictures
 from kvcellar.backends.torch.cache.memory import give_back
 from kvcellar.backends.torch.cpu.hold import hold_mixers
+from kvcellar.backends.torch.learn.checking import MOST_SLACK, SLACK
 from kvcellar.backends.torch.learn.probe import learn_facts
 from kvcellar.backends.torch.learn.shrink.checkpoints import (
     randomise,
@@ -111,7 +112,9 @@ def check_pictures(raw: Mapping[str, Any], tolerance: float = TOLERANCE) -> Pict
     differences: dict[str, float] = {}
     try:
         with quiet(lambda part: None):
-            facts, differences = _compare(_twin(raw), tolerance)
+            twin = _twin(raw)
+            facts, differences = _compare(twin, tolerance)
+            tolerance = _allowed(twin, differences, tolerance)
     except Exception as error:  # whatever transformers' own code does not like
         if not isinstance(error, KVCellarError):
             error = unforeseen(raw.get("model_type"), "a few pictures were compared", error)
@@ -267,6 +270,25 @@ def _compare(twin: _Twin, tolerance: float) -> tuple[PictureFacts, dict[str, flo
     for part, gap in _plays(twin, histories, want, unit):
         found[part] = max(found.get(part, 0.0), gap if np.isfinite(gap) else float("inf"))
     return twin.pictures, found
+
+
+def _allowed(twin: _Twin, differences: Mapping[str, float], tolerance: float) -> float:
+    """Return how much a logit may differ: more where float32 itself is further from float64.
+
+    The wrapper is made float64, so this comes last.
+    """
+    found = max(differences.values())
+    if not tolerance < found <= MOST_SLACK:
+        return tolerance
+    two, first, _ = _histories(twin)
+    rounded = [_own_logits(twin, history) for history in (two, first)]
+    try:
+        twin.whole.double().set_experts_implementation("eager")  # torch's groups have no float64
+        exact = [_own_logits(twin, history) for history in (two, first)]
+    except Exception:  # not every model's code runs in it
+        return tolerance
+    noise = max(gap_of(a, b, unit_of(a)) for a, b in zip(rounded, exact, strict=True))
+    return max(tolerance, min(SLACK * noise, MOST_SLACK))
 
 
 def _check_telling(twin: _Twin, history: _History, want: FloatArray, unit: float) -> None:

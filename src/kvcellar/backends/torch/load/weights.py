@@ -98,9 +98,17 @@ def read_weights(
     """Read what a class has of a checkpoint, as :func:`load_weights` does; return its object.
 
     Args:
-        attention: None: what transformers chooses.
+        folder: the checkpoint, or a GGUF file.
+        config: its config object.
+        reader: the class of transformers that reads it.
+        format: how it stores weights; all are plain numbers in memory.
+        dtype: type of the weights in memory.
+        attention: name of an attention that is registered with transformers; None: its choice.
+        kept: as of :func:`load_weights`.
+        n_ranks: of the process group; each reads its part, at the same time.
 
-    The others, and errors, are those of :func:`load_weights`.
+    Raises:
+        UnreadWeightsError: weights that are missing, or not this architecture's.
     """
     try:
         with _source(folder, config, reader, format, dtype, kept) as (path, options):

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.load.networks import (
-    NetworkClasses,
-    choose_by_device,
-    text_part,
-    without,
-)
+from kvcellar.backends.torch.load.networks import NetworkClasses, text_part, without
+from kvcellar.backends.torch.load.recurrent_kernels import choose_by_device
 from kvcellar.backends.torch.load.weights import read_weights
 from kvcellar.errors import ModelError
 from kvcellar.models.files.formats import format_of, without_format
@@ -31,7 +27,7 @@ class NoPicturesError(ModelError):
 
 
 class VisionClass:
-    """What makes and reads the vision part of one checkpoint; no weights.
+    """Maker of the vision part of one checkpoint; it has no weights.
 
     Attributes:
         config: of the whole checkpoint, with little of its text.

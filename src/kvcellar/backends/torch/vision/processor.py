@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto import processing_auto
+from transformers.utils.import_utils import DummyObject
 
 from kvcellar.errors import ModelError, PictureError
 from kvcellar.models.files.checkpoint import read_json
@@ -22,7 +24,7 @@ _NAMED_IN = (*PROCESSOR_FILES, "tokenizer_config.json")
 
 
 class Processor:
-    """What a checkpoint's processor makes of one picture. For several threads.
+    """A checkpoint's processor: what it makes of one picture. For several threads.
 
     Attributes:
         written: what a chat template writes where a picture stands, for the processor to replace.
@@ -124,17 +126,44 @@ def _class_of(folder: Path, config: Any) -> Any:
     Raises:
         ModelError: there is none.
     """
-    for name in _named(folder):
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.ProcessorMixin):
+    mapping: Any = importlib.import_module("transformers.models.auto.processing_auto")
+    by_family = mapping.PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    for name in (*_named(folder), by_family):
+        found = None if name is None else _found(name)
+        if found is not None:
             return found
-    by_family = processing_auto.PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    if by_family is None:
-        raise ModelError(
-            f"transformers {transformers.__version__} has no processor for models of type "
-            f"{config.model_type!r}"
-        )
-    return getattr(transformers, by_family)
+    raise ModelError(
+        f"transformers {transformers.__version__} has no processor for models of type "
+        f"{config.model_type!r}"
+    )
+
+
+def _found(name: str) -> Any:
+    """Return a class of processors of transformers; None: it has none of that name."""
+    found = getattr(transformers, name, None)
+    if not isinstance(found, type):
+        return None
+    if isinstance(found, DummyObject):  # it wants torchvision, be it for a function of no picture
+        found = getattr(_without_torchvision(found.__module__), name)
+    return found if issubclass(found, transformers.ProcessorMixin) else None
+
+
+def _without_torchvision(name: str) -> Any:
+    """Import a processor's module that takes functions from an image processor of torchvision.
+
+    The same image processor on Pillow has them too, and stands in while the module is imported.
+
+    Raises:
+        ImportError: there is none, or the module needs other packages.
+    """
+    package, _, module = name.rpartition(".")
+    family = module.removeprefix("processing_")
+    wanted = f"{package}.image_processing_{family}"
+    sys.modules[wanted] = importlib.import_module(f"{package}.image_processing_pil_{family}")
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.modules[wanted]
 
 
 def _named(folder: Path) -> Iterator[str]:
@@ -152,7 +181,7 @@ def _lean(kind: Any) -> Any:
             return _Absent
         return kind.check_argument_for_proper_class(self, name, part)
 
-    module = vars(sys.modules[kind.__module__])
+    module = inspect.unwrap(kind.__init__).__globals__
     if module.get("num2words", _Absent) is None:  # only what is said of a video needs the package
         module["num2words"] = str
     own = {

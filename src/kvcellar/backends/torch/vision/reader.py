@@ -1,4 +1,4 @@
-"""What reads pictures of one loaded model: looks by its processor, rows by its vision part."""
+"""Reader of pictures for one loaded model: looks by its processor, rows by its vision part."""
 
 from __future__ import annotations
 
