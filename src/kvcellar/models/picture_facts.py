@@ -5,13 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from kvcellar.models.check import verdict_path
+from kvcellar.models.fingerprint import PROCESSOR_FILES
 from kvcellar.models.known import keep, read_kept
 
 WINDOWS, ALL = "windows", "all"
 """Layers in which rows of a picture see those behind them: those with a window, or all."""
+
+
+def has_pictures(folder: Path, raw: Mapping[str, Any]) -> bool:
+    """Return true if a checkpoint's files say how a model is given pictures.
+
+    Args:
+        folder: the checkpoint, or a GGUF file.
+        raw: its ``config.json``.
+    """
+    is_seeing = isinstance(raw.get("vision_config"), Mapping)
+    return is_seeing and any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
+def text_alone(folder: Path, raw: Mapping[str, Any], backend: str) -> str:
+    """Say why a model reads no pictures where a backend runs it that does not; empty: it has none.
+
+    Args:
+        folder: as ``has_pictures`` takes it.
+        raw: likewise.
+        backend: that runs it.
+    """
+    if not has_pictures(folder, raw):
+        return ""
+    return f"the backend {backend} reads text alone; choose the backend torch for pictures"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.known import facts_of, renew_facts
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
+from kvcellar.models.picture_facts import text_alone
 from kvcellar.models.plays import LENGTH
 from kvcellar.models.runner import Runner
 from kvcellar.models.sizes.sizing import size_checkpoint
@@ -150,6 +151,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
         weights=None,
         sampling=sampling_defaults(folder),
         chat_template=None,
+        no_pictures=text_alone(folder, raw, "mlx"),
         network=model,
         learnt=learnt,
         device=where,

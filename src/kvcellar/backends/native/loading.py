@@ -32,6 +32,7 @@ from kvcellar.models.files.generation import sampling_defaults
 from kvcellar.models.files.hub import find_checkpoint, is_local
 from kvcellar.models.model import DeviceMemory, LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
+from kvcellar.models.picture_facts import has_pictures, text_alone
 from kvcellar.models.plans.plan import ModelPlan
 from kvcellar.models.plans.rules import known_plan
 from kvcellar.models.runner import Runner
@@ -106,6 +107,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
         weights=None if weights == PLAIN else weights,
         sampling=sampling_defaults(folder),
         chat_template=None,
+        no_pictures=text_alone(folder, raw, "native"),
         decoder=decoder,
     )
 
@@ -172,6 +174,8 @@ def lack_of(options: LoadOptions) -> str:
     raw, plan = _planned(folder, options)
     _, weights = _types(folder, raw, options)
     is_usual = options.dtype in (None, "auto") and options.weights is None
+    if has_pictures(folder, raw):
+        return "it reads pictures, which the native backend does not"
     tensors = tensors_of(folder, plan)
     of_each = {name: tensors.shape(name)[0] for name in plan.tensors}
     kinds = {of_each.pop(name) for name in plan.matrices}

@@ -90,12 +90,14 @@ class _Twin:
 
     Attributes:
         whole: the wrapper without its towers, with eager attention.
-        ours: its text on the op.
+        theirs: its text, in the wrapper.
+        ours: the same text on the op.
         facts: of the text.
         pictures: how it places pictures.
     """
 
     whole: Any
+    theirs: Any
     ours: Any
     facts: ModelFacts
     pictures: PictureFacts
@@ -148,8 +150,7 @@ def _twin(raw: Mapping[str, Any]) -> _Twin:
     n_deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     n_deep = min(n_deep, facts.n_layers)
     read_pictures(ours, n_deep)
-    has_grid = "image_grid_thw" in _arguments(whole)
-    return _Twin(whole, ours, facts, PictureFacts(has_grid, "", n_deep))
+    return _Twin(whole, theirs, ours, facts, PictureFacts(n_deep=n_deep))
 
 
 def _with_low_ids(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,8 +194,7 @@ def _history(twin: _Twin, texts: Sequence[int], grids: Sequence[int]) -> _Histor
         if grid is not None:
             begin = sum(map(len, parts))
             places = np.arange(begin, begin + _N_ROWS)
-            size = _GRIDS[grid] if twin.pictures.has_grid else (0, 0)
-            placed.append(PlacedPicture(f"{grid:021x}", places, size))
+            placed.append(PlacedPicture(f"{grid:021x}", places, _GRIDS[grid]))
             parts.append(np.full(_N_ROWS, _IMAGE))
     width = int(twin.ours.config.hidden_size)
     generator = torch.Generator().manual_seed(len(texts))
@@ -214,7 +214,7 @@ def _own_logits(twin: _Twin, history: _History) -> FloatArray:
     merge = int(getattr(vision, "spatial_merge_size", 1))
     sizes = [(1, h * merge, w * merge) for h, w in (one.grid for one in history.pictures)]
     given: dict[str, Any] = {"token_type_ids": kinds, "mm_token_type_ids": kinds}
-    if twin.pictures.has_grid and sizes:
+    if sizes:
         given["image_grid_thw"] = torch.tensor(sizes)
     taken = _arguments(twin.whole)
     given = {name: value for name, value in given.items() if name in taken}
@@ -256,20 +256,40 @@ def _compare(twin: _Twin, tolerance: float) -> tuple[PictureFacts, dict[str, flo
     unit = max(map(unit_of, want))
     two = histories[0]
     _check_telling(twin, two, want[0], unit)
-    has_windows = any(not group.is_full for group in twin.facts.params.groups)
-    guesses = ["", ALL, *([WINDOWS] if has_windows else [])]
-    gaps = []
-    for guess in guesses:
-        twin.pictures = replace(twin.pictures, both_ways=guess)
-        gaps.append(next(gap for _, gap in _plays(twin, histories, want, unit)))
-        if gaps[-1] <= tolerance:
+    gaps: dict[PictureFacts, float] = {}
+    for guess in _guesses(twin):
+        twin.pictures = guess
+        gaps[guess] = next(gap for _, gap in _plays(twin, histories, want, unit))
+        if gaps[guess] <= tolerance:
             break
-    else:
-        return twin.pictures, {"prefill": min(gaps)}
+    twin.pictures = min(gaps, key=lambda guess: gaps[guess])
+    if not gaps[twin.pictures] <= MOST_SLACK:
+        return twin.pictures, {"prefill": gaps[twin.pictures]}
     found: dict[str, float] = {}
     for part, gap in _plays(twin, histories, want, unit):
         found[part] = max(found.get(part, 0.0), gap if np.isfinite(gap) else float("inf"))
     return twin.pictures, found
+
+
+def _guesses(twin: _Twin) -> Iterator[PictureFacts]:
+    """Yield ways in which a model may place pictures, the likeliest ones first."""
+    has_windows = any(not group.is_full for group in twin.facts.params.groups)
+    is_told = "image_grid_thw" in _arguments(twin.whole)
+    for has_grid in (True, False) if is_told and _takes_parts(twin) else (False,):
+        for both_ways in ("", ALL, *([WINDOWS] if has_windows else [])):
+            yield replace(twin.pictures, has_grid=has_grid, both_ways=both_ways)
+
+
+def _takes_parts(twin: _Twin) -> bool:
+    """Return true if a network's layers are turned by positions of three parts."""
+    at = torch.arange(3).expand(3, 1, 3)
+    ids = torch.zeros((1, 3), dtype=torch.long)
+    try:
+        with torch.inference_mode():
+            found = twin.theirs(input_ids=ids, position_ids=at, use_cache=False).logits
+    except Exception:  # they have another shape than it knows
+        return False
+    return bool(found.shape[0] == 1)
 
 
 def _allowed(twin: _Twin, differences: Mapping[str, float], tolerance: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 from transformers.utils.import_utils import DummyObject
 
 from kvcellar.errors import ModelError, PictureError
@@ -18,6 +19,9 @@ from kvcellar.models.files.checkpoint import read_json
 from kvcellar.models.fingerprint import PROCESSOR_FILES
 from kvcellar.models.text.tokenizer import quiet
 from kvcellar.pictures.picture import Picture
+
+_SAMPLE = 224, 224
+"""Width and height of a picture by which a processor is tried."""
 
 _NAMED_IN = (*PROCESSOR_FILES, "tokenizer_config.json")
 """Files in which a checkpoint may name the class of its processor."""
@@ -49,6 +53,7 @@ class Processor:
             with quiet(lambda part: None):
                 self._processor = _read(folder, config)
             self.written: str = self._processor.image_token
+            self._made(Image.new("RGB", _SAMPLE), return_text_replacement_offsets=True)
         except ModelError:
             raise
         except Exception as error:  # of many kinds: JSON, missing packages, fields of other times
@@ -83,15 +88,23 @@ class Processor:
     def _run(self, picture: Picture, **options: Any) -> Mapping[str, Any]:
         image = picture.pixels()
         try:
-            with torch.inference_mode():
-                found: Mapping[str, Any] = self._processor(
-                    images=[image], text=[self.written], **options
-                )
-        except Exception as error:  # whatever it does not like, which it says in many classes
+            return self._made(image, **options)
+        except Exception as error:
             raise PictureError(
                 f"the model cannot read a picture of {picture.width} by {picture.height} pixels: "
                 f"{' '.join(str(error).split())}; send another one"
             ) from error
+
+    def _made(self, image: Any, **options: Any) -> Mapping[str, Any]:
+        """Return what the processor makes of an image of Pillow where one is written.
+
+        Raises:
+            Exception: whatever it does not like, which it says in many classes.
+        """
+        with torch.inference_mode():
+            found: Mapping[str, Any] = self._processor(
+                images=[image], text=[self.written], **options
+            )
         return found
 
 
