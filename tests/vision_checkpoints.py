@@ -157,6 +157,7 @@ _TOWER = {
     "image_size": 16,
 }
 _LLAMA = {"model_type": "llama", **_TEXT}
+_GRANITE = {"attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
 _SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, **_MEAN}
 
 
@@ -177,7 +178,7 @@ def _llava_next() -> Family:
     said = {"patch_size": 4, "vision_feature_select_strategy": "default"}
     return Family(
         {
-            "text_config": {**_TEXT, "model_type": "granite", "attention_multiplier": 0.25},
+            "text_config": {**_TEXT, "model_type": "granite", **_GRANITE},
             "vision_config": _TOWER,
             "image_token_index": _OWN,
             "image_grid_pinpoints": pinpoints,

@@ -29,7 +29,7 @@ from kvcellar.backends.torch.learn.shrink.checkpoints import (
     started_network,
     twin_raw,
 )
-from kvcellar.backends.torch.load.networks import empty_networks, unforeseen
+from kvcellar.backends.torch.load.networks import WrappedText, empty_networks, unforeseen
 from kvcellar.backends.torch.run.runner import TorchRunner
 from kvcellar.cache_config import make_config
 from kvcellar.errors import KVCellarError, ModelError
@@ -51,6 +51,9 @@ _GRIDS = ((3, 4), (4, 3), (2, 6))
 """Rows and columns of the pictures: as many tokens each, and more than a twin's window."""
 
 _N_ROWS = 12
+
+_SPREAD = 0.3
+"""How far numbers of rows are from zero, as a twin's embeddings are."""
 
 _TELLING = 100 * TOLERANCE
 """Least that other rows must move a logit behind them."""
@@ -200,7 +203,7 @@ def _history(twin: _Twin, texts: Sequence[int], grids: Sequence[int]) -> _Histor
     generator = torch.Generator().manual_seed(len(texts))
 
     def rows() -> Tensor:
-        return 0.5 * torch.randn(_N_ROWS, width, generator=generator)
+        return _SPREAD * torch.randn(_N_ROWS, width, generator=generator)
 
     of_each = tuple(rows() for _ in placed)
     deep = tuple(tuple(rows() for _ in range(twin.pictures.n_deep)) for _ in placed)
@@ -227,20 +230,34 @@ def _own_logits(twin: _Twin, history: _History) -> FloatArray:
         said = SimpleNamespace(pooler_output=form, deepstack_features=deep, last_hidden_state=form)
         images = {"mm_encoder_outputs": {"image": said}} if history.rows else {}
         try:
-            with torch.inference_mode():
-                found = twin.whole(
-                    input_ids=torch.from_numpy(history.ids)[None],
-                    use_cache=False,
-                    **given,
-                    **images,
-                )
+            return _logits(twin, torch.from_numpy(history.ids)[None], {**given, **images})
         except (AttributeError, TypeError) as what:  # it takes rows in another form
             error = what
-            continue
-        logits: FloatArray = found.logits[0].float().numpy()
-        return logits
     assert error is not None, "it ended with one"
     raise error
+
+
+def _logits(twin: _Twin, ids: Tensor, given: Mapping[str, Any]) -> FloatArray:
+    """Return logits by a wrapper's forward, from its states on by what runs its text.
+
+    Some wrappers leave out what their language model's own class does to logits.
+    """
+    theirs = twin.theirs
+    said: list[Any] = []
+    with torch.inference_mode():
+        hook = theirs.base_model.register_forward_hook(lambda *call: said.append(call[2]))
+        try:
+            found = twin.whole(input_ids=ids, use_cache=False, **given)
+        finally:
+            hook.remove()
+        if theirs is not twin.whole and not isinstance(theirs, WrappedText):
+            hook = theirs.base_model.register_forward_hook(lambda *call: said[0])
+            try:
+                found = theirs(input_ids=ids, use_cache=False)
+            finally:
+                hook.remove()
+    logits: FloatArray = found.logits[0].float().numpy()
+    return logits
 
 
 def _compare(twin: _Twin, tolerance: float) -> tuple[PictureFacts, dict[str, float]]:
