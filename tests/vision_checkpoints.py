@@ -337,12 +337,48 @@ def _gemma4(*, both_ways: bool) -> Family:
     )
 
 
+def _lfm2_vl() -> Family:
+    tokens = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    tiles = [f"<|img_row_{i}_col_{j}|>" for i in (1, 2) for j in (1, 2)]
+    text = {
+        **_TEXT,
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention"] * 2,
+    }
+    tower = {**_TOWER, "model_type": "siglip2_vision_model", "num_patches": 16}
+    return Family(
+        {
+            "text_config": text,
+            "vision_config": {k: v for k, v in tower.items() if k != "image_size"},
+            "image_token_id": _OWN,
+            "projector_hidden_size": 32,
+        },
+        [*tokens, *tiles],
+        "<image>",
+        {
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            "encoder_patch_size": 4,
+            "tile_size": 16,
+            "max_tiles": 4,
+            "min_image_tokens": 4,
+            "max_image_tokens": 8,
+            **_MEAN,
+        },
+        {"processor_class": "Lfm2VlProcessor"},
+    )
+
+
+NEEDS_TORCHVISION = {"lfm2_vl"}
+"""Families whose processor transformers has with torchvision alone."""
+
 FAMILIES: dict[str, Callable[[], Family]] = {
     "gemma3": _gemma3,
     "gemma4": lambda: _gemma4(both_ways=False),
     "gemma4_both_ways": lambda: _gemma4(both_ways=True),
     "idefics3": lambda: _tiled("Idefics3"),
     "internvl": _internvl,
+    "lfm2_vl": _lfm2_vl,
     "llava": _llava,
     "llava_next": _llava_next,
     "mistral3": _mistral3,

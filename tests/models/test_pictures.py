@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,18 @@ from kvcellar.models import load_model
 from kvcellar.models.seeing import SeenPicture, seeing
 from kvcellar.pictures.tokens import ids_of, pictures_in, placeholders
 from tests.models.tiny_checkpoints import rewrite
-from tests.vision_checkpoints import FAMILIES, make_picture, make_vision_checkpoint
+from tests.vision_checkpoints import (
+    FAMILIES,
+    NEEDS_TORCHVISION,
+    make_picture,
+    make_vision_checkpoint,
+)
+
+HERE = [
+    name
+    for name in FAMILIES
+    if name not in NEEDS_TORCHVISION or find_spec("torchvision") is not None
+]
 
 ONE = [make_picture(32, 24, seed=1)]
 TWO = [make_picture(24, 40, seed=2), make_picture(33, 20, seed=3)]
@@ -157,7 +169,7 @@ def assert_close(play, got, want):
 INTERLEAVED = "Before IMG, between IMG and behind it."
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HERE)
 def test_a_prompt_is_what_the_processor_writes(own, family):
     made = own(family)
     for text, pictures in [
@@ -170,7 +182,7 @@ def test_a_prompt_is_what_the_processor_writes(own, family):
         assert ids_of(made.history(text, pictures)).tolist() == list(want)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HERE)
 def test_a_template_writes_what_is_replaced(own, family):
     made = own(family)
     parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
@@ -180,7 +192,7 @@ def test_a_template_writes_what_is_replaced(own, family):
     assert said.count(made.reader.written) == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HERE)
 def test_one_picture_is_read_as_by_the_wrapper(player, family):
     play = player(family)
     text = "What is in IMG here?"
@@ -192,7 +204,7 @@ def test_one_picture_is_read_as_by_the_wrapper(player, family):
         assert_close(play, play.feed((0, tokens, stop, ONE))[0], want[stop - 1 : stop])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HERE)
 def test_pictures_go_through_the_cache_in_every_way(player, family):
     play = player(family)
     tokens, want = play.own.history(INTERLEAVED, TWO), play.own.logits(INTERLEAVED, TWO)
@@ -212,7 +224,7 @@ def test_pictures_go_through_the_cache_in_every_way(player, family):
         assert_close(play, play.feed((0, tokens, n, TWO))[0], want[at:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HERE)
 def test_text_and_pictures_are_one_batch(player, family):
     play = player(family)
     said = [(INTERLEAVED, TWO), ("nothing to see here", []), ("IMG is the first", ONE)]
@@ -335,11 +347,9 @@ def test_a_part_of_a_picture_that_must_be_whole_is_refused(player):
     assert not play.cache.is_step_open
 
 
-def test_a_family_without_a_processor_here_says_what_it_needs(tmp_path):
-    """The image processor of LFM2-VL is torchvision's alone."""
-    folder = make_vision_checkpoint(tmp_path, "llava")
-    path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps({"image_processor_type": "Lfm2VlImageProcessorFast"}))
-    model = load_model(folder)
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="it is installed here")
+@pytest.mark.parametrize("family", sorted(NEEDS_TORCHVISION))
+def test_a_family_whose_processor_needs_torchvision_says_so(family, tmp_path):
+    model = load_model(make_vision_checkpoint(tmp_path, family))
     assert model.pictures is None
-    assert "torchvision" in model.no_pictures.lower()
+    assert "pip install torchvision" in model.no_pictures

@@ -159,7 +159,9 @@ class Eyes(RuleBasedStateMachine):
     def rewind(self, data: st.DataObject) -> None:
         name = self.some(data)
         before = tokens_of(self.agents, name)
-        within = [at for one in pictures_in(np.array(before, np.int64)) for at in one.places.tolist()]
+        within = [
+            at for one in pictures_in(np.array(before, np.int64)) for at in one.places.tolist()
+        ]
         anywhere = st.integers(0, len(before))
         at = data.draw(st.one_of(anywhere, st.sampled_from(within)) if within else anywhere)
         info = self.run(self.agents.lifecycle.rewind(name, position=at))

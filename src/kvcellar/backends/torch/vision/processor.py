@@ -57,9 +57,10 @@ class Processor:
         except ModelError:
             raise
         except Exception as error:  # of many kinds: JSON, missing packages, fields of other times
-            raise ModelError(
-                f"the processor in {folder} cannot be made: {' '.join(str(error).split())}"
-            ) from error
+            said = " ".join(str(error).split())
+            if "torchvision" in said.lower():
+                said = "transformers has it with torchvision alone; pip install torchvision"
+            raise ModelError(f"the processor in {folder} cannot be made: {said}") from error
 
     @property
     def merge_size(self) -> int:
