@@ -138,12 +138,22 @@ def picture_verdict_of(
         versions: of what a verdict depends on; one of others is found again.
         find: is called where there is none.
     """
-    path = verdict_path(raw, versions).with_suffix(".pictures.json")
     with suppress(OSError, ValueError, RecursionError):
-        kept = PictureVerdict.from_json(read_kept(path))
+        kept = PictureVerdict.from_json(read_kept(_path_of(raw, versions)))
         if not kept.reason and dict(kept.versions) == dict(versions):
             return kept
     verdict = find()
-    if not verdict.reason:
-        keep(path, verdict.to_json())
+    keep_picture_verdict(raw, versions, verdict)
     return verdict
+
+
+def keep_picture_verdict(
+    raw: Mapping[str, Any], versions: Mapping[str, str], verdict: PictureVerdict
+) -> None:
+    """Keep a verdict for later loads, if it has figures; arguments as above."""
+    if not verdict.reason:
+        keep(_path_of(raw, versions), verdict.to_json())
+
+
+def _path_of(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+    return verdict_path(raw, versions).with_suffix(".pictures.json")

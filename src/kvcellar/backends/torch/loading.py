@@ -61,7 +61,12 @@ from kvcellar.models.files.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.known import facts_of, known_path, renew_facts, stamps_of
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
-from kvcellar.models.picture_facts import PictureVerdict, picture_verdict_of
+from kvcellar.models.picture_facts import (
+    PictureVerdict,
+    has_pictures,
+    keep_picture_verdict,
+    picture_verdict_of,
+)
 from kvcellar.models.plans.plan import keep_plan
 from kvcellar.models.sizes.sizing import find_config, size_checkpoint
 from kvcellar.models.text.tokenizer import (
@@ -276,11 +281,17 @@ def prove_model(model: str | Path, report: ProgressFn) -> tuple[CheckVerdict, bo
 
     folder = find_checkpoint(model, report)
     raw = _read_raw(folder)
-    verdict = check_checkpoint(folder, raw, lambda part: report(part, f"checking {model}"))
+    verdict = check_checkpoint(folder, raw, lambda part: report(0.9 * part, f"checking {model}"))
     is_replaced = False
     with suppress(ModelError):  # the verdict says it
         is_replaced = renew_facts(raw, _learn, _BY)
     keep_verdict(raw, torch_versions(), verdict)
+    if has_pictures(folder, raw):
+        from kvcellar.backends.torch.learn.picture_checking import check_pictures
+
+        report(0.9, f"checking pictures of {model}")
+        found = check_pictures(raw, verdict.tolerance)
+        keep_picture_verdict(raw, torch_versions(), found)
     return verdict, is_replaced
 
 
