@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvcellar.bookkeeping.cells.growth import STEP_TOKENS, grown_size
 from kvcellar.bookkeeping.cells.pool import MAX_GAP, MIN_RUN
+from kvcellar.budget import format_size
 from kvcellar.cache_config import MIN_CHUNK, WINDOW_SLACK
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import ModelCacheParams
@@ -30,6 +31,21 @@ AGENT_SLOTS = 2
 
 PLAIN_LOGITS = 1 << 24
 """Attention logits that are held at a time where a kernel does not keep them to itself."""
+
+
+_NO_TOWER = " alone (a vision tower is not loaded)"
+
+MOST_PICTURE_BYTES = 256 << 20
+"""Bytes that are kept of what a model makes of pictures, at most, and of their files."""
+
+
+def picture_room(n_bytes: int) -> int:
+    """Return the bytes that may be kept of what a model makes of pictures, and of their files each.
+
+    Args:
+        n_bytes: of the weights that read them.
+    """
+    return min(n_bytes // 4, MOST_PICTURE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,22 @@ class ModelCacheSpec:
     is_in_blocks: bool = False
     n_parameters: int = 0
     exact_to: int | None = None
+
+    def with_pictures(self, n_bytes: int) -> ModelCacheSpec:
+        """Return the costs with those of reading pictures: weights, and room for what is made.
+
+        Args:
+            n_bytes: of the weights that read them, which are loaded with the first picture.
+        """
+        if not n_bytes:
+            return self
+        of_pictures = n_bytes + 2 * picture_room(n_bytes)
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes + of_pictures,
+            counted=f"{self.counted.replace(_NO_TOWER, '')}; {format_size(of_pictures)} of it are "
+            f"for pictures, and loaded with the first one",
+        )
 
     @property
     def kv_dtype(self) -> str:

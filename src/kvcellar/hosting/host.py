@@ -114,6 +114,7 @@ class ModelHost:
             host.shelf = shelf
             if host.looks is not None:
                 host.looks.shelf = shelf
+                shelf.most_bytes = max(shelf.most_bytes, host.looks.room)
 
     @property
     def context(self) -> int:
@@ -220,7 +221,7 @@ def open_host(
     with ExitStack() as stack:
         shelf = PictureShelf()
         looks = None if loaded.pictures is None else HostLooks(loaded.pictures, shelf)
-        rows = None if looks is None else PictureRows(looks.encode)
+        rows = None if looks is None else PictureRows(looks.encode, looks.room)
         if rows is not None:
             stack.callback(rows.close)
         engine = _start_engine(options, loaded, cache_config, budgets[1], config, rows, stack)

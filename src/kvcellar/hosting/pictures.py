@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 from kvcellar.models.seeing import EncodedPicture, Look, PictureReader
 from kvcellar.pictures.shelf import PictureShelf
+from kvcellar.spec import picture_room
 
 MOST_LOOKS = 4096
 """Pictures of which is remembered what stands for them in a prompt."""
@@ -35,6 +36,11 @@ class HostLooks:
     def token_id(self) -> int:
         """Id of the placeholder for a row of a picture."""
         return self.reader.token_id
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be kept of what the vision part makes, and of files nobody holds each."""
+        return picture_room(self.reader.size_bytes)
 
     def look(self, name: str) -> Look:
         """Return what stands in a prompt for a picture; the processor runs once for each.

@@ -15,8 +15,8 @@ from kvcellar.pictures.picture import Picture
 MOST_NAMES = 1 << 14
 """Files of which is remembered what picture they are."""
 
-SHELF_BYTES = 256 << 20
-"""Bytes of files that are kept in memory where nobody holds them."""
+SHELF_BYTES = 32 << 20
+"""Bytes of files that are kept in memory where nobody holds them; more where models read them."""
 
 
 class PictureShelf:
@@ -24,6 +24,9 @@ class PictureShelf:
 
     A picture that somebody holds is always at hand; of others as many as fit, the ones that were
     asked for last. What has gone is looked for where it was saved.
+
+    Attributes:
+        most_bytes: of files that nobody holds.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class PictureShelf:
             find: returns the file of a picture that was saved, by its name; None: there is none.
             most_bytes: of files that nobody holds.
         """
-        self._find, self._most_bytes = find, most_bytes
+        self._find, self.most_bytes = find, most_bytes
         self._held: WeakValueDictionary[str, Picture] = WeakValueDictionary()
         self._kept: OrderedDict[str, Picture] = OrderedDict()
         self._names: dict[bytes, str] = {}
@@ -99,6 +102,6 @@ class PictureShelf:
         if self._kept.pop(picture.name, None) is None:
             self._n_bytes += len(picture.data)
         self._kept[picture.name] = picture
-        while self._n_bytes > self._most_bytes and len(self._kept) > 1:
+        while self._n_bytes > self.most_bytes and len(self._kept) > 1:
             _, gone = self._kept.popitem(last=False)
             self._n_bytes -= len(gone.data)

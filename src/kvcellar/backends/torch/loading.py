@@ -54,6 +54,7 @@ from kvcellar.models.files.checkpoint import (
     check_weights,
     pick_dtype,
     read_config,
+    read_json,
 )
 from kvcellar.models.files.formats import GROUPED, MLX, format_of
 from kvcellar.models.files.generation import sampling_defaults
@@ -85,7 +86,7 @@ from kvcellar.models.weights import (
     parse_weights,
     wants_blocks,
 )
-from kvcellar.spec import ModelCacheSpec
+from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.eagle3.head import Eagle3Head
@@ -509,13 +510,24 @@ def size_model(options: LoadOptions) -> ModelCacheSpec:
     if path.suffix != ".json":
         _read_raw(path)
     device = _device(options)
-    return size_checkpoint(
+    spec = size_checkpoint(
         options,
         model_facts,
         has_kernel=_has_kernel(device),
         is_coded=codes_weights() and not is_gpu(device),
         between=_between(device),
     )
+    return spec if path.suffix != ".json" else spec.with_pictures(_vision_bytes(path, spec.dtype))
+
+
+def _vision_bytes(config: Path, dtype: str) -> int:
+    """Return the bytes of the weights that read pictures; 0 where a checkpoint reads none."""
+    raw = read_json(config)
+    if not has_pictures(config.parent, raw):
+        return 0
+    with suppress(ModelError), quiet(lambda part: None):  # who loads it says why it reads none
+        return int(VisionClass(raw).n_numbers) * DTYPE_BYTES[dtype]
+    return 0
 
 
 def count_parameters(
