@@ -1,8 +1,12 @@
-"""Pictures, sounds and files in messages: a text model reads a line in their place."""
+"""Pictures, sounds and files in messages: who does not read them reads a line in their place."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+
+from kvcellar.pictures.picture import Picture
+from kvcellar.pictures.placed_text import PicturedText, picture_alone
 
 _KINDS = {
     "image": ("image", "image_url", "input_image"),
@@ -17,8 +21,34 @@ MEDIA = frozenset(_KIND_OF)
 """Types of the parts of messages that are no text."""
 
 
+PICTURES = frozenset(_KINDS["image"])
+"""Those of pictures."""
+
+
 class LeftOut(Counter[str]):
-    """Counts of what was left out of the messages of one request, by kind."""
+    """Counts of what was left out of the messages of one request, by kind.
+
+    Attributes:
+        pictures: those that were not, by their links, for as long as the request is answered.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.pictures: dict[str, Picture] = {}
+
+    def shown(self, part: str, link: str | None, name: object = None) -> tuple[PicturedText, bool]:
+        """Return a part of a type in ``MEDIA`` as it is read, and whether that is a line.
+
+        Args:
+            part: its type.
+            link: of a picture.
+            name: of its file, where it has one.
+        """
+        picture = self.pictures.get(link or "")
+        if picture is not None and part in PICTURES:
+            return picture_alone(picture.name), False
+        return PicturedText(self.line(part, name)), True
 
     def line(self, part: str, name: object = None) -> str:
         """Count a part of a type in ``MEDIA``, and return the line that the model reads for it.
@@ -47,17 +77,17 @@ class LeftOut(Counter[str]):
         return notes
 
 
-def join_parts(parts: list[tuple[str, bool]]) -> str:
-    """Join the texts of a message's parts; lines that stand for something else stand alone.
+def join_parts(parts: Iterable[tuple[PicturedText, bool]]) -> PicturedText:
+    """Join a message's parts; lines that stand for something else stand alone.
 
     Args:
-        parts: each a text, and whether it is such a line.
+        parts: each what it says, and whether it is such a line.
     """
-    said = ""
+    said = PicturedText()
     is_line = False
-    for text, is_next_line in parts:
-        if (is_line or is_next_line) and said and text and not said.endswith("\n"):
-            said += "\n"
-        said += text
+    for part, is_next_line in parts:
+        if (is_line or is_next_line) and said.text and part.text and not said.text.endswith("\n"):
+            said += PicturedText("\n")
+        said += part
         is_line = is_next_line
     return said
