@@ -31,6 +31,10 @@ class PicturedText:
         moved = ((name, at + n) for name, at in behind.pictures)
         return PicturedText(self.text + behind.text, (*self.pictures, *moved))
 
+    def pictures_alone(self) -> PicturedText:
+        """Return the pictures without the text."""
+        return PicturedText("", tuple((name, 0) for name, _ in self.pictures))
+
     def fields(self) -> dict[str, Any]:
         """Return the fields of a message that says it."""
         if not self.pictures:

@@ -28,6 +28,7 @@ from kvcellar.server.routes import (
     observe,
     ollama,
     openai,
+    pictures,
     responses,
     viewer,
 )
@@ -45,6 +46,7 @@ _ROUTES = (
     infill,
     embeddings,
     agents,
+    pictures,
     folder,
     observe,
     viewer,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvcellar.agents import DEFAULT_RULES, RULES
 from kvcellar.dialects import DIALECTS
 from kvcellar.errors import ConfigError
-from kvcellar.server.origins import checked_origin
+from kvcellar.server.origins import checked_host, checked_origin
 
 DEFAULT_PORT = 8642
 
@@ -26,6 +26,7 @@ class ServerConfig:
         guest_keys: what others may bring, each of whom is a stranger to the others.
         allowed_hosts: names by which the server may be called besides its own and this machine's.
         allowed_origins: origins of web pages elsewhere that may call it, as ``https://name:port``.
+        allowed_fetches: hosts from which pictures may be fetched, as ``HOST`` or ``HOST:PORT``.
         max_body_bytes: of one request.
         max_import_bytes: of an agent that is imported.
         max_requests: generations that wait or run at a time; more are told to come back later.
@@ -55,6 +56,7 @@ class ServerConfig:
     guest_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_fetches: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
     max_import_bytes: int = 4 << 30
     max_requests: int = 256
@@ -88,6 +90,8 @@ class ServerConfig:
         self._check_keys()
         for origin in self.allowed_origins:
             checked_origin(origin)
+        for host in self.allowed_fetches:
+            checked_host(host)
         for name in ("max_body_bytes", "max_import_bytes", "max_requests", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

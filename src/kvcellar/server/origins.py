@@ -1,4 +1,4 @@
-"""CORS: the web pages that may call the server, and the headers that their browsers get."""
+"""Places elsewhere: web pages that may call the server (CORS), and hosts that it may go to."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvcellar.errors import ConfigError
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9.*_-]+)(?::(\d{1,5}|\*))?/?")
 LOCALHOST = "localhost"
 """Stands for every page that this machine serves, at any port."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(\d{1,5}))?")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
@@ -132,3 +133,18 @@ class Origins:
         known = origin.lower()
         is_allowed = known in self._allowed or any(one.fullmatch(known) for one in self._patterns)
         return origin if is_allowed else None
+
+
+def checked_host(text: str) -> tuple[str, int | None]:
+    """Return a host that may be fetched from, and the port where one is named.
+
+    Raises:
+        ConfigError: it is no host.
+    """
+    found = _HOST.fullmatch(text.strip().lower().rstrip("."))
+    port = None if found is None or found[2] is None else int(found[2])
+    if found is None or port == 0 or (port or 0) > 65535:
+        raise ConfigError(
+            f"{text[:80]!r} is no host to fetch from; name it as HOST or HOST:PORT, without http://"
+        )
+    return found[1].strip("[]"), port

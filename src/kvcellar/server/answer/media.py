@@ -37,6 +37,12 @@ class LeftOut(Counter[str]):
         super().__init__()
         self.pictures: dict[str, Picture] = {}
 
+    def anew(self) -> LeftOut:
+        """Return the same pictures, and that nothing was left out."""
+        found = LeftOut()
+        found.pictures = self.pictures
+        return found
+
     def shown(self, part: str, link: str | None, name: object = None) -> tuple[PicturedText, bool]:
         """Return a part of a type in ``MEDIA`` as it is read, and whether that is a line.
 

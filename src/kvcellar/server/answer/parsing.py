@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Header
@@ -13,8 +14,10 @@ from kvcellar.agents import ModelHost
 from kvcellar.dialects.messages import read_arguments
 from kvcellar.engine import SamplingParams
 from kvcellar.models.text.prompts import begun_of
+from kvcellar.pictures.placed_text import PicturedText, joined
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
-from kvcellar.server.answer.media import MEDIA, LeftOut, join_parts
+from kvcellar.server.answer.media import MEDIA, PICTURES, LeftOut, join_parts
+from kvcellar.server.answer.pictures import SentPicture
 from kvcellar.server.answer.tools import ToolChoice, told
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import (
@@ -55,6 +58,11 @@ class PartLike(Protocol):
     @property
     def filename(self) -> str | None:
         """The name of a file."""
+        ...
+
+    @property
+    def picture(self) -> str | None:
+        """Where a picture is."""
         ...
 
 
@@ -213,17 +221,18 @@ def _plain(
     message: ChatMessage, of_text: Mapping[str | None, str], left_out: LeftOut
 ) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    content = text_of(message.said, "messages", left_out)
+    said = text_of(message.said, "messages", left_out)
     if role == "tool" and message.tool_call_id in of_text:
-        said = {"name": of_text[message.tool_call_id], "output": content}
-        return {"role": "user", "content": told("custom_tool_call_output", said)}
+        output = {"name": of_text[message.tool_call_id], "output": said.text}
+        text = PicturedText(told("custom_tool_call_output", output))
+        return {"role": "user", **(text + said.pictures_alone()).fields()}
     calls = [_call(call.function, call.id) for call in message.tool_calls or () if call.function]
     if message.function_call is not None and not calls:
         calls = [_call(message.function_call, None)]
     others = [call.custom for call in message.tool_calls or () if call.custom is not None]
-    said_too = [told("custom_tool_call", call.model_dump()) for call in others]
-    content = "\n".join([*([content] if content else []), *said_too])
-    plain: dict[str, Any] = {"role": role, "content": content}
+    said_too = [PicturedText(told("custom_tool_call", call.model_dump())) for call in others]
+    said = joined([*([said] if said else []), *said_too])
+    plain: dict[str, Any] = {"role": role, **said.fields()}
     if message.name:
         plain["name"] = message.name
     if message.tool_call_id:
@@ -240,31 +249,43 @@ def _call(call: FunctionCall, call_id: str | None) -> dict[str, Any]:
     return {"id": call_id or "", "type": "function", "function": function}
 
 
+def chat_pictures(
+    messages: Sequence[ChatMessage], param: str = "messages"
+) -> Iterator[SentPicture]:
+    """Yield the pictures of messages of OpenAI's."""
+    for message in messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type in PICTURES:
+                wish = "image_url.detail" if part.detail not in (None, "auto") else None
+                yield SentPicture(part.picture, param, partial(setattr, part, "image_url"), wish)
+
+
 def text_of(
     content: str | Sequence[PartLike] | None, param: str, left_out: LeftOut | None = None
-) -> str:
-    """Join the text of a message, or of the parts it comes in.
+) -> PicturedText:
+    """Join the text of a message, or of the parts it comes in, with the pictures that are read.
 
     Args:
         content: of the message.
         param: the field of the request that has it.
-        left_out: counts pictures, sounds and files, each of which becomes a line.
+        left_out: has the pictures, and counts others, sounds and files, which become a line each.
 
     Raises:
         ApiError: 400, a part is of a type that nobody here knows, whatever text it has beside.
     """
     if content is None or isinstance(content, str):
-        return content or ""
+        return PicturedText(content or "")
     left_out = LeftOut() if left_out is None else left_out
     return join_parts([_text_of(part, param, left_out) for part in content])
 
 
-def _text_of(part: PartLike, param: str, left_out: LeftOut) -> tuple[str, bool]:
+def _text_of(part: PartLike, param: str, left_out: LeftOut) -> tuple[PicturedText, bool]:
     if part.type in MEDIA:
-        line = left_out.line(part.type, part.filename)
-        return (f"{line}\n{part.text}" if part.text else line), True
-    text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in _TEXT_PARTS or text is None:
+        said, is_line = left_out.shown(part.type, part.picture, part.filename)
+        text = PicturedText(f"\n{part.text}" if is_line and part.text else part.text or "")
+        return said + text, is_line
+    spelt = part.refusal if part.type == "refusal" else part.text
+    if part.type not in _TEXT_PARTS or spelt is None:
         raise ApiError(
             400,
             f"a message has a part of type {part.type[:40]!r}"
@@ -274,7 +295,7 @@ def _text_of(part: PartLike, param: str, left_out: LeftOut) -> tuple[str, bool]:
             "unsupported_content",
             param=param,
         )
-    return text, False
+    return PicturedText(spelt), False
 
 
 def _arguments(value: str | Mapping[str, Any] | None) -> Any:

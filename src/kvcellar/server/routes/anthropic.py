@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,6 +14,7 @@ from kvcellar.dialects import CallPart, Part, TextPart
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.grammar.form import ResponseFormat
+from kvcellar.pictures.placed_text import PicturedText, joined
 from kvcellar.server.answer.answer_facts import (
     AnswerFrames,
     agent_facts,
@@ -33,8 +34,9 @@ from kvcellar.server.answer.dialogue import (
     Question,
     Started,
 )
-from kvcellar.server.answer.media import MEDIA, THOUGHT, LeftOut
+from kvcellar.server.answer.media import MEDIA, PICTURES, THOUGHT, LeftOut
 from kvcellar.server.answer.parsing import READS_AGENT, whose_of
+from kvcellar.server.answer.pictures import SentPicture, take_pictures
 from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.answer.threads import PREFIX, Thread, thread_of
 from kvcellar.server.answer.tools import Toolbox, ToolChoice, told
@@ -71,9 +73,10 @@ async def count(request: Request, body: CountRequest) -> dict[str, int]:
     service = service_of(request)
     whose = whose_of(request, body.agent_id, salt=body.cache_salt)
     thread = await thread_of(service, body, whose.salt)
+    left_out = await take_pictures(service, body.model, _pictures(body), whose.salt)
     tools = _tools(body)
     question = Question(
-        _messages(service, body, tools, LeftOut(), thread)[0],
+        _messages(service, body, tools, left_out, thread)[0],
         SamplingParams(),
         model=body.model,
         tools=tools,
@@ -95,7 +98,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         salt=body.cache_salt,
     )
     thread = await thread_of(service, body, whose.salt)
-    question = _question(service, body, whose, thread)
+    left_out = await take_pictures(service, body.model, _pictures(body), whose.salt, body)
+    question = _question(service, body, whose, thread, left_out)
     message_id = new_id(PREFIX)
     if body.stream:
         frames = MessageFrames(request, body, message_id, thread)
@@ -111,9 +115,13 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 
 def _question(
-    service: Service, body: MessagesRequest, whose: Whose, thread: Thread | None
+    service: Service,
+    body: MessagesRequest,
+    whose: Whose,
+    thread: Thread | None,
+    left_out: LeftOut,
 ) -> Question:
-    left_out, tools = LeftOut(), _tools(body)
+    tools = _tools(body)
     messages, pins = _messages(service, body, tools, left_out, thread)
     if body.cache_control is not None:
         pins.append(PinWish(len(messages), _TTL_S[body.cache_control.ttl]))
@@ -207,8 +215,7 @@ def _messages(
             [ContentBlock(type="text", text=body.system)] if isinstance(body.system, str) else []
         )
         blocks = blocks or list(body.system)  # type: ignore[arg-type]
-        text = _joined(blocks, left_out)
-        messages.append({"role": "system", "content": text})
+        messages.append({"role": "system", **_joined(blocks, left_out).fields()})
         for block in blocks:
             wish(block.cache_control)
     for tool in body.tools or ():
@@ -230,6 +237,30 @@ def _messages(
     return messages, pins
 
 
+def _pictures(body: CountRequest) -> Iterator[SentPicture]:
+    """Yield the pictures of a request, those in results of tools and in documents with them."""
+    system = [] if body.system is None or isinstance(body.system, str) else [body.system]
+    said = [one.content for one in body.messages if not isinstance(one.content, str)]
+    for blocks in (*system, *said):
+        yield from _pictures_in(blocks)
+
+
+def _pictures_in(blocks: Sequence[ContentBlock]) -> Iterator[SentPicture]:
+    for block in blocks:
+        source = block.source
+        if block.type in PICTURES:
+            given = source if isinstance(source, Source) else Source(type=None)
+
+            def put(link: str, block: ContentBlock = block) -> None:
+                block.source = Source(type="url", url=link)
+
+            yield SentPicture(given.picture, "messages", put)
+        elif isinstance(source, Source) and isinstance(source.content, list):
+            yield from _pictures_in(source.content)
+        if isinstance(block.content, list):
+            yield from _pictures_in(block.content)
+
+
 def _reasoning(signer: Signer, blocks: Sequence[ContentBlock], left_out: LeftOut) -> str:
     """Return what blocks of thinking say, as far as this server signed them as they are."""
     said = ""
@@ -249,7 +280,7 @@ def _of_user(
     results = [
         {
             "role": "tool",
-            "content": _result(block, tools, left_out),
+            **_result(block, tools, left_out).fields(),
             "tool_call_id": block.tool_use_id or "",
         }
         for block in blocks
@@ -257,7 +288,7 @@ def _of_user(
     ]
     said = [block for block in blocks if block.type != "tool_result"]
     if said or not results:
-        return [*results, {"role": "user", "content": _joined(said, left_out)}]
+        return [*results, {"role": "user", **_joined(said, left_out).fields()}]
     return results
 
 
@@ -265,7 +296,7 @@ def _of_assistant(
     blocks: Sequence[ContentBlock], reasoning: str, left_out: LeftOut
 ) -> dict[str, Any]:
     texts = [_text(b, left_out) for b in blocks if b.type not in ("tool_use", *_THOUGHTS)]
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    message: dict[str, Any] = {"role": "assistant", **joined(texts, "").fields()}
     if reasoning:
         message["reasoning_content"] = reasoning
     calls = [
@@ -282,35 +313,38 @@ def _of_assistant(
     return message
 
 
-def _result(block: ContentBlock, tools: Toolbox, left_out: LeftOut) -> str:
+def _result(block: ContentBlock, tools: Toolbox, left_out: LeftOut) -> PicturedText:
     if block.content is None or isinstance(block.content, str):
-        return block.content or ""
+        return PicturedText(block.content or "")
     if isinstance(block.content, dict):
-        return told(block.type, block.content)
-    return "\n".join(
-        tools.refer(part.tool_name or "")
+        return PicturedText(told(block.type, block.content))
+    return joined(
+        PicturedText(tools.refer(part.tool_name or ""))
         if part.type == "tool_reference"
         else _text(part, left_out)
         for part in block.content
     )
 
 
-def _joined(blocks: Sequence[ContentBlock], left_out: LeftOut) -> str:
-    return "\n".join(_text(block, left_out) for block in blocks)
+def _joined(blocks: Sequence[ContentBlock], left_out: LeftOut) -> PicturedText:
+    return joined(_text(block, left_out) for block in blocks)
 
 
-def _text(block: ContentBlock, left_out: LeftOut) -> str:
+def _text(block: ContentBlock, left_out: LeftOut) -> PicturedText:
     if block.type == "text" and block.text is not None:
-        return block.text
+        return PicturedText(block.text)
     if block.type == "document" and isinstance(block.source, Source) and block.source.is_text:
-        title = [f"{block.title}:"] if block.title else []
+        title = [PicturedText(f"{block.title}:")] if block.title else []
         inside = block.source.content
         texts = inside if isinstance(inside, list) else [block.source.data or inside or ""]
-        said = (_text(t, left_out) if isinstance(t, ContentBlock) else t for t in texts)
-        return "\n".join([*title, *said])
+        said = (
+            _text(t, left_out) if isinstance(t, ContentBlock) else PicturedText(t) for t in texts
+        )
+        return joined([*title, *said])
     if block.type in MEDIA:
-        line = left_out.line(block.type, block.title)
-        return f"{line}\n{block.text}" if block.text else line
+        link = block.source.url if isinstance(block.source, Source) else None
+        shown, _ = left_out.shown(block.type, link, block.title)
+        return joined([shown, *([PicturedText(block.text)] if block.text else [])])
     if block.type in _READ:
         raise ApiError(
             400,
@@ -318,7 +352,7 @@ def _text(block: ContentBlock, left_out: LeftOut) -> str:
             "unsupported_content",
             param="messages",
         )
-    return told(block.type, block.model_dump(exclude_none=True))
+    return PicturedText(told(block.type, block.model_dump(exclude_none=True)))
 
 
 # What goes ---------------------------------------------------------------------------------------

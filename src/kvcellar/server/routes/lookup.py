@@ -19,13 +19,14 @@ from kvcellar.models.text.tokenizer import opening_tokens
 from kvcellar.server.answer.answer_facts import ignored_of
 from kvcellar.server.answer.chat import read_prompt
 from kvcellar.server.answer.dialogue import Question
-from kvcellar.server.answer.media import LeftOut
-from kvcellar.server.answer.parsing import plain_messages
+from kvcellar.server.answer.parsing import chat_pictures, plain_messages
+from kvcellar.server.answer.pictures import take_pictures
 from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.errors import ApiError
 from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.routes.openai import tools_of
 from kvcellar.server.schemas.lookup import DetokenizeRequest, TokenizeRequest
+from kvcellar.server.state.isolation import salt_for
 from kvcellar.server.state.service import Service, service_of
 from kvcellar.version import __version__
 
@@ -38,7 +39,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = service_of(request)
     path = service.models.resolve(body.model)
     async with service.models.registry.use(path) as host:
-        tokens = await _tokens_of(service, host, body)
+        tokens = await _tokens_of(service, host, body, salt_for(request))
         pieces = token_bytes(host.tokenizer)
         said: dict[str, Any] = {"count": len(tokens), "max_model_len": host.context}
     if body.with_pieces:
@@ -49,10 +50,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return JSONResponse(said, headers=ignored_of(body))
 
 
-async def _tokens_of(service: Service, host: ModelHost, body: TokenizeRequest) -> list[int]:
+async def _tokens_of(
+    service: Service, host: ModelHost, body: TokenizeRequest, salt: str
+) -> list[int]:
     tokenizer = _tokenizer_of(service, host)
     if body.messages is not None:
-        messages = plain_messages(body.messages, LeftOut())
+        pictures = chat_pictures(body.messages)
+        left_out = await take_pictures(service, body.model, pictures, salt, body)
+        messages = plain_messages(body.messages, left_out)
         tools = tools_of(body.tools)
         thinking = Thinking(body.chat_template_kwargs or {})
         question = Question(messages, SamplingParams(), body.model, tools, thinking=thinking)
@@ -135,7 +140,7 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
             **{f"chat_template_{name}": text for name, text in list(templates.items())[1:]},
             "bos_token": getattr(tokenizer, "bos_token", None) or "",
             "eos_token": getattr(tokenizer, "eos_token", None) or "",
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": host.reads_pictures, "audio": False},
             "build_info": f"kvcellar {__version__}",
         }
 

@@ -38,6 +38,7 @@ from kvcellar.server.answer.logprobs import ChatLogprobs, prompt_logprobs
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.parsing import (
     READS_AGENT,
+    chat_pictures,
     check_continued,
     most_of,
     plain_messages,
@@ -46,12 +47,14 @@ from kvcellar.server.answer.parsing import (
     tool_choice_of,
     whose_of,
 )
+from kvcellar.server.answer.pictures import take_pictures
 from kvcellar.server.answer.response_format import form_of
 from kvcellar.server.answer.thinking import Thinking, only_one
 from kvcellar.server.answer.tools import Toolbox
 from kvcellar.server.errors import ApiError
 from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.schemas.openai import ChatRequest, FunctionTool
+from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.service import Service, new_id, service_of
 from kvcellar.server.stream.replies import frame, sse
 from kvcellar.server.stream.streams import MergedStream, until_gone
@@ -120,7 +123,12 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer in a conversation, ``n`` times; the answers share what came before."""
     service = service_of(request)
     path = service.models.resolve(body.model)
-    questions = [_question(service, request, body, i) for i in range(body.n or 1)]
+    whose = whose_of(
+        request, body.agent_id, body.session_id, body.prompt_cache_key, salt=body.cache_salt
+    )
+    pictures = chat_pictures(body.messages)
+    read = await take_pictures(service, body.model, pictures, whose.salt, body)
+    questions = [_question(service, body, i, whose, read) for i in range(body.n or 1)]
     if questions[0].whose.name is not None and len(questions) > 1:
         raise ApiError(
             400, "an agent gives one answer in a turn; leave n out, or fork the agent", param="n"
@@ -164,7 +172,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     )
 
 
-def _question(service: Service, request: Request, body: ChatRequest, index: int) -> Question:
+def _question(
+    service: Service, body: ChatRequest, index: int, whose: Whose, read: LeftOut
+) -> Question:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
             400, "top_logprobs come with logprobs: true, which is not there", param="top_logprobs"
@@ -178,7 +188,7 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
             param="max_tokens",
         )
     most = most_of(service, body.max_completion_tokens, body.max_tokens)
-    left_out = LeftOut()
+    left_out = read.anew()
     messages = plain_messages(body.messages, left_out)
     check_continued(messages, body.continue_final_message, body.add_generation_prompt)
     return Question(
@@ -190,9 +200,7 @@ def _question(service: Service, request: Request, body: ChatRequest, index: int)
         is_parallel=body.parallel_tool_calls is not False,
         form=form_of(body),
         thinking=_thinking(body),
-        whose=whose_of(
-            request, body.agent_id, body.session_id, body.prompt_cache_key, salt=body.cache_salt
-        ),
+        whose=whose,
         left_out=left_out,
     )
 

@@ -32,16 +32,25 @@ class CacheControl(Open):
 
 
 class Source(Open):
-    """Source of a document or a picture; text is read, data are not."""
+    """Source of a document or a picture; of documents text is read, data are not."""
 
     type: str | None = None
     data: str | None = None
+    media_type: str | None = None
+    url: str | None = None
     content: str | list[ContentBlock] | None = None
 
     @property
     def is_text(self) -> bool:
         """True for a document that comes as text."""
         return self.type in ("text", "content")
+
+    @property
+    def picture(self) -> str | None:
+        """Where a picture is: a data URL, an address, or a link of this server's."""
+        if self.type == "base64" and self.data is not None:
+            return f"data:{self.media_type or ''};base64,{self.data}"
+        return self.url if self.type == "url" else None
 
 
 class ContentBlock(Open):

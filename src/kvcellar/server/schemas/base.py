@@ -143,6 +143,11 @@ class QuestionBody(Body):
         """Names of the fields that nobody here knows."""
         return self._ignored
 
+    def ignore(self, name: str) -> None:
+        """Say that a field inside of a message is not honoured."""
+        if name not in self._ignored:
+            self._ignored = (*self._ignored, name)
+
     @model_validator(mode="before")
     @classmethod
     def _by_their_names(cls, value: Any) -> Any:

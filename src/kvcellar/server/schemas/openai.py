@@ -98,6 +98,13 @@ class FileName(Open):
     filename: str | None = None
 
 
+class ImageUrl(Open):
+    """Address of a picture: a data URL, or where it is to be fetched from."""
+
+    url: str | None = None
+    detail: str | None = None
+
+
 class ContentPart(Open):
     """A piece of a message."""
 
@@ -106,6 +113,17 @@ class ContentPart(Open):
     refusal: str | None = None
     thinking: str | list[ContentPart] | None = None
     file: FileName | None = None
+    image_url: ImageUrl | str | None = None
+
+    @property
+    def picture(self) -> str | None:
+        """Where a picture is: a data URL, an address, or a link of this server's."""
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
+
+    @property
+    def detail(self) -> str | None:
+        """How a picture is wished to be read."""
+        return self.image_url.detail if isinstance(self.image_url, ImageUrl) else None
 
     @property
     def filename(self) -> str | None:

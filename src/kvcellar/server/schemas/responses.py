@@ -41,6 +41,13 @@ class ItemPart(Open):
     text: str | None = None
     refusal: str | None = None
     filename: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
+
+    @property
+    def picture(self) -> str | None:
+        """Where a picture is: a data URL, an address, or a link of this server's."""
+        return self.image_url
 
 
 class Item(Open):

@@ -20,9 +20,9 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 import h11
 import psutil
 
-from kvcellar.errors import ConfigError
 from kvcellar.pictures.picture import FORMATS, MOST_BYTES
 from kvcellar.server.errors import ApiError
+from kvcellar.server.origins import checked_host
 from kvcellar.version import __version__
 
 FETCH_S = 10.0
@@ -34,7 +34,6 @@ _PORTS = {"http": 80, "https": 443}
 _PIECE = 64 << 10
 _MOST_AT_A_TIME = 4
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(\d{1,5}))?")
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Called with a name and a port; returns the addresses that the name has now."""
@@ -43,21 +42,6 @@ Connect = Callable[
     [str, int, str | None], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 ]
 """Called with an address, a port, and the name whose certificate is wanted (None: without TLS)."""
-
-
-def checked_host(text: str) -> tuple[str, int | None]:
-    """Return a host that may be fetched from, and the port where one is named.
-
-    Raises:
-        ConfigError: it is no host.
-    """
-    found = _HOST.fullmatch(text.strip().lower().rstrip("."))
-    port = None if found is None or found[2] is None else int(found[2])
-    if found is None or port == 0 or (port or 0) > 65535:
-        raise ConfigError(
-            f"{text[:80]!r} is no host to fetch from; name it as HOST or HOST:PORT, without http://"
-        )
-    return found[1].strip("[]"), port
 
 
 class Fetcher:
@@ -151,8 +135,8 @@ class Fetcher:
             400,
             f"a picture is to be fetched from {shown[:200]}, and this server fetches from "
             + (f"{self._shown()} alone" if self._allowed else "nowhere")
-            + f"; send the picture itself, as data:image/png;base64,..., or have the server started "
-            f"with --allow-fetch {shown[:200]}",
+            + f"; send the picture itself, as data:image/png;base64,..., or have the server "
+            f"started with --allow-fetch {shown[:200]}",
             "fetch_not_allowed",
         )
 
@@ -195,10 +179,7 @@ class Fetcher:
             method="GET",
             target=path.encode("ascii"),
             headers=[
-                (
-                    "Host",
-                    parts.netloc.encode("idna") if not parts.netloc.isascii() else parts.netloc,
-                ),
+                ("Host", parts.netloc),
                 ("Accept", ", ".join(FORMATS.values())),
                 ("Accept-Encoding", "identity"),
                 ("User-Agent", f"kvcellar/{__version__}"),

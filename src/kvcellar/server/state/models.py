@@ -93,6 +93,7 @@ class ServedModels:
         }
         self._contexts: dict[str, tuple[int, int | None]] = {}
         self._longest_tokens: dict[str, int] = {}
+        self._sees = False
         self.created_s = int(now)
         self.n_loads = 0
         self.registry = ModelRegistry(
@@ -155,9 +156,10 @@ class ServedModels:
     def longest_prompt(self) -> tuple[int, int] | None:
         """(the most bytes of text that any model can take, the context of that model).
 
-        None: one of them was never loaded, so nobody knows.
+        None: one of them was never loaded, so nobody knows, or one reads pictures, too.
         """
-        if self._longest_tokens.keys() != {self._split(path)[0] for path in self._states}:
+        known = {self._split(path)[0] for path in self._states}
+        if self._sees or self._longest_tokens.keys() != known:
             return None
         found = {path: self._contexts[path][0] for path in self._longest_tokens}
         return max((n * self._longest_tokens[path], n) for path, n in found.items())
@@ -203,6 +205,7 @@ class ServedModels:
             raise
         host.called(path)
         self._contexts[path] = host.context, host.max_positions
+        self._sees |= host.reads_pictures
         if host.tokenizer is not None:
             self._longest_tokens[path] = longest_token(host.tokenizer)
         self.n_loads += 1

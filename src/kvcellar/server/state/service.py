@@ -18,8 +18,10 @@ from kvcellar.grammar.grammars import Grammars
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError, ContextExceeded
 from kvcellar.server.state.conversations import Conversations
+from kvcellar.server.state.fetching import Fetcher
 from kvcellar.server.state.metrics import Metrics
 from kvcellar.server.state.models import ServedModels
+from kvcellar.server.state.picture_desk import PictureDesk
 from kvcellar.server.state.pins import Pins
 from kvcellar.server.state.signing import signer_of
 from kvcellar.server.state.stored import StoredResponses
@@ -42,6 +44,7 @@ class Service:
         responses: those that are stored.
         signer: signs what models think.
         stored_conversations: those that clients keep here.
+        pictures: reads those of requests.
         started_s: seconds since 1970.
     """
 
@@ -64,6 +67,7 @@ class Service:
         self.responses = StoredResponses(store)
         self.signer = signer_of(store.path, store.shared)
         self.stored_conversations = StoredConversations(store)
+        self.pictures = PictureDesk(Fetcher(config.allowed_fetches))
         self.started_s = time.time()
         self.is_closing = False
         self.is_ended = False

@@ -33,13 +33,13 @@ async def chat(request: Request, body: OllamaChatRequest) -> Response:
     """Answer in a conversation; without a message, load the model or let it go."""
     if not body.messages:
         return await _loaded(request, body)
-    return await _answered(request, body, chat_question(request, body))
+    return await _answered(request, body, await chat_question(request, body))
 
 
 @router.post("/api/generate", response_model=None, dependencies=[READS_AGENT])
 async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     """Answer one prompt; without one, load the model or let it go."""
-    if not body.prompt and not body.suffix:
+    if not (body.prompt or body.suffix or body.images):
         return await _loaded(request, body)
     if body.template:
         raise ApiError(400, "template is not honoured: the model's own is used", param="template")
@@ -52,7 +52,7 @@ async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
         )
     if body.raw or body.suffix:
         return await _continued(request, body)
-    return await _answered(request, body, prompt_question(request, body))
+    return await _answered(request, body, await prompt_question(request, body))
 
 
 async def _continued(request: Request, body: OllamaGenerateRequest) -> Response:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
 from kvcellar.engine import SamplingParams
 from kvcellar.grammar.form import ResponseFormat
+from kvcellar.pictures.placed_text import PicturedText, joined
 from kvcellar.sampler_settings import SAMPLER_SETTINGS
 from kvcellar.server.answer.dialogue import Question
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.parsing import sampling_of, whose_of
+from kvcellar.server.answer.pictures import SentPicture, take_pictures
 from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.answer.tools import Toolbox
 from kvcellar.server.errors import ApiError
@@ -28,7 +31,7 @@ from kvcellar.server.schemas.openai import CompletionRequest, SamplingFields
 from kvcellar.server.state.service import Service, service_of
 
 
-def chat_question(request: Request, body: OllamaChatRequest) -> Question:
+async def chat_question(request: Request, body: OllamaChatRequest) -> Question:
     """Return what a chat asks.
 
     Raises:
@@ -41,19 +44,19 @@ def chat_question(request: Request, body: OllamaChatRequest) -> Question:
             tools.add(given.name, given.description, given.parameters)
         else:
             tools.leave_out(tool.function.name, tool.type or "")
-    left_out = LeftOut()
+    left_out = await _pictures(request, body, body.messages)
     return _question(request, body, _plain(body.messages, left_out), tools, left_out)
 
 
-def prompt_question(request: Request, body: OllamaGenerateRequest) -> Question:
+async def prompt_question(request: Request, body: OllamaGenerateRequest) -> Question:
     """Return what a prompt asks that goes through the model's chat template.
 
     Raises:
         ApiError: what is asked for cannot be had.
     """
-    left_out = LeftOut()
+    left_out = await _pictures(request, body, [body])
     prompt = _with_pictures(body.prompt or "", body.images, left_out)
-    said = [{"role": "user", "content": prompt}]
+    said: list[dict[str, Any]] = [{"role": "user", **prompt.fields()}]
     if body.system:
         said.insert(0, {"role": "system", "content": body.system})
     return _question(request, body, said, Toolbox(), left_out)
@@ -161,19 +164,39 @@ def _form(body: OllamaBody) -> ResponseFormat | None:
 
 
 def _plain(messages: Sequence[OllamaMessage], left_out: LeftOut) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them; a line stands for each picture."""
+    """Return messages as chat templates take them."""
     return [_message(message, number, left_out) for number, message in enumerate(messages)]
 
 
-def _with_pictures(text: str, images: Sequence[Any] | None, left_out: LeftOut) -> str:
-    """Return a text with a line behind it for each picture."""
-    lines = [left_out.line("image") for _ in images or ()]
-    return "\n".join([text, *lines] if text else lines)
+async def _pictures(
+    request: Request, body: OllamaBody, those: Sequence[OllamaMessage | OllamaGenerateRequest]
+) -> LeftOut:
+    """Read the pictures of messages, which have links in their places then.
+
+    Raises:
+        ApiError: 400, one cannot be read.
+    """
+    service = service_of(request)
+    sent = [
+        SentPicture(source, "images", partial(images.__setitem__, i))
+        for images in (one.images or [] for one in those)
+        for i, source in enumerate(images)
+    ]
+    model = service.models.public(path_of(service, body.model))
+    return await take_pictures(service, model, sent, whose_of(request, body.agent_id).salt, body)
+
+
+def _with_pictures(text: str, images: Sequence[str] | None, left_out: LeftOut) -> PicturedText:
+    """Return a text behind its pictures; with a line behind it for each that is not read."""
+    shown = [left_out.shown("image", image) for image in images or ()]
+    read = [picture for picture, is_line in shown if not is_line]
+    lines = [line for line, is_line in shown if is_line]
+    return sum(read, PicturedText()) + joined([*([PicturedText(text)] if text else []), *lines])
 
 
 def _message(message: OllamaMessage, number: int, left_out: LeftOut) -> dict[str, Any]:
     content = _with_pictures(message.content or "", message.images, left_out)
-    plain: dict[str, Any] = {"role": message.role, "content": content}
+    plain: dict[str, Any] = {"role": message.role, **content.fields()}
     if message.thinking:
         plain["reasoning_content"] = message.thinking
     if message.tool_name:

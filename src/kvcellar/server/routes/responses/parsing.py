@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -10,16 +13,18 @@ from starlette.requests import Request
 from kvcellar.agents import n_system_of, salted_id
 from kvcellar.dialects.messages import read_arguments
 from kvcellar.grammar.form import ResponseFormat
+from kvcellar.pictures.placed_text import PicturedText, joined, of_message
 from kvcellar.server.answer.dialogue import Question
-from kvcellar.server.answer.media import THOUGHT, LeftOut
+from kvcellar.server.answer.media import PICTURES, THOUGHT, LeftOut
 from kvcellar.server.answer.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
+from kvcellar.server.answer.pictures import SentPicture, take_pictures
 from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.answer.tools import Toolbox, told
 from kvcellar.server.errors import ApiError
 from kvcellar.server.routes.responses.conversations import stored_conversation
 from kvcellar.server.routes.responses.references import sent_items
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
-from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
+from kvcellar.server.schemas.responses import Item, ItemPart, OtherItem, ResponseRequest, read_items
 from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.service import Service, service_of
 from kvcellar.server.state.signing import Signer
@@ -27,6 +32,9 @@ from kvcellar.server.state.stored import StoredResponse
 
 _COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
 """Items that stand for others, by what they seal."""
+
+_SCREENS = ("computer_screenshot", *PICTURES)
+"""Pictures in what comes of tools that are not run here."""
 
 _INSTRUCTIONS = "instructions"
 """Marks the system message that belongs to one response alone."""
@@ -50,17 +58,17 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
             400, "give previous_response_id or an agent, not both", param="previous_response_id"
         )
     before: list[dict[str, Any]] = []
-    left_out = LeftOut()
     if body.conversation_id is not None:
         whose = await _in_conversation(service, value, whose)
-        _add_items(before, read_items(value.before), service.signer, left_out)
+        left_out = await _add_known(service, value, before)
         return _question(service, body, before, whose, left_out)
     previous = None
     if body.previous_response_id is not None:
         previous = await stored_response(service, body.previous_response_id, whose.salt)
         value.before = [*previous.items, *previous.response["output"]]
         value.added = previous.added
-        _add_items(before, read_items(value.before), service.signer, left_out)
+    left_out = await _add_known(service, value, before)
+    if previous is not None:
         n_system = n_system_of(before)
         before[n_system:n_system] = previous.added
     if body.store is not False and whose.name is None:
@@ -69,6 +77,67 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
             after = salted_id(previous.agent_id, whose.salt), previous.n_tokens
         whose = replace(whose, own_id=salted_id(value.response_id, whose.salt), after=after)
     return _question(service, body, before, whose, left_out)
+
+
+async def _add_known(
+    service: Service, value: ResponseValue, messages: list[dict[str, Any]]
+) -> LeftOut:
+    """Add the items before those of the request, once the pictures of all of them are read.
+
+    Raises:
+        ApiError: 400, one of the pictures cannot be.
+    """
+    body, known = value.body, read_items(value.before)
+    sent = [] if isinstance(body.input, str) else body.input
+    if any(_pictures(known)):  # which are links from now on, but not in what is stored
+        value.before = copy.deepcopy(value.before)
+        known = read_items(value.before)
+    pictures = [*_pictures(known, value.before), *_pictures(sent)]
+    left_out = await take_pictures(service, body.model, pictures, value.salt, body)
+    _add_items(messages, known, service.signer, left_out)
+    return left_out
+
+
+def _pictures(
+    items: Sequence[Item | OtherItem], values: Sequence[dict[str, Any]] = ()
+) -> Iterator[SentPicture]:
+    """Yield the pictures of items.
+
+    Args:
+        items: as they are read.
+        values: as they are stored, which get the links, too.
+    """
+    for number, item in enumerate(items):
+        stored = values[number] if values else {}
+        if isinstance(item, OtherItem):
+            output = (item.model_extra or {}).get("output")
+            if item.type.endswith("_output"):
+                yield from _pictures_of_other(output)
+            continue
+        for field in ("content", "output"):
+            parts, kept = getattr(item, field), stored.get(field)
+            for i, part in enumerate(parts if isinstance(parts, list) else ()):
+                if part.type not in PICTURES:
+                    continue
+                also = kept[i] if isinstance(kept, list) else {}
+                wish = "input_image.detail" if part.detail not in (None, "auto") else None
+
+                def put(link: str, part: ItemPart = part, also: dict[str, Any] = also) -> None:
+                    part.image_url = link
+                    if also:
+                        also["image_url"] = link
+
+                yield SentPicture(part.picture, "input", put, wish)
+
+
+def _pictures_of_other(output: Any) -> Iterator[SentPicture]:
+    """Yield the pictures in what came of a tool that is not run here, such as a screen."""
+    parts = output if isinstance(output, list) else [output]
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") in _SCREENS and part.get("image_url"):
+            source = part["image_url"]
+            given = source if isinstance(source, str) else None
+            yield SentPicture(given, "input", partial(part.__setitem__, "image_url"))
 
 
 async def _in_conversation(service: Service, value: ResponseValue, whose: Whose) -> Whose:
@@ -181,9 +250,9 @@ def _add_items(
     """Add items as chat templates take them: calls join the answer that they are part of."""
     for item in items:
         if isinstance(item, OtherItem) and item.type in _COMPACTIONS:
-            _add_message(messages, "user", _summary_of(item, signer))
+            _add_message(messages, "user", PicturedText(_summary_of(item, signer)))
         elif isinstance(item, OtherItem) and item.type != "compaction_trigger":
-            _add_told(messages, item)
+            _add_told(messages, item, left_out)
         elif isinstance(item, OtherItem):
             raise ApiError(
                 400,
@@ -194,8 +263,8 @@ def _add_items(
         elif item.type == "function_call":
             _add_call(messages, item)
         elif item.type == "function_call_output":
-            content, call_id = text_of(item.output, "input", left_out), item.call_id or ""
-            messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+            output, call_id = text_of(item.output, "input", left_out), item.call_id or ""
+            messages.append({"role": "tool", **output.fields(), "tool_call_id": call_id})
         elif item.type in (None, "message") and item.role is not None:
             role = "system" if item.role == "developer" else item.role
             _add_message(messages, role, text_of(item.content, "input", left_out))
@@ -243,14 +312,14 @@ def _reasoning_of(item: Item, signer: Signer) -> str | None:
     return "".join(part.text or "" for part in item.content or ())
 
 
-def _add_message(messages: list[dict[str, Any]], role: str, content: str) -> None:
+def _add_message(messages: list[dict[str, Any]], role: str, said: PicturedText) -> None:
     """Add a message: an answer joins the reasoning that came before it."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not (last["content"] or last.get("tool_calls"))
     if role == "assistant" and is_open and last.get("reasoning_content"):
-        messages[-1] = {**last, "content": content}
+        messages[-1] = {**last, **said.fields()}
     else:
-        messages.append({"role": role, "content": content})
+        messages.append({"role": role, **said.fields()})
 
 
 def _add_reasoning(messages: list[dict[str, Any]], reasoning: str) -> None:
@@ -271,13 +340,32 @@ def _add_call(messages: list[dict[str, Any]], item: Item) -> None:
     messages[-1] = {**messages[-1], "tool_calls": calls}
 
 
-def _add_told(messages: list[dict[str, Any]], item: OtherItem) -> None:
+def _add_told(messages: list[dict[str, Any]], item: OtherItem, left_out: LeftOut) -> None:
     """Add what a tool that is not run here did, to the answer, or what came of it, behind it."""
-    text = told(item.type, item.model_extra or {})
+    fields = item.model_extra or {}
+    links = [_link_of(one) for one in _pictures_of_other(fields.get("output"))]
+    read = [left_out.shown("input_image", link)[0] for link in links if link in left_out.pictures]
+    said = PicturedText(told(item.type, _without_screens(fields) if read else fields))
     if item.type.endswith(("_output", "_response", "_result")):
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", **sum(read, said).fields()})
     elif messages and messages[-1]["role"] == "assistant":
-        before = messages[-1]["content"]
-        messages[-1] = {**messages[-1], "content": f"{before}\n{text}" if before else text}
+        before = messages[-1]
+        both = joined([*([of_message(before)] if before["content"] else []), said])
+        messages[-1] = {**before, **both.fields()}
     else:
-        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", **said.fields()})
+
+
+def _link_of(sent: SentPicture) -> str:
+    return sent.source or ""
+
+
+def _without_screens(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a tool said without its pictures, which are shown beside it."""
+    output = fields.get("output")
+    if isinstance(output, list):
+        kept = [
+            one for one in output if not isinstance(one, dict) or one.get("type") not in _SCREENS
+        ]
+        return {**fields, "output": kept or None}
+    return {**fields, "output": None}
