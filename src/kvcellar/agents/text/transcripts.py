@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcellar.agents.records.views import AgentInfo
 from kvcellar.dialects.messages import read_arguments
+from kvcellar.pictures.placed_text import PICTURES, pieces
 
 _NAMES = {"user": "You", "assistant": "Model", "system": "System prompt", "tool": "Result"}
 
@@ -47,7 +48,7 @@ def _markdown(info: AgentInfo, messages: Sequence[Mapping[str, Any]]) -> str:
         if thought:
             summary = "<details>\n<summary>Thought</summary>"
             parts += [summary, str(thought).strip(), "</details>"]
-        text = _text_of(message.get("content"))
+        text = _text_of(message.get("content")) if not message.get(PICTURES) else _pictured(message)
         if message["role"] == "tool":
             parts.append(_fenced(text))
         elif text:
@@ -56,6 +57,15 @@ def _markdown(info: AgentInfo, messages: Sequence[Mapping[str, Any]]) -> str:
             name = call["function"]["name"]
             parts += [f"Calls `{name}`:", _fenced(arguments_of(call), "json")]
     return "\n\n".join(parts) + "\n"
+
+
+def _pictured(message: Mapping[str, Any]) -> str:
+    """Return a text with a reference to each picture where it stands."""
+    parts = [
+        part if isinstance(part, str) else f"![picture {part['name']}]({part.get('url', '')})"
+        for part in pieces(message)
+    ]
+    return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
 def _text_of(content: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from kvcellar.agents import salt_of, without_salt
 from kvcellar.agents.text.reading import conversation_apart
 from kvcellar.errors import UnknownAgentError
+from kvcellar.server.answer.pictures import with_links
 from kvcellar.server.look.snapshot import agent_as_json
 from kvcellar.server.state.service import Service
 
@@ -21,6 +22,8 @@ _AROUND = 40
 def messages_of(service: Service, agent_id: str, model: str | None = None) -> list[dict[str, Any]]:
     """Return an agent's conversation as clients read it: thoughts and calls apart from text.
 
+    Pictures have links to them.
+
     It is read through, so it is for threads.
 
     Raises:
@@ -28,7 +31,8 @@ def messages_of(service: Service, agent_id: str, model: str | None = None) -> li
     """
     directory = service.agents.directory
     agent = directory.agent(agent_id, model)
-    return conversation_apart(agent, directory.host_of(agent), service.config.dialect)
+    said = conversation_apart(agent, directory.host_of(agent), service.config.dialect)
+    return [with_links(service, message, salt_of(agent_id)) for message in said]
 
 
 def find_text(service: Service, text: str, salt: str = "") -> list[dict[str, Any]]:

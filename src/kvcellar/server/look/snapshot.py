@@ -107,6 +107,7 @@ def _model(
         "name": name,
         "kv_dtype": host.key.layout.kv_dtype,
         "block_size": host.engine.cache.block_size,
+        "reads_pictures": host.reads_pictures,
         "pool_bytes": stats.cache.size_bytes,
         "weights_and_cache_bytes": host.size_bytes,
         "hit_rate": round(stats.hit_rate, 4),

@@ -8,6 +8,7 @@ import dataclasses
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -34,9 +35,12 @@ from kvcellar.agents.text.transcripts import write_transcript
 from kvcellar.dialects import AnswerParser, CallPart, Part, ReasoningPart, TextPart
 from kvcellar.engine import GeneratedToken, PromptProgress
 from kvcellar.errors import StoreError
+from kvcellar.pictures.placed_text import PicturedText
 from kvcellar.server.answer.answer_facts import call_delta, calls_of, note, usage_extra
 from kvcellar.server.answer.chat import check_calls, reason_of
+from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.answer.parsing import sampling_of
+from kvcellar.server.answer.pictures import SentPicture, take_pictures
 from kvcellar.server.errors import ApiError
 from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.look.events import PERIOD_S
@@ -339,7 +343,19 @@ async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) 
     """Run one turn of an agent: what it thinks and calls comes apart from its text."""
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
-    events = _events(service, agent_id, info.model, body)
+    images = body.images if body.images is not None else []
+    sent = [SentPicture(s, "images", partial(images.__setitem__, i)) for i, s in enumerate(images)]
+    model = service.models.public(info.model)
+    read = await take_pictures(service, model, sent, salt_of(agent_id))
+    if images and not read.pictures:
+        raise ApiError(
+            400,
+            f"model {model!r} reads text alone; leave the pictures out, or ask a model that reads "
+            f"them",
+            "reads_text_alone",
+            param="images",
+        )
+    events = _events(service, agent_id, info.model, body, read)
     if body.background:
         events = kept_on(events, service.keep)
     if body.stream:
@@ -403,7 +419,7 @@ class _Ended:
 
 
 async def _events(
-    service: Service, agent_id: str, model: str, body: GenerateRequest
+    service: Service, agent_id: str, model: str, body: GenerateRequest, read: LeftOut
 ) -> AsyncGenerator[_TurnToken | _Ended, None]:
     """Run a turn and read its answer.
 
@@ -425,9 +441,11 @@ async def _events(
                 dialect=service.config.dialect,
                 begun=said[-1] if said else None,
             )
+            pictured = _with_pictures(body, read)
             turn = Turn(
                 agent_id,
-                body.text,
+                body.text if pictured is None else None,
+                behind=pictured,
                 messages=said,
                 tokens=body.tokens,
                 role=body.role,
@@ -467,6 +485,15 @@ async def _events(
             if end.finish.finish is not None:
                 reason = reason_of(parser, end.finish.finish)
             yield _Ended(end, _whole([*pieces, *parts]), reason)
+
+
+def _with_pictures(body: GenerateRequest, read: LeftOut) -> list[dict[str, Any]] | None:
+    """Return what somebody says as a message, where pictures go with it; None: none do."""
+    if not body.images:
+        return None
+    shown = [read.shown("image", one)[0] for one in body.images]
+    said = sum(shown, PicturedText()) + PicturedText(body.text or "")
+    return [{"role": body.role, **said.fields()}]
 
 
 def _reopened(parser: AnswerParser) -> list[Part]:

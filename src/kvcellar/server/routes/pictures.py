@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any
 
 from fastapi import APIRouter, Query
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcellar.errors import PictureError
+from kvcellar.pictures.picture import Picture
 from kvcellar.server.answer.pictures import may_see
 from kvcellar.server.errors import ApiError
 from kvcellar.server.state.isolation import salt_for
@@ -32,13 +34,27 @@ async def get_picture(
     name: str,
     seen: str = Query("", max_length=200, description="As a link has it that was given out."),
 ) -> Response:
-    """Send the file of a picture as it was sent; messages and items have links to it."""
+    """Send a picture, to which messages and items have links: the file as it was sent.
+
+    Whoever has a salt, or is a guest, is sent its pixels as PNG: the file may be another's.
+    """
     service = service_of(request)
-    if may_see(service, name, seen, salt_for(request)):
+    salt = salt_for(request)
+    if may_see(service, name, seen, salt):
         try:
             picture = await asyncio.to_thread(service.models.registry.shelf.get, name)
         except PictureError:
             pass
         else:
-            return Response(picture.data, media_type=picture.media_type, headers=_HEADERS)
+            if not salt:
+                return Response(picture.data, media_type=picture.media_type, headers=_HEADERS)
+            # of whose file it is, nobody else finds out what else is in it
+            data = await asyncio.to_thread(_as_png, picture)
+            return Response(data, media_type="image/png", headers=_HEADERS)
     raise ApiError(404, f"there is no picture {name[:80]!r} here", "picture_not_found")
+
+
+def _as_png(picture: Picture) -> bytes:
+    file = io.BytesIO()
+    picture.pixels().save(file, "PNG")
+    return file.getvalue()

@@ -75,6 +75,11 @@ class GenerateRequest(SamplingFields):
     takes_unknown: ClassVar[bool] = False
 
     text: str | None = Field(None, description="What somebody says.")
+    images: list[str] | None = Field(
+        None,
+        max_length=256,
+        description="Pictures before the text: data URLs, base64, or links of this server.",
+    )
     tokens: list[int] | None = Field(None, description="Or tokens behind the history.")
     go_on: bool = Field(False, description="Or nothing: the last answer is gone on with.")
     follows: str | None = Field(None, max_length=64, description=FOLLOWS)
@@ -95,4 +100,6 @@ class GenerateRequest(SamplingFields):
             raise ValueError("give one of text, tokens and go_on")
         if self.tokens is not None and self.chat_template_kwargs:
             raise ValueError("no template writes tokens; leave chat_template_kwargs out")
+        if self.images and self.text is None:
+            raise ValueError("pictures go with a text; give text, which may be empty")
         return self
