@@ -209,7 +209,7 @@ class AsyncCellar:
     def _encoded(self, prompt: Prompt, wishes: Wishes) -> History:
         host = self.host
         if not isinstance(prompt, str):
-            messages = messages_of(prompt, wishes.role)
+            messages = wishes.show(host, messages_of(prompt, wishes.role))
             reading = wishes.read(host, (), [], messages)
             if reading is None:
                 return self.manager.turns.prompt_of(host, messages, [])
@@ -321,7 +321,8 @@ class AsyncAgent:
 
         Args:
             said: a text, a message or several: what is new, behind the history.
-            how: tools, a form of the answer, and settings of sampling, as :class:`Asking`.
+            how: pictures, tools, a form of the answer, and settings of sampling, as
+                :class:`Asking`.
 
         Raises:
             KVCellarError: as ``stream``.
@@ -341,6 +342,8 @@ class AsyncAgent:
             ModelError: the model has no chat template, or it refuses the messages; nothing was
                 changed.
             ConfigError, GrammarError: the answer cannot be what is asked for; nothing was changed.
+            PictureError: a picture cannot be read, or the model reads text alone; nothing was
+                changed.
         """
         wishes = Wishes.of(how)
         events = self._events(messages_of(said, wishes.role), wishes)
@@ -353,6 +356,7 @@ class AsyncAgent:
         manager, cellar = self._cellar.manager, self._cellar
         agent = await manager.directory.find(self.name)
         wishes.read(cellar.host, agent.messages, agent.tools, new)
+        new = await asyncio.to_thread(wishes.show, cellar.host, new)
         turn = Turn(
             self.name,
             behind=new,

@@ -11,6 +11,7 @@ from kvcellar.agents import AgentUsage, Miss, TurnEnd
 from kvcellar.dialects import AnswerParser, is_whole
 from kvcellar.engine import DEFAULTABLE, FinishEvent, GeneratedToken, SamplingParams
 from kvcellar.errors import AgentError, EngineClosedError
+from kvcellar.pictures.given import Given
 from kvcellar.sampler_settings import SamplerFields
 from kvcellar.valid import read_json
 
@@ -45,10 +46,13 @@ class Asking(Sampling, total=False):
     called, as OpenAI has them (their inside is enough), from then on; they are remembered, and an
     empty list takes them away. ``tool_choice`` is ``auto``, ``none``, ``required`` or a tool's
     name. ``response_format`` is a JSON schema, plainly or in OpenAI's words: the answer is JSON of
-    it, and ``Answer.value`` is what that says. With both, an answer without calls is.
+    it, and ``Answer.value`` is what that says. With both, an answer without calls is. ``images``
+    are pictures before the text, or before that of the last message: paths of files, their bytes,
+    or ``kvcellar.pictures.picture.Picture``.
     """
 
     role: str
+    images: Sequence[Given] | Given
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str
     response_format: Mapping[str, Any] | None

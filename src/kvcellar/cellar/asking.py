@@ -16,7 +16,10 @@ from kvcellar.grammar.beginning import begin_guide
 from kvcellar.grammar.form import ResponseFormat
 from kvcellar.grammar.grammars import MOST_CALLS, Constraint, Grammars
 from kvcellar.history import History
+from kvcellar.hosting.given_pictures import read_pictures, with_pictures
 from kvcellar.models.text.prompts import begun_of
+from kvcellar.pictures.given import Given, list_of
+from kvcellar.pictures.picture import Picture
 
 T = TypeVar("T")
 
@@ -36,6 +39,7 @@ class Wishes:
         tools: definitions of what may be called; None: as before.
         choice: ``auto``, ``none``, ``required``, or the name of the tool to call.
         form: what the answer has to be; None: anything.
+        images: pictures that go with what is said.
         reading: how the answer is read, once its conversation is known.
     """
 
@@ -44,7 +48,9 @@ class Wishes:
     tools: list[dict[str, Any]] | None
     choice: str
     form: ResponseFormat | None
+    images: list[Given] = field(default_factory=list)
     reading: Reading | None = None
+    _pictures: list[Picture] = field(default_factory=list)
     _host: ModelHost | None = None
     _held: Constraint | None = None
     _troubles: Sequence[str] = field(default=())
@@ -59,11 +65,12 @@ class Wishes:
         """
         given: dict[str, Any] = dict(how)
         role, choice = given.pop("role", "user"), given.pop("tool_choice", "auto")
+        images = list_of(given.pop("images", None))
         tools, form = (
             _tools_of(given.pop("tools", None)),
             _form_of(given.pop("response_format", None)),
         )
-        return cls(role, params_of(given), tools, choice, form)
+        return cls(role, params_of(given), tools, choice, form, images)
 
     def read(
         self,
@@ -109,12 +116,25 @@ class Wishes:
         self._check_choice(self.reading.tools)
         return self.reading
 
+    def show(self, host: ModelHost, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what is said with the pictures that go with it. They are read: for threads.
+
+        Raises:
+            PictureError: one cannot be read, or the model reads text alone.
+        """
+        if not self.images:
+            return said
+        self._pictures = read_pictures(host, self.images)  # at hand for as long as this is
+        return [*said[:-1], with_pictures(said[-1], self._pictures)]
+
     def read_text(self, host: ModelHost) -> None:
         """Take note that a text is gone on with, in which nobody calls a tool.
 
         Raises:
-            ConfigError: tools were given.
+            ConfigError: tools or pictures were given.
         """
+        if self.images:
+            raise ConfigError("a text that is gone on with has no pictures; give messages")
         if self.tools or self.choice not in _FREE:
             raise ConfigError("a text that is gone on with has no tools; give messages")
         self._host = host

@@ -187,7 +187,8 @@ class WaitingAgent:
 
         Args:
             said: a text, a message or several: what is new, behind the history.
-            how: tools, a form of the answer, and settings of sampling, as :class:`Asking`.
+            how: pictures, tools, a form of the answer, and settings of sampling, as
+                :class:`Asking`.
 
         Raises:
             KVCellarError: as ``stream``.
@@ -206,6 +207,8 @@ class WaitingAgent:
             ModelError: the model has no chat template, or it refuses the messages; nothing was
                 changed.
             ConfigError, GrammarError: the answer cannot be what is asked for; nothing was changed.
+            PictureError: a picture cannot be read, or the model reads text alone; nothing was
+                changed.
         """
         self._end_stream()
         stream = Stream(self._behind.stream(said, **how), self._cellar)

@@ -12,9 +12,10 @@ import typer
 from kvcellar.cli.agents.agent_store import AgentId, ModelName, asked_agents
 from kvcellar.cli.common import options
 from kvcellar.cli.common.groups import CacheOptions, ChatSampling, SamplingOptions
+from kvcellar.cli.common.images import read_images
 from kvcellar.cli.common.terminal import ShownAnswer, print_note, shown_answer, write
 from kvcellar.cli.store.store import HOME_STORE, AsJson, StorePlace
-from kvcellar.cli.talk.talking import Command, Talk, talk
+from kvcellar.cli.talk.talking import ChosenImages, Command, Talk, talk
 
 
 def generate_command(
@@ -23,6 +24,7 @@ def generate_command(
         str, typer.Argument(metavar="TEXT", help="What is said to it; - reads it from stdin.")
     ],
     *,
+    images: options.Images = None,
     as_json: AsJson = False,
     is_new: Annotated[
         bool, typer.Option("--create", help="Make the agent if there is none of that name.")
@@ -42,6 +44,7 @@ def generate_command(
     not in a pipe.
     """
     said = sys.stdin.read().removesuffix("\n") if text == "-" else text
+    pictures = {"images": read_images(images)} if images else {}
     with asked_agents(
         store,
         loading,
@@ -57,7 +60,13 @@ def generate_command(
             agents.ask("ensure", agent_id=agent_id, model=path, system=None)
         with shown_answer("reading", is_quiet=as_json) as tell:
             value = agents.ask(
-                "turn", tell, agent_id=agent_id, text=said, model=path, sampling=sampling.as_json()
+                "turn",
+                tell,
+                agent_id=agent_id,
+                text=said,
+                model=path,
+                sampling=sampling.as_json(),
+                **pictures,
             )
     if as_json:
         write(json.dumps(value, ensure_ascii=False) + "\n")
@@ -83,7 +92,7 @@ def chat_command(
 ) -> None:
     """Talk with an agent, turn by turn; it is made where there is none of that name.
 
-    Ctrl-D leaves, and the agent stays. Commands: /undo, /help, /quit. In a pipe every line is one
+    Ctrl-D leaves, and the agent stays. Commands: /image FILE, /undo, /help, /quit. In a pipe every line is one
     message. Lines between two lines of \"\"\" are one message, as are those that end with a
     backslash and the next.
     """
@@ -101,11 +110,20 @@ def chat_command(
     ) as (agents, path):
         agents.ask("ensure", agent_id=agent_id, model=path, system=system)
 
+        pictures = ChosenImages()
+
         def say(text: str, tell: ShownAnswer) -> dict[str, Any]:
             nonlocal agent_id
             value: dict[str, Any] = agents.ask(
-                "turn", tell, agent_id=agent_id, text=text, model=path, sampling=sampling.as_json()
+                "turn",
+                tell,
+                agent_id=agent_id,
+                text=text,
+                model=path,
+                sampling=sampling.as_json(),
+                **pictures.fields(),
             )
+            pictures.clear()
             agent_id = value["id"]  # a branch, where another process talks with it too
             return value
 
@@ -113,7 +131,10 @@ def chat_command(
             agents.ask("rewind", agent_id=agent_id, position=None, turn=-1)
             return "took back the last turn"
 
-        commands = {"/undo": Command("take back the last turn", undo)}
+        commands = {
+            "/image": pictures.command(),
+            "/undo": Command("take back the last turn", undo),
+        }
         way_back = f"`kvcellar agents chat {agent_id}` goes on with it"
         talk(Talk(say, _show_end, commands, way_back), as_json=as_json)
 

@@ -194,6 +194,15 @@ ChatTemplate = Annotated[
     in_loading("FILE", "A chat template (Jinja) in place of the model's own."),
 ]
 System = Annotated[str | None, option("TEXT", "The system message of the chat.")]
+Images = Annotated[
+    list[Path] | None,
+    option(
+        "FILE",
+        "A picture before the text: PNG, JPEG, WebP or GIF, for a model that reads pictures; may "
+        "be given several times.",
+        "--image",
+    ),
+]
 ServersStore = Annotated[
     Path | None,
     option(

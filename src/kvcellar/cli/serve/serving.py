@@ -126,6 +126,15 @@ class TrustOptions:
             "may be given several times.",
         ),
     ] = None
+    allow_fetch: Annotated[
+        list[str] | None,
+        _in_trust(
+            "HOST",
+            "A host from which pictures may be fetched that requests name by address, such as "
+            "images.example or images.example:8080; never one of this machine or of a private "
+            "network; may be given several times. Default: none.",
+        ),
+    ] = None
     log_text: Annotated[
         bool,
         _in_trust(None, "Let prompts into the log.", "--log-text"),
@@ -303,6 +312,7 @@ def server_config(
         guest_keys=trust.guest_keys(),
         allowed_hosts=tuple(trust.allow_host or ()),
         allowed_origins=tuple(trust.allow_origin or ()),
+        allowed_fetches=tuple(trust.allow_fetch or ()),
         logs_text=trust.log_text,
         takes_any_model=takes_any_model,
         rules=_rules(rules),

@@ -16,7 +16,7 @@ from kvcellar.cli.store.attached import RunningServer, running_server
 from kvcellar.cli.store.store import StorePlace
 from kvcellar.cli.talk.generate import followed, show_end, told_prefill
 from kvcellar.cli.talk.session import Bound, bound_model
-from kvcellar.cli.talk.talking import Command, Talk, talk
+from kvcellar.cli.talk.talking import ChosenImages, Command, Talk, talk
 from kvcellar.errors import ModelError
 from kvcellar.models.files.places import full_path
 from kvcellar.models.options import DEMO
@@ -53,8 +53,8 @@ def chat_command(
 ) -> None:
     """Talk with a model; only what is new is computed in each turn.
 
-    The model reads what its template makes of all that was said. Commands: /undo, /reset,
-    /help, /quit. In a pipe every line is one message. Lines between two lines of \"\"\" are one
+    The model reads what its template makes of all that was said. Commands: /image FILE, /undo,
+    /reset, /help, /quit. In a pipe every line is one message. Lines between two lines of \"\"\" are one
     message, as are those that end with a backslash and the next, and at a terminal what is pasted.
 
     What a model thinks is dim at a terminal, `reasoning` with --json, and not in a pipe.
@@ -99,6 +99,16 @@ class _Chat(ABC):
     def say(self, text: str, tell: Tell) -> dict[str, Any]:
         """Say something; tell the answer, and return what ``--json`` prints of it."""
 
+    def image_command(self) -> Command:
+        """Return the command by which a picture goes with the next message."""
+        return Command("of a picture", self._no_images, "FILE", lambda file: self._no_images())
+
+    def _no_images(self) -> str:
+        return (
+            "pictures go with messages of `kvcellar agents chat`, and of a chat that a running "
+            "server answers"
+        )
+
     @abstractmethod
     def undo(self) -> str:
         """Take back the last turn; say what came of it."""
@@ -110,6 +120,7 @@ class _Chat(ABC):
     def talk(self, model: str) -> Talk:
         """Return the conversation as one talks with it."""
         commands = {
+            "/image": self.image_command(),
             "/undo": Command("take back the last turn", self.undo),
             "/reset": Command("start again", self.reset),
         }
@@ -195,8 +206,11 @@ class _ServersChat(_Chat):
         self._server = server
         self._model = model
         self._sampling = sampling.as_json()
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._messages: list[dict[str, str]] = list(self._opening)
+        self._opening: list[dict[str, Any]] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
+        self._messages: list[dict[str, Any]] = list(self._opening)
+        self._pictures = ChosenImages()
         self._facts = server.ask("model", model=model)
         _check_chats(self._facts["name"], self._facts["has_template"])
 
@@ -216,7 +230,7 @@ class _ServersChat(_Chat):
 
     def say(self, text: str, tell: Tell) -> dict[str, Any]:
         """Say something; see the class above."""
-        said = {"role": "user", "content": text}
+        said = {"role": "user", "content": text, **self._pictures.fields()}
         heard = {"text": "", "thought": ""}
 
         def take(event: dict[str, Any]) -> None:
@@ -238,7 +252,12 @@ class _ServersChat(_Chat):
         self._keep(said, value["text"], value["reasoning"])
         return value
 
-    def _keep(self, said: dict[str, str], text: str, thought: str) -> None:
+    def image_command(self) -> Command:
+        """Return the command by which a picture goes with the next message."""
+        return self._pictures.command()
+
+    def _keep(self, said: dict[str, Any], text: str, thought: str) -> None:
+        self._pictures.clear()
         answer = {"role": "assistant", "content": text}
         if thought:
             answer["reasoning_content"] = thought
@@ -248,7 +267,7 @@ class _ServersChat(_Chat):
         """Take back the last turn; see the class above."""
         if len(self._messages) == len(self._opening):
             return "there is no turn to take back"
-        said = self._messages[-2]["content"]
+        said = str(self._messages[-2]["content"])
         del self._messages[-2:]
         return f"took back: {said}"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +17,14 @@ import typer
 from kvcellar.cli.common import options
 from kvcellar.cli.common.commands import add_command, option
 from kvcellar.cli.common.groups import AnyCacheOptions, SamplingOptions
-from kvcellar.cli.common.terminal import print_note, print_warning, shown_answer, write
+from kvcellar.cli.common.images import read_images
+from kvcellar.cli.common.terminal import (
+    print_note,
+    print_warning,
+    progress_bar,
+    shown_answer,
+    write,
+)
 from kvcellar.cli.store.attached import RunningServer, running_server
 from kvcellar.cli.store.store import StorePlace
 from kvcellar.cli.talk.session import Bound, bound_model
@@ -39,6 +49,7 @@ def register(app: typer.Typer) -> None:
         "kvcellar generate --prompt 'import os' --max-tokens 64",
         "kvcellar generate ~/models/Qwen3-0.6B --prompt 'Why is the sky blue?'",
         "cat notes.txt | kvcellar generate --prompt - --temperature 0.7 --seed 1",
+        "kvcellar generate ~/models/Qwen2.5-VL-3B-Instruct --image a.png --prompt 'What is it?'",
         "kvcellar generate --prompt 'def ' --cache cells --json | jq .usage",
     )
 
@@ -59,6 +70,7 @@ def generate_command(
             show_default=False,
         ),
     ] = None,
+    images: options.Images = None,
     system: options.System = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when all is done.")
@@ -78,13 +90,18 @@ def generate_command(
         raise ConfigError("a system message needs a chat template; leave --raw out")
     if loading.chat_template is not None and chat is False:
         raise ConfigError("--raw uses no chat template; leave --raw or --chat-template out")
+    if images and chat is False:
+        raise ConfigError("a picture goes into a message of a chat template; leave --raw out")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    pictures = read_images(images)
     server = running_server(
         StorePlace(store=store), is_alone=alone, model=model and full_path(model), loading=loading
     )
     if server is not None:
         with shown_answer("reading the prompt", is_quiet=as_json) as tell:
-            value = _asked(*server, text, chat, system, sampling, tell)
+            value = _asked(*server, text, pictures, chat, system, sampling, tell)
+    elif pictures:
+        value = _with_engine(model or DEMO, loading, text, pictures, system, sampling, as_json)
     else:
         model, params = model or DEMO, sampling.params()
         with bound_model(loading.options_for(model), memory=loading.memory) as bound:
@@ -104,15 +121,60 @@ def _has_template(bound: Bound) -> bool:
     return bool(getattr(bound.model.tokenizer, "chat_template", None))
 
 
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+def _messages(text: str, system: str | None, images: Sequence[str] = ()) -> list[dict[str, Any]]:
     opening = [] if system is None else [{"role": "system", "content": system}]
-    return [*opening, {"role": "user", "content": text}]
+    pictures = {"images": list(images)} if images else {}
+    return [*opening, {"role": "user", "content": text, **pictures}]
+
+
+def _with_engine(
+    model: str,
+    loading: AnyCacheOptions,
+    text: str,
+    images: Sequence[str],
+    system: str | None,
+    sampling: SamplingOptions,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Answer with a model of this process, and an engine around it, which reads pictures.
+
+    Raises:
+        ConfigError: a kind of cache is asked for that has no engine.
+    """
+    from kvcellar.agents import AgentManager, ModelRegistry
+    from kvcellar.cli.common.hosting import hosting_of, open_shown
+    from kvcellar.models.adapter_names import adapted
+    from kvcellar.server.commands.verbs import complete
+    from kvcellar.store import Store
+
+    cache = "cells" if loading.cache == "contiguous" else loading.cache
+    chosen = replace(loading.options_for(model), cache=cache)
+    hosting = hosting_of(chosen, loading.memory)
+    name = adapted(full_path(model), options.one_adapter(chosen.adapters))
+    with (
+        TemporaryDirectory(prefix="kvcellar-generate-") as folder,
+        Store(Path(folder), hosting.store) as store,
+    ):
+        models = ModelRegistry(
+            lambda one: open_shown(hosting, one, progress_bar(f"loading {one}")),
+            **hosting.registry,
+        )
+        try:
+            agents = AgentManager(store, models)
+            with shown_answer("reading the prompt", is_quiet=as_json) as tell:
+                said = _messages(text, system, images)
+                return asyncio.run(
+                    complete(agents, tell, model=name, sampling=sampling.as_json(), messages=said)
+                )
+        finally:
+            models.close()
 
 
 def _asked(
     server: RunningServer,
     model: str | None,
     text: str,
+    images: Sequence[str],
     is_chat: bool | None,
     system: str | None,
     sampling: SamplingOptions,
@@ -120,10 +182,10 @@ def _asked(
 ) -> dict[str, Any]:
     """Have a running server answer."""
     if is_chat is None:
-        is_chat = system is not None or (
+        is_chat = bool(images or system is not None) or (
             model != DEMO and server.ask("model", model=model)["has_template"]
         )
-    said = {"messages": _messages(text, system)} if is_chat else {"prompt": text}
+    said = {"messages": _messages(text, system, images)} if is_chat else {"prompt": text}
     value: dict[str, Any] = server.ask(
         "complete", tell, model=model, sampling=sampling.as_json(), **said
     )

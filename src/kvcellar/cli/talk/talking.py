@@ -7,8 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvcellar.cli.common.images import read_images
 from kvcellar.cli.common.terminal import (
     ShownAnswer,
     is_interactive,
@@ -17,7 +19,7 @@ from kvcellar.cli.common.terminal import (
     shown_answer,
     write,
 )
-from kvcellar.errors import KVCellarError, PromptError
+from kvcellar.errors import KVCellarError, PictureError, PromptError
 
 QUOTES = '"""'
 """Stands before and behind a message of several lines."""
@@ -37,10 +39,47 @@ class Command:
     Attributes:
         says: its line of ``/help``.
         do: does it, and returns what is said of that.
+        takes: what is typed behind it, and ``do_with`` takes; empty: nothing.
+        do_with: does it in place of ``do`` with what was typed behind it.
     """
 
     says: str
     do: Callable[[], str]
+    takes: str = ""
+    do_with: Callable[[str], str] | None = None
+
+
+class ChosenImages:
+    """Pictures that were named and go with the next message, whatever becomes of one before it."""
+
+    def __init__(self) -> None:
+        """None is named yet."""
+        self._data: list[str] = []
+
+    def command(self) -> Command:
+        """Return the command that names one."""
+        says = "a picture that goes with the next message; without FILE: none does"
+        return Command(says, self._none, "FILE", self._add)
+
+    def fields(self) -> dict[str, list[str]]:
+        """Return what a verb is given of them."""
+        return {"images": list(self._data)} if self._data else {}
+
+    def clear(self) -> None:
+        """Take note that they were sent."""
+        self._data.clear()
+
+    def _none(self) -> str:
+        self.clear()
+        return "no picture goes with the next message"
+
+    def _add(self, file: str) -> str:
+        try:
+            self._data += read_images([Path(file)])
+        except PictureError as error:
+            return str(error)
+        n = len(self._data)
+        return f"{n} picture{'s go' if n > 1 else ' goes'} with the next message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +116,24 @@ def talk(with_whom: Talk, *, as_json: bool) -> None:
         if word in ("/quit", "/exit", "/bye"):
             break
         if word:
-            _obey(with_whom, word)
+            _obey(with_whom, word, message.removeprefix(word).strip())
         elif message:
             _answer(with_whom, message, as_json)
     if is_interactive():
         print_note(with_whom.way_back)
 
 
-def _obey(with_whom: Talk, word: str) -> None:
+def _obey(with_whom: Talk, word: str, behind: str) -> None:
     """Do a command. Its help is printed in a pipe, too, beside the answers."""
     if word == "/help":
-        listed = [*((name, one.says) for name, one in with_whom.commands.items()), *_HELP_OF_ALL]
-        for name, says in listed:
-            sys.stderr.write(f"{name:<8}{says}\n")
+        own = ((f"{name} {one.takes}", one.says) for name, one in with_whom.commands.items())
+        for name, says in (*own, *_HELP_OF_ALL):
+            sys.stderr.write(f"{name:<12}{says}\n")
         sys.stderr.flush()
     elif word in with_whom.commands:
-        print_note(with_whom.commands[word].do())
+        command = with_whom.commands[word]
+        do_with = command.do_with
+        print_note(do_with(behind) if behind and do_with is not None else command.do())
     else:
         print_error(f"there is no command {word}; /help lists them")
 

@@ -22,6 +22,9 @@ from kvcellar.engine import (
 )
 from kvcellar.errors import EngineClosedError, ModelError, PromptError
 from kvcellar.history import History
+from kvcellar.hosting.given_pictures import read_pictures, with_pictures
+from kvcellar.pictures.given import decode_picture
+from kvcellar.pictures.picture import Picture
 from kvcellar.server.commands.asked import generation_object, params_of
 from kvcellar.server.commands.thoughts import ReadAnswer, reading_for, stops_for
 from kvcellar.valid import valid_text
@@ -176,6 +179,7 @@ async def turn(
     text: str,
     model: str | None,
     sampling: Mapping[str, Any],
+    images: Sequence[str] = (),
     on_start: StartFn | None = None,
     deadline_s: float | None = None,
     dialect: str | None = None,
@@ -189,6 +193,7 @@ async def turn(
         text: what is said.
         model: to run on; None: the agent's own.
         sampling: as ``params_of`` reads it.
+        images: pictures before the text, their files in base64.
         on_start: may refuse the prompt.
         deadline_s: longest time to wait for room; None for any.
         dialect: name of the dialect that it speaks; None: what its template shows.
@@ -199,9 +204,12 @@ async def turn(
         host = own.isolated(salt_of(agent.agent_id))
         reading = reading_of(host, agent.messages, agent.tools, dialect=dialect)
         read = ReadAnswer(reading)
+        pictures = await asyncio.to_thread(_read_all, host, images)
+        said = with_pictures({"role": "user", "content": text}, pictures)
         asked = Turn(
             agent_id,
-            text,
+            None if pictures else text,
+            behind=[said] if pictures else None,
             params=replace(params, stop=stops_for(reading, params.stop)),
             deadline_s=deadline_s,
             on_start=None
@@ -251,7 +259,8 @@ async def complete(
         model: by the name that the registry has for it.
         sampling: as ``params_of`` reads it.
         prompt: a text, which is read as it is.
-        messages: or a conversation, whose answers have ``reasoning_content`` beside ``content``.
+        messages: or a conversation, whose answers have ``reasoning_content`` beside ``content``,
+            and whose other messages may have ``images`` before it, as ``turn`` takes them.
         on_start: as ``turn`` takes it.
         deadline_s: as ``turn`` takes it.
         dialect: as ``turn`` takes it.
@@ -263,8 +272,9 @@ async def complete(
             raise PromptError(f"model {host.name!r} has no tokenizer, so it reads no text")
         reading = reading_for(tokenizer if messages is not None else None, dialect)
         if messages is not None:
-            worded = messages if reading is None else [*map(reading.of_message, messages)]
-            tokens = agents.turns.prompt_of(host, worded, [])
+            said, pictures = await asyncio.to_thread(_with_pictures, host, messages)
+            worded = said if reading is None else [*map(reading.of_message, said)]
+            tokens = await asyncio.to_thread(agents.turns.prompt_of, host, worded, [])
         else:
             tokens = History(tokenizer.encode(valid_text(prompt or "")))
         if on_start is not None:
@@ -295,6 +305,24 @@ async def complete(
     return generation_object(whole, read, params)
 
 
+def _read_all(host: ModelHost, images: Sequence[str]) -> list[Picture]:
+    """Read pictures that come in base64."""
+    return read_pictures(host, [decode_picture(one) for one in images])
+
+
+def _with_pictures(
+    host: ModelHost, messages: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[Picture]]:
+    """Return messages with the pictures that come with them, and these, to be held."""
+    said, held = [], []
+    for message in messages:
+        plain = {key: value for key, value in message.items() if key != "images"}
+        pictures = _read_all(host, message.get("images") or ())
+        said.append(with_pictures(plain, pictures))
+        held += pictures
+    return said, held
+
+
 def _tell_all(tell: Tell, pieces: Sequence[dict[str, str]]) -> None:
     for piece in pieces:
         tell(piece)
@@ -318,6 +346,7 @@ async def describe_model(agents: AgentManager, tell: Tell, *, model: str) -> dic
             "weights": host.weights,
             "context": host.context,
             "has_template": bool(getattr(host.tokenizer, "chat_template", None)),
+            "reads_pictures": host.reads_pictures,
             "sampling": dict(host.sampling),
             "resumes": host.resumes,
         }

@@ -1,0 +1,42 @@
+"""Pictures that are given to a model beside what is said: read, shelved, and put into a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvcellar.errors import PictureError
+from kvcellar.hosting.host import ModelHost
+from kvcellar.pictures.given import Given, read_given
+from kvcellar.pictures.picture import Picture
+from kvcellar.pictures.placed_text import PicturedText, of_message, picture_alone
+
+
+def read_pictures(host: ModelHost, given: Sequence[Given]) -> list[Picture]:
+    """Read pictures for a model; they are on its shelf for as long as somebody holds them.
+
+    They are read through, so it is for threads.
+
+    Raises:
+        PictureError: one cannot be read, or the model reads text alone; nothing was changed.
+    """
+    if given and not host.reads_pictures:
+        raise PictureError(
+            f"model {host.name!r} reads text alone; leave the {len(given)} picture"
+            f"{'s' * (len(given) > 1)} out, or ask a model that reads pictures"
+        )
+    return [host.shelf.add(picture) for picture in [read_given(one) for one in given]]
+
+
+def with_pictures(message: Mapping[str, Any], pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Return a message with pictures before its text, behind those that it has.
+
+    Raises:
+        PictureError: its content is no text.
+    """
+    if not pictures:
+        return dict(message)
+    if not isinstance(message.get("content") or "", str):
+        raise PictureError("pictures go before a text, and the message has parts; give its text")
+    before = sum((picture_alone(one.name) for one in pictures), PicturedText())
+    return {**message, **(before + of_message(message)).fields()}
