@@ -60,6 +60,7 @@ def thinks(monkeypatch: pytest.MonkeyPatch) -> None:
         model = SimpleNamespace(
             name="scripted",
             tokenizer=host.tokenizer,
+            pictures=None,
             sampling={},
             eos_token_ids=host.eos_token_ids,
         )
@@ -92,7 +93,8 @@ def test_what_is_continued_as_it_is_has_no_thoughts() -> None:
 def test_help_is_printed_in_a_pipe_too_and_beside_the_answers() -> None:
     code, out, err = run("chat", "scripted", stdin="/help\nHello\n")
     assert (code, out) == (0, "It rains.\n")
-    assert err.startswith("/undo   take back the last turn\n") and "/help   this list\n" in err
+    assert err.startswith("/image FILE a picture that goes with the next message")
+    assert "\n/undo       take back the last turn\n" in err and "/help       this list\n" in err
 
 
 @pytest.mark.usefixtures("thinks")

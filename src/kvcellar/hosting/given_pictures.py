@@ -21,11 +21,16 @@ def read_pictures(host: ModelHost, given: Sequence[Given]) -> list[Picture]:
         PictureError: one cannot be read, or the model reads text alone; nothing was changed.
     """
     if given and not host.reads_pictures:
-        raise PictureError(
-            f"model {host.name!r} reads text alone; leave the {len(given)} picture"
-            f"{'s' * (len(given) > 1)} out, or ask a model that reads pictures"
-        )
+        raise reads_text_alone(host.name, len(given))
     return [host.shelf.add(picture) for picture in [read_given(one) for one in given]]
+
+
+def reads_text_alone(model: str, n: int) -> PictureError:
+    """Return a refusal of ``n`` pictures by a model that reads none."""
+    return PictureError(
+        f"model {model!r} reads text alone; leave the {n} picture{'s' * (n > 1)} out, or ask a "
+        f"model that reads pictures"
+    )
 
 
 def with_pictures(message: Mapping[str, Any], pictures: Sequence[Picture]) -> dict[str, Any]:

@@ -92,9 +92,9 @@ def chat_command(
 ) -> None:
     """Talk with an agent, turn by turn; it is made where there is none of that name.
 
-    Ctrl-D leaves, and the agent stays. Commands: /image FILE, /undo, /help, /quit. In a pipe every line is one
-    message. Lines between two lines of \"\"\" are one message, as are those that end with a
-    backslash and the next.
+    Ctrl-D leaves, and the agent stays. Commands: /image FILE, /undo, /help, /quit. In a pipe every
+    line is one message. Lines between two lines of \"\"\" are one message, as are those that end
+    with a backslash and the next.
     """
     sampling.params()
     with asked_agents(

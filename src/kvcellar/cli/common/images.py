@@ -5,8 +5,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcellar.pictures.given import file_of
+
+if TYPE_CHECKING:
+    from kvcellar.hosting.pictures import HostLooks
+    from kvcellar.models import LoadedModel
+    from kvcellar.pictures.picture import Picture
 
 
 def read_images(files: Sequence[Path] | None) -> list[str]:
@@ -16,3 +22,30 @@ def read_images(files: Sequence[Path] | None) -> list[str]:
         PictureError: one cannot be read.
     """
     return [base64.b64encode(file_of(file)).decode() for file in files or ()]
+
+
+def eyes_of(model: LoadedModel) -> HostLooks | None:
+    """Return what reads pictures for a model of this process; None: it reads text alone."""
+    if model.pictures is None:
+        return None
+    from kvcellar.hosting.pictures import HostLooks
+    from kvcellar.pictures.shelf import PictureShelf
+
+    return HostLooks(model.pictures, PictureShelf())
+
+
+def shelved(model: LoadedModel, eyes: HostLooks | None, images: Sequence[str]) -> list[Picture]:
+    """Read pictures that came in base64; return them, at hand for as long as they are held.
+
+    Raises:
+        PictureError: one cannot be read, or the model reads text alone.
+    """
+    if not images:
+        return []
+    from kvcellar.hosting.given_pictures import reads_text_alone
+    from kvcellar.pictures.given import decode_picture
+    from kvcellar.pictures.picture import Picture
+
+    if eyes is None:
+        raise reads_text_alone(model.name, len(images))
+    return [eyes.shelf.add(Picture.read(decode_picture(one))) for one in images]

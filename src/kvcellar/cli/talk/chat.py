@@ -11,6 +11,7 @@ import typer
 from kvcellar.cli.common import options
 from kvcellar.cli.common.commands import add_command
 from kvcellar.cli.common.groups import AnyCacheOptions, ChatSampling, SamplingOptions
+from kvcellar.cli.common.images import eyes_of, shelved
 from kvcellar.cli.common.terminal import is_interactive, print_note
 from kvcellar.cli.store.attached import RunningServer, running_server
 from kvcellar.cli.store.store import StorePlace
@@ -24,6 +25,7 @@ from kvcellar.models.sizes.snapshots import what_resumes
 
 if TYPE_CHECKING:
     from kvcellar.engine import SamplingParams
+    from kvcellar.pictures.picture import Picture
     from kvcellar.server.commands.verbs import Tell
 
 
@@ -54,8 +56,9 @@ def chat_command(
     """Talk with a model; only what is new is computed in each turn.
 
     The model reads what its template makes of all that was said. Commands: /image FILE, /undo,
-    /reset, /help, /quit. In a pipe every line is one message. Lines between two lines of \"\"\" are one
-    message, as are those that end with a backslash and the next, and at a terminal what is pasted.
+    /reset, /help, /quit. In a pipe every line is one message. Lines between two lines of \"\"\" are
+    one message, as are those that end with a backslash and the next, and at a terminal what is
+    pasted.
 
     What a model thinks is dim at a terminal, `reasoning` with --json, and not in a pipe.
     """
@@ -95,19 +98,13 @@ def _check_chats(name: str, has_template: bool) -> None:
 class _Chat(ABC):
     """A conversation that is kept for as long as the command runs."""
 
+    def __init__(self) -> None:
+        """With no picture chosen."""
+        self._chosen = ChosenImages()
+
     @abstractmethod
     def say(self, text: str, tell: Tell) -> dict[str, Any]:
         """Say something; tell the answer, and return what ``--json`` prints of it."""
-
-    def image_command(self) -> Command:
-        """Return the command by which a picture goes with the next message."""
-        return Command("of a picture", self._no_images, "FILE", lambda file: self._no_images())
-
-    def _no_images(self) -> str:
-        return (
-            "pictures go with messages of `kvcellar agents chat`, and of a chat that a running "
-            "server answers"
-        )
 
     @abstractmethod
     def undo(self) -> str:
@@ -120,7 +117,7 @@ class _Chat(ABC):
     def talk(self, model: str) -> Talk:
         """Return the conversation as one talks with it."""
         commands = {
-            "/image": self.image_command(),
+            "/image": self._chosen.command(),
             "/undo": Command("take back the last turn", self.undo),
             "/reset": Command("start again", self.reset),
         }
@@ -137,7 +134,11 @@ class _OwnChat(_Chat):
         from kvcellar.engine import Conversation
         from kvcellar.server.commands.thoughts import reading_for
 
+        super().__init__()
         self._bound = bound
+        self._eyes = eyes_of(bound.model)
+        self._held: list[Picture] = []
+        """Pictures that were said, which are at hand for as long as they are held."""
         self._reading = reading_for(bound.model.tokenizer)
         self._params = params
         self._conversation = Conversation(
@@ -147,6 +148,7 @@ class _OwnChat(_Chat):
             system=system,
             eos_token_ids=bound.model.eos_token_ids,
             marks=None if self._reading is None else self._reading.marks,
+            eyes=self._eyes,
         )
 
     def greet(self, kind: str) -> None:
@@ -163,13 +165,17 @@ class _OwnChat(_Chat):
         """Say something; see the class above."""
         from kvcellar.server.commands.thoughts import ReadAnswer, stops_for
 
-        reading = self._reading
+        reading, sent = self._reading, self._chosen.listed()
+        pictures = shelved(self._bound.model, self._eyes, sent)
         events = self._conversation.say(
             text,
             replace(self._params, stop=stops_for(reading, self._params.stop)),
             on_prefill=told_prefill(tell, "reading {} of {} new tokens"),
             message_of=None if reading is None else reading.kept,
+            pictures=[one.name for one in pictures],
         )
+        self._held += pictures
+        self._chosen.clear()
         if reading is not None:
             reading.begin(self._bound.model.tokenizer, self._conversation.tokens)
         return followed(events, ReadAnswer(reading), self._params, tell)
@@ -187,6 +193,7 @@ class _OwnChat(_Chat):
     def reset(self) -> str:
         """Start again; see the class above."""
         self._conversation.reset()
+        self._held.clear()
         return "a new conversation"
 
 
@@ -203,6 +210,7 @@ class _ServersChat(_Chat):
         system: str | None,
         sampling: SamplingOptions,
     ) -> None:
+        super().__init__()
         self._server = server
         self._model = model
         self._sampling = sampling.as_json()
@@ -210,7 +218,6 @@ class _ServersChat(_Chat):
             [] if system is None else [{"role": "system", "content": system}]
         )
         self._messages: list[dict[str, Any]] = list(self._opening)
-        self._pictures = ChosenImages()
         self._facts = server.ask("model", model=model)
         _check_chats(self._facts["name"], self._facts["has_template"])
 
@@ -230,7 +237,7 @@ class _ServersChat(_Chat):
 
     def say(self, text: str, tell: Tell) -> dict[str, Any]:
         """Say something; see the class above."""
-        said = {"role": "user", "content": text, **self._pictures.fields()}
+        said = {"role": "user", "content": text, **self._chosen.fields()}
         heard = {"text": "", "thought": ""}
 
         def take(event: dict[str, Any]) -> None:
@@ -252,12 +259,8 @@ class _ServersChat(_Chat):
         self._keep(said, value["text"], value["reasoning"])
         return value
 
-    def image_command(self) -> Command:
-        """Return the command by which a picture goes with the next message."""
-        return self._pictures.command()
-
     def _keep(self, said: dict[str, Any], text: str, thought: str) -> None:
-        self._pictures.clear()
+        self._chosen.clear()
         answer = {"role": "assistant", "content": text}
         if thought:
             answer["reasoning_content"] = thought

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,11 +14,10 @@ import typer
 from kvcellar.cli.common import options
 from kvcellar.cli.common.commands import add_command, option
 from kvcellar.cli.common.groups import AnyCacheOptions, SamplingOptions
-from kvcellar.cli.common.images import read_images
+from kvcellar.cli.common.images import eyes_of, read_images, shelved
 from kvcellar.cli.common.terminal import (
     print_note,
     print_warning,
-    progress_bar,
     shown_answer,
     write,
 )
@@ -100,16 +96,14 @@ def generate_command(
     if server is not None:
         with shown_answer("reading the prompt", is_quiet=as_json) as tell:
             value = _asked(*server, text, pictures, chat, system, sampling, tell)
-    elif pictures:
-        value = _with_engine(model or DEMO, loading, text, pictures, system, sampling, as_json)
     else:
         model, params = model or DEMO, sampling.params()
         with bound_model(loading.options_for(model), memory=loading.memory) as bound:
             if chat is None:
-                is_asked = system is not None or loading.chat_template is not None
+                is_asked = bool(pictures) or system is not None or loading.chat_template is not None
                 chat = is_asked or (_has_template(bound) and model != DEMO)
             with shown_answer("reading the prompt", is_quiet=as_json) as tell:
-                value = _run(bound, text, chat, system, params, tell)
+                value = _run(bound, text, pictures, chat, system, params, tell)
     if as_json:
         write(json.dumps(value, ensure_ascii=False) + "\n")
     else:
@@ -125,49 +119,6 @@ def _messages(text: str, system: str | None, images: Sequence[str] = ()) -> list
     opening = [] if system is None else [{"role": "system", "content": system}]
     pictures = {"images": list(images)} if images else {}
     return [*opening, {"role": "user", "content": text, **pictures}]
-
-
-def _with_engine(
-    model: str,
-    loading: AnyCacheOptions,
-    text: str,
-    images: Sequence[str],
-    system: str | None,
-    sampling: SamplingOptions,
-    as_json: bool,
-) -> dict[str, Any]:
-    """Answer with a model of this process, and an engine around it, which reads pictures.
-
-    Raises:
-        ConfigError: a kind of cache is asked for that has no engine.
-    """
-    from kvcellar.agents import AgentManager, ModelRegistry
-    from kvcellar.cli.common.hosting import hosting_of, open_shown
-    from kvcellar.models.adapter_names import adapted
-    from kvcellar.server.commands.verbs import complete
-    from kvcellar.store import Store
-
-    cache = "cells" if loading.cache == "contiguous" else loading.cache
-    chosen = replace(loading.options_for(model), cache=cache)
-    hosting = hosting_of(chosen, loading.memory)
-    name = adapted(full_path(model), options.one_adapter(chosen.adapters))
-    with (
-        TemporaryDirectory(prefix="kvcellar-generate-") as folder,
-        Store(Path(folder), hosting.store) as store,
-    ):
-        models = ModelRegistry(
-            lambda one: open_shown(hosting, one, progress_bar(f"loading {one}")),
-            **hosting.registry,
-        )
-        try:
-            agents = AgentManager(store, models)
-            with shown_answer("reading the prompt", is_quiet=as_json) as tell:
-                said = _messages(text, system, images)
-                return asyncio.run(
-                    complete(agents, tell, model=name, sampling=sampling.as_json(), messages=said)
-                )
-        finally:
-            models.close()
 
 
 def _asked(
@@ -193,16 +144,26 @@ def _asked(
 
 
 def _run(
-    bound: Bound, text: str, is_chat: bool, system: str | None, params: SamplingParams, tell: Tell
+    bound: Bound,
+    text: str,
+    images: Sequence[str],
+    is_chat: bool,
+    system: str | None,
+    params: SamplingParams,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Answer with a model of this process."""
     from kvcellar.engine import encode_chat, generate
+    from kvcellar.hosting.given_pictures import with_pictures
     from kvcellar.server.commands.thoughts import ReadAnswer, reading_for, stops_for
 
     tokenizer = bound.model.tokenizer
     reading = reading_for(tokenizer if is_chat else None)
+    eyes = eyes_of(bound.model)
     if is_chat:
-        prompt_ids = encode_chat(tokenizer, _messages(text, system))
+        messages, pictures = _messages(text, system), shelved(bound.model, eyes, images)
+        messages[-1] = with_pictures(messages[-1], pictures)
+        prompt_ids = encode_chat(tokenizer, messages, looks=eyes)
     else:
         prompt_ids = [int(token_id) for token_id in tokenizer.encode(valid_text(text))]
     if reading is not None:
@@ -217,6 +178,7 @@ def _run(
         eos_token_ids=bound.model.eos_token_ids,
         on_prefill=told_prefill(tell, "reading the prompt: {} of {} tokens"),
         marks=None if reading is None else reading.marks,
+        encode=None if eyes is None else eyes.encode,
     )
     return followed(events, ReadAnswer(reading), params, tell)
 

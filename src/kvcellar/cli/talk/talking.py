@@ -61,6 +61,10 @@ class ChosenImages:
         says = "a picture that goes with the next message; without FILE: none does"
         return Command(says, self._none, "FILE", self._add)
 
+    def listed(self) -> list[str]:
+        """Return the files in base64."""
+        return list(self._data)
+
     def fields(self) -> dict[str, list[str]]:
         """Return what a verb is given of them."""
         return {"images": list(self._data)} if self._data else {}
@@ -126,7 +130,7 @@ def talk(with_whom: Talk, *, as_json: bool) -> None:
 def _obey(with_whom: Talk, word: str, behind: str) -> None:
     """Do a command. Its help is printed in a pipe, too, beside the answers."""
     if word == "/help":
-        own = ((f"{name} {one.takes}", one.says) for name, one in with_whom.commands.items())
+        own = ((f"{name} {one.takes}".strip(), one.says) for name, one in with_whom.commands.items())
         for name, says in (*own, *_HELP_OF_ALL):
             sys.stderr.write(f"{name:<12}{says}\n")
         sys.stderr.flush()

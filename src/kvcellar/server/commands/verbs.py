@@ -271,8 +271,9 @@ async def complete(
         if tokenizer is None:
             raise PromptError(f"model {host.name!r} has no tokenizer, so it reads no text")
         reading = reading_for(tokenizer if messages is not None else None, dialect)
+        held: list[Picture] = []
         if messages is not None:
-            said, pictures = await asyncio.to_thread(_with_pictures, host, messages)
+            said, held = await asyncio.to_thread(_with_pictures, host, messages)
             worded = said if reading is None else [*map(reading.of_message, said)]
             tokens = await asyncio.to_thread(agents.turns.prompt_of, host, worded, [])
         else:
@@ -297,6 +298,7 @@ async def complete(
                     _tell_all(tell, read.push(event.text))
                 elif isinstance(event, FinishEvent):
                     finish = event
+    held.clear()  # nobody reads them any more
     assert finish is not None, "a request ends with a finish"
     _check_ended(finish)
     assert finish.usage is not None and finish.finish is not None, "it ran"
