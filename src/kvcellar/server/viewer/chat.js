@@ -4,6 +4,7 @@ import { $, button, copy, count, counted, el, inSight, seconds, toast, untilHidd
 import { drafts, sent } from "./kept.js";
 import { NAMES, callOf, markdownOf, parted, resultsOf, thoughtOf } from "./markdown.js";
 import { call, events, hear, pathOf, said, trouble } from "./net.js";
+import { picturesOf } from "./pictures.js";
 import { agentOf, besideName, colour, nameOf, on, sees, state, tell } from "./state.js";
 import { choose, fork, once, verb } from "./verbs.js";
 
@@ -88,12 +89,12 @@ function showTalk() {
   const wanted = detail ? rowsOf(detail) : [];
   const talk = state.talks.get(state.chosen) ?? (state.heard?.id === state.chosen ? state.heard : null);
   if (talk) {
-    if (talk.asked) wanted.push({ key: `asked:${talk.asked}`, make: () => message({ role: "user", content: talk.asked }) });
+    if (talk.asked || talk.pictures.length) wanted.push({ key: `asked:${talk.asked}`, make: () => message({ role: "user", content: talk.asked, pictures: talk.pictures }) });
     wanted.push({ key: "now", make: nowRow });
   } else if (sent.get(state.chosen)) { // nobody knows yet whether the server has it
-    const { text, n } = sent.get(state.chosen);
+    const { text, n, pictures } = sent.get(state.chosen);
     const isThere = detail?.messages.slice(n).some((one) => one.role === "user" && one.content === text);
-    if (!isThere) wanted.push({ key: `asked:${text}`, make: () => message({ role: "user", content: text }) });
+    if (!isThere) wanted.push({ key: `asked:${text}`, make: () => message({ role: "user", content: text, pictures }) });
   }
   const list = $("talk");
   const isOther = list.dataset.id !== (state.chosen ?? "");
@@ -146,13 +147,14 @@ function message(said, i = null, turn = -1, results = []) {
   const acts = el("span", { class: "acts" });
   const row = el("li", { class: `said-by ${said.role}`, "data-message": i }, el("div", { class: "by" }, NAMES[said.role] ?? said.role, acts));
   if (thought) row.append(thoughtOf(thought));
-  if (text || !(said.tool_calls?.length || thought)) row.append(body);
+  if (said.pictures?.length) row.append(picturesOf(said.pictures, i === null ? "this message" : `message ${i + 1}`));
+  if (text || !(said.tool_calls?.length || thought || said.pictures?.length)) row.append(body);
   body.append(el("div", { class: "plain" }, text || "(nothing)"));
   if (said.role === "assistant") whenSeen(row, () => { if (text) body.replaceChildren(markdownOf(text)); });
   row.append(...(said.tool_calls ?? []).map((one, at) => callOf(one, results[at])));
   if (i === null) return row;
   acts.append(button("Copy", () => copy(text), { "aria-label": `Copy message ${i + 1}` }));
-  if (said.role === "user" && turn >= 0) acts.append(button("Edit", () => edit(row, text, turn, i), { "aria-label": `Edit message ${i + 1} and send it again, in a fork` }));
+  if (said.role === "user" && turn >= 0) acts.append(button("Edit", () => edit(row, said, turn, i), { "aria-label": `Edit message ${i + 1} and send it again, in a fork` }));
   return row;
 }
 
@@ -204,16 +206,16 @@ async function again(turn) {
   const stop = detail.turns[turn + 1]?.n_messages ?? detail.messages.length;
   const asked = detail.messages.slice(detail.turns[turn].n_messages, stop).filter((one) => one.role === "user").at(-1);
   if (!asked) { toast("there is no message of yours in that turn"); return; }
-  await inFork(turn, parted(asked).text);
+  await inFork(turn, parted(asked).text, asked.pictures);
 }
 
-async function inFork(turn, text) {
-  return await once(`in a fork of ${state.chosen}`, () => forkAndSend(turn, text)) ?? false;
+async function inFork(turn, text, pictures = []) {
+  return await once(`in a fork of ${state.chosen}`, () => forkAndSend(turn, text, pictures)) ?? false;
 }
-async function forkAndSend(turn, text) {
+async function forkAndSend(turn, text, pictures) {
   try {
     const made = await fork(state.chosen, { turn });
-    tell("send", made.id, text);
+    tell("send", made.id, text, pictures.map(({ name, url }) => ({ name, url })));
     return true;
   } catch (error) {
     toast(trouble(error));
@@ -221,20 +223,21 @@ async function forkAndSend(turn, text) {
   }
 }
 
-function edit(row, text, turn, i) {
+function edit(row, message, turn, i) {
+  const { text } = parted(message);
   const key = `edit:${state.chosen}:${i}`;
   const area = el("textarea", { "aria-label": "Your message, changed" });
   area.value = drafts.get(key) || text;
   area.addEventListener("input", () => drafts.set(key, area.value));
-  const close = () => { form.remove(); row.querySelector(".body").hidden = false; };
+  const close = () => { form.remove(); if (row.querySelector(".body")) row.querySelector(".body").hidden = false; };
   const form = el("form", { class: "edit" }, area,
     el("div", { class: "row" }, button("Cancel", () => { drafts.set(key, ""); close(); }), el("button", { class: "primary" }, "Send in a fork")));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (!area.value.trim()) return;
-    if (await inFork(turn, area.value)) { drafts.set(key, ""); close(); }
+    if (!area.value.trim() && !message.pictures?.length) return;
+    if (await inFork(turn, area.value, message.pictures)) { drafts.set(key, ""); close(); }
   });
-  row.querySelector(".body").hidden = true;
+  if (row.querySelector(".body")) row.querySelector(".body").hidden = true;
   row.append(form);
   area.focus();
 }

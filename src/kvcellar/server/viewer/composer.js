@@ -3,8 +3,9 @@
 import { $, button, count, el, seconds, toast } from "./dom.js";
 import { drafts, files, inBrowser, move, queues, samplings, sent } from "./kept.js";
 import { call, events, hasMovedOn, hear, pathOf, said, trouble } from "./net.js";
+import { MOST_PICTURE_BYTES, forgetPictures, isPicture, keepPicture, pictureOf, thumbnail } from "./pictures.js";
 import { samplingOf } from "./sampling.js";
-import { agentOf, isBusy, modelName, on, seenOf, sees, state, tell } from "./state.js";
+import { agentOf, isBusy, model, modelName, on, seenOf, sees, state, tell } from "./state.js";
 import { create, once, refresh } from "./verbs.js";
 
 const took = new Map(); // agent's id -> what its last turn from here took, in words
@@ -53,7 +54,7 @@ on("talk", show);
 // What is asked ----------------------------------------------------------------------------------
 
 function whole(typed, added) {
-  return [typed.trim(), ...added.map(({ name, text }) => `File ${name}:\n\n${fenced(text)}`)].filter(Boolean).join("\n\n");
+  return [typed.trim(), ...added.filter(({ text }) => text !== undefined).map(({ name, text }) => `File ${name}:\n\n${fenced(text)}`)].filter(Boolean).join("\n\n");
 }
 function fenced(text) { // in more marks than the text itself has in a row
   const most = Math.max(2, ...[...text.matchAll(/`+/g)].map((found) => found[0].length));
@@ -61,35 +62,39 @@ function fenced(text) { // in more marks than the text itself has in a row
   return `${fence}\n${text}${text.endsWith("\n") ? "" : "\n"}${fence}`;
 }
 
+// What waits is a text, or one with pictures.
+const entryOf = (text, pictures) => (pictures.length ? { text, pictures } : text);
+const ofEntry = (entry) => (typeof entry === "string" ? { text: entry, pictures: [] } : entry);
+
 // What is written is a message from now on: behind what waits, or on its way. The box is free.
 function ask() {
   const id = state.chosen;
   const typed = prompt.value, added = files.get(id);
-  const text = whole(typed, added);
-  if (!text) return;
+  const text = whole(typed, added), pictures = added.filter(({ key, url }) => key || url);
+  if (!text && !pictures.length) return;
   drafts.set(id, "");
   files.set(id, []);
   fill("");
   if (isBusy(id) || queues.get(id).length) {
-    queues.set(id, [...queues.get(id), text]);
+    queues.set(id, [...queues.get(id), entryOf(text, pictures)]);
     show();
     next(id);
   } else {
-    send(id, { text, typed, files: added });
+    send(id, { text, pictures, typed, files: added });
   }
 }
 
 // Until the server has it in a history this tab keeps it, also over a reload, and gives it back where it was refused.
 function send(id, message) {
   sent.set(id, { ...message, n: seenOf(id)?.n ?? 0 });
-  return talk(id, message.text, { text: message.text });
+  return talk(id, message.text, { text: message.text }, message.pictures);
 }
 function giveBack(id) {
   const message = sent.get(id);
   sent.set(id, null);
   if (!message) return;
   if (message.typed === undefined) { // it has waited before
-    queues.set(id, [message.text, ...queues.get(id)]);
+    queues.set(id, [entryOf(message.text, message.pictures ?? []), ...queues.get(id)]);
   } else {
     drafts.set(id, [message.typed, drafts.get(id)].filter(Boolean).join("\n"));
     files.set(id, [...message.files, ...files.get(id)]);
@@ -99,26 +104,29 @@ function giveBack(id) {
 }
 
 // The turn goes on in the server whatever becomes of this page; only Stop ends it.
-async function talk(id, asked, what) {
-  const now = said(asked);
+async function talk(id, asked, what, pictures = []) {
+  const now = said(asked, pictures);
   state.talks.set(id, now);
   took.delete(id);
   tell("talk", id);
-  let reason = null;
+  let reason = null, isIn = false;
   try {
     if (id === null || (!agentOf(id) && state.made !== id)) id = await begin(id, now);
     if (!seenOf(id)) sees(await call("GET", pathOf(id)));
     const { digest, n } = seenOf(id);
-    if (asked && sent.get(id)) sent.set(id, { ...sent.get(id), n });
-    const body = { ...what, ...samplingOf(id), follows: digest, background: true, stream: true };
+    if (asked !== null && sent.get(id)) sent.set(id, { ...sent.get(id), n });
+    const images = await Promise.all(pictures.map(pictureOf));
+    if (images.includes(null)) throw Object.assign(new Error("a picture is not here any more; choose it again"), { status: 0 });
+    const body = { ...what, ...(images.length ? { images } : {}), ...samplingOf(id), follows: digest, background: true, stream: true };
     for await (const event of events(pathOf(id, "generate"), { body })) {
       const value = JSON.parse(event.data);
       if (event.name === "token") { hear(now, value); tell("piece", id); }
       if (event.name === "error") throw new Error(value.error.message);
       if (event.name === "end") {
         reason = value.finish_reason;
-        if (asked && value.history_digest === digest) giveBack(id); // stopped before its first word
-        else sees({ id, history_digest: value.history_digest, n_messages: n + (asked ? 2 : 0) });
+        isIn = asked === null || value.history_digest !== digest;
+        if (isIn) sees({ id, history_digest: value.history_digest, n_messages: n + (asked !== null ? 2 : 0) });
+        else giveBack(id); // stopped before its first word
         sent.set(id, null);
         took.set(id, inWords(value.usage));
         tell("talked", id, value.text);
@@ -130,6 +138,7 @@ async function talk(id, asked, what) {
   }
   await tell("answered", id); // it stands in the history before it goes from where it came
   state.talks.delete(id);
+  if (isIn) forgetPictures(pictures); // the server has them
   if (reason !== null && state.heard?.id === id) state.heard = null; // it was this one
   tell("talk", id);
   refresh();
@@ -151,7 +160,7 @@ async function begin(from, now) {
 function goOn(id, reason) { if (reason === "stop" || reason === "length") next(id); }
 
 async function failed(id, asked, error) {
-  const is = asked ? await whereIs(id, asked, error.said) : "nowhere";
+  const is = asked !== null ? await whereIs(id, asked, error.said) : "nowhere";
   if (hasMovedOn(error) && is !== "nowhere" && sent.get(id)?.typed === undefined) {
     sent.set(id, null); // another tab has sent it, out of the queue of both
     return;
@@ -205,22 +214,22 @@ function inWords(usage) {
     + (first === null ? "" : `; first word after ${seconds(first)}`);
 }
 
-on("send", (id, text) => {
-  queues.set(id, [...queues.get(id), text]);
+on("send", (id, text, pictures = []) => {
+  queues.set(id, [...queues.get(id), entryOf(text, pictures)]);
   show();
   next(id);
 });
 on("free", goOn);
-on("go-on", (id) => { if (!isBusy(id)) talk(id, "", { go_on: true }); });
+on("go-on", (id) => { if (!isBusy(id)) talk(id, null, { go_on: true }); });
 
 // What waits -------------------------------------------------------------------------------------
 
 // Other tabs may send the first of the queue too: the server takes one of them.
 function next(id) {
-  const [text] = queues.get(id);
-  if (text === undefined || isBusy(id)) return;
+  const [entry] = queues.get(id);
+  if (entry === undefined || isBusy(id)) return;
   queues.set(id, queues.get(id).slice(1));
-  send(id, { text });
+  send(id, ofEntry(entry));
 }
 addEventListener("storage", ({ key }) => { if (key === `kvcellar-queue:${state.chosen}`) show(); });
 
@@ -228,10 +237,20 @@ function showQueue() {
   const id = state.chosen;
   const waiting = queues.get(id);
   $("queue").hidden = !waiting.length;
-  $("queue").replaceChildren(...waiting.map((text, i) => el("li", {}, el("span", { title: text }, text),
-    i || isBusy(id) ? null : button("Send now", () => next(id)),
-    button("Edit", () => { take(id, i); drafts.set(id, [text, prompt.value].filter(Boolean).join("\n")); fill(drafts.get(id)); prompt.focus(); }, { "aria-label": "Take it back and edit it" }),
-    button("✕", () => { take(id, i); toast("it is not sent", () => { queues.set(id, queues.get(id).toSpliced(i, 0, text)); show(); }); }, { "aria-label": "Do not send this" }))));
+  $("queue").replaceChildren(...waiting.map((entry, i) => {
+    const { text, pictures } = ofEntry(entry);
+    return el("li", {}, ...pictures.map(thumbnail), el("span", { title: text }, text),
+      i || isBusy(id) ? null : button("Send now", () => next(id)),
+      button("Edit", () => {
+        take(id, i);
+        drafts.set(id, [text, prompt.value].filter(Boolean).join("\n"));
+        files.set(id, [...pictures, ...files.get(id)]);
+        fill(drafts.get(id));
+        showFiles();
+        prompt.focus();
+      }, { "aria-label": "Take it back and edit it" }),
+      button("✕", () => { take(id, i); toast("it is not sent", () => { queues.set(id, queues.get(id).toSpliced(i, 0, entry)); show(); }); }, { "aria-label": "Do not send this" }));
+  }));
 }
 function take(id, i) {
   queues.set(id, queues.get(id).filter((_, at) => at !== i));
@@ -243,6 +262,7 @@ function take(id, i) {
 async function add(list) {
   const id = state.chosen;
   for (const file of list) {
+    if (file.type.startsWith("image/")) { await addPicture(id, file); continue; }
     if (file.size > MOST_BYTES) { toast(`${file.name} has ${count(file.size)} bytes; a text file of up to 1 MiB can go with a message`); continue; }
     try {
       const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
@@ -255,12 +275,28 @@ async function add(list) {
   showFiles();
   prompt.focus();
 }
+async function addPicture(id, file) {
+  if (!isPicture(file)) { toast(`${file.name} is no PNG, JPEG, WebP or GIF`); return; }
+  if (file.size > MOST_PICTURE_BYTES) { toast(`${file.name} has ${count(file.size)} bytes; a picture of up to 16 MiB can go with a message`); return; }
+  if (model()?.reads_pictures === false) { toast(`${modelName()} reads text alone, so no picture can go with a message to it`); return; }
+  try {
+    const key = await keepPicture(file);
+    files.set(id, [...files.get(id), { name: file.name || "picture", key }]);
+  } catch {
+    toast(`${file.name} cannot be read`);
+  }
+}
 function showFiles() {
   const id = state.chosen;
   const there = files.get(id);
   $("files").hidden = !there.length;
-  $("files").replaceChildren(...there.map(({ name, text }, i) => el("li", {}, el("span", {}, `${name}, ${count(text.length)} characters`),
-    button("✕", () => { files.set(id, there.filter((_, at) => at !== i)); showFiles(); }, { "aria-label": `Leave ${name} out` }))));
+  $("files").replaceChildren(...there.map((one, i) => {
+    const { name, text, key, url } = one;
+    const isText = !(key || url);
+    const leave = () => { files.set(id, there.filter((_, at) => at !== i)); if (!isText) toast(`${name} was left out`, () => { files.set(id, files.get(id).toSpliced(i, 0, one)); showFiles(); }); showFiles(); };
+    return el("li", {}, isText ? null : thumbnail(one), el("span", {}, isText ? `${name}, ${count(text.length)} characters` : name),
+      button("✕", leave, { "aria-label": `Leave ${name} out` }));
+  }));
 }
 $("attach").addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", () => { add([...$("file").files]); $("file").value = ""; });

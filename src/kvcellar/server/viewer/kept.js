@@ -28,9 +28,9 @@ const of = (name, otherwise, storage = "localStorage") => ({
 });
 
 export const drafts = of("draft", ""); // agent -> what is typed
-export const queues = of("queue", []); // agent -> what is to be sent when the answer has ended
-export const files = of("files", []); // agent -> [{name, text}] that go with what is typed
-export const sent = of("sent", null, "sessionStorage"); // agent -> {text, typed, files, n}: on its way from this tab, behind n messages
+export const queues = of("queue", []); // agent -> what is to be sent when the answer has ended: texts, or {text, pictures}
+export const files = of("files", []); // agent -> [{name, text} or, of a picture, {name, key}] that go with what is typed
+export const sent = of("sent", null, "sessionStorage"); // agent -> {text, pictures, typed, files, n}: on its way from this tab, behind n messages
 export const samplings = of("sampling", null); // agent -> settings; "" is for whoever has none
 
 export const inTab = { get: (key, otherwise = null) => read("sessionStorage", key, otherwise), set: (key, value) => write("sessionStorage", key, value) };

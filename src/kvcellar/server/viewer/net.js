@@ -32,11 +32,16 @@ export async function call(method, path, body) {
   return response.json();
 }
 
-export async function download(path, name) {
+export async function fileOf(path) {
   const response = await fetch(path, { headers: headers() });
   if (!response.ok) throw await refused(response);
+  return response.blob();
+}
+
+export async function download(path, name) {
+  const file = await fileOf(path);
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(await response.blob());
+  link.href = URL.createObjectURL(file);
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
@@ -76,7 +81,7 @@ $("key-form").addEventListener("submit", () => {
 });
 
 // An answer as it comes: text, thought and calls, each in pieces.
-export const said = (asked) => ({ asked, text: "", thought: "", calls: [] });
+export const said = (asked, pictures = []) => ({ asked, pictures, text: "", thought: "", calls: [] });
 export function hear(talk, { text, reasoning_content: thought = "", tool_calls: calls = [] }) {
   talk.text += text;
   talk.thought += thought;
