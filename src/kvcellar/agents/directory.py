@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
 
 from kvcellar.agents.external_changes import News, NewsReader
 from kvcellar.agents.leasing import changing
@@ -20,9 +23,12 @@ from kvcellar.agents.records.views import AgentInfo, TurnRecord, damaged_info
 from kvcellar.checks import seen
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
 from kvcellar.history import History
+from kvcellar.hosting.conversation import AgentTokenizer
 from kvcellar.hosting.messages import Message
+from kvcellar.pictures.tokens import is_placeholder
 from kvcellar.space import Space
 from kvcellar.store import Store
+from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
     from kvcellar.engine import Engine
@@ -197,10 +203,9 @@ class Directory:
         host = self.host_of(agent)
         if host is None or host.tokenizer is None:
             return "", ""
-        decode = host.tokenizer.decode
         before = agent.tokens[max(0, position - n_tokens) : position]
         behind = agent.tokens[position : position + n_tokens]
-        return decode(before.tolist()), decode(behind.tolist())
+        return _with_pictures(host.tokenizer, before), _with_pictures(host.tokenizer, behind)
 
     # For those who work with agents ------------------------------------------------------------
 
@@ -372,4 +377,15 @@ def name_taken(agent: AgentRecord) -> NameTakenError:
     return NameTakenError(
         f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; go on with "
         f"that one, choose another name, or delete it"
+    )
+
+
+def _with_pictures(tokenizer: AgentTokenizer, tokens: IntArray) -> str:
+    """Return the text of tokens, with a word for each picture that some of them stand for."""
+    is_row = is_placeholder(tokens)
+    edges = [0, *(np.flatnonzero(np.diff(is_row)) + 1).tolist(), len(tokens)]
+    return "".join(
+        "[picture]" if is_row[start] else tokenizer.decode(tokens[start:stop].tolist())
+        for start, stop in itertools.pairwise(edges)
+        if stop > start
     )

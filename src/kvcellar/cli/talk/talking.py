@@ -130,7 +130,9 @@ def talk(with_whom: Talk, *, as_json: bool) -> None:
 def _obey(with_whom: Talk, word: str, behind: str) -> None:
     """Do a command. Its help is printed in a pipe, too, beside the answers."""
     if word == "/help":
-        own = ((f"{name} {one.takes}".strip(), one.says) for name, one in with_whom.commands.items())
+        own = (
+            (f"{name} {one.takes}".strip(), one.says) for name, one in with_whom.commands.items()
+        )
         for name, says in (*own, *_HELP_OF_ALL):
             sys.stderr.write(f"{name:<12}{says}\n")
         sys.stderr.flush()
