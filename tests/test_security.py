@@ -169,7 +169,7 @@ PROVED: dict[str, tuple[str, ...]] = {
         "tests/models/test_hub.py::test_a_file_that_came_damaged_is_deleted",
         "tests/models/test_packaged.py::test_a_wheel_that_does_not_hold_the_file_is_refused_and_nothing_is_kept",
     ),
-    "A server downloads nothing that a request asks for": (
+    "A server downloads no model that a request asks for": (
         "tests/server/test_trust.py::test_a_model_that_a_request_names_is_not_downloaded",
         "tests/server/test_ollama.py::test_the_models_of_a_server_are_not_changed_by_clients",
     ),
@@ -276,6 +276,33 @@ PROVED: dict[str, tuple[str, ...]] = {
     "over the loopback device": (
         "tests/backends/test_ranks.py::test_ranks_of_a_cpu_listen_on_the_loopback_device_alone",
     ),
+    "Pictures are decoded by Pillow": (
+        "tests/server/test_pictures.py::test_a_hostile_picture_is_a_clear_400_and_nothing_else",
+        "tests/server/test_pictures.py::test_too_large_and_too_many_are_refused",
+    ),
+    "SVG and other types are refused by name": (
+        "tests/server/test_pictures.py::test_a_hostile_picture_is_a_clear_400_and_nothing_else",
+    ),
+    "A file is sent back with its own type": (
+        "tests/server/test_pictures.py::test_a_picture_of_responses_is_shown_again_as_a_link",
+    ),
+    "A server fetches pictures from hosts alone": (
+        "tests/server/test_fetching.py::test_nobody_is_asked_who_was_not_named",
+    ),
+    "It connects to the address that it has looked at": (
+        "tests/server/test_fetching.py::test_a_name_is_resolved_once_and_that_address_is_connected_to",
+        "tests/server/test_fetching.py::test_an_address_that_is_not_the_internets_is_never_connected_to",
+        "tests/server/test_fetching.py::test_an_address_of_this_machine_is_never_connected_to",
+        "tests/server/test_fetching.py::test_this_machine_is_refused_though_its_name_is_allowed",
+    ),
+    "Redirects are checked as the first address was": (
+        "tests/server/test_fetching.py::test_a_redirect_is_checked_as_the_first_address_was",
+        "tests/server/test_fetching.py::test_what_is_too_large_is_left_where_it_passes_the_bound",
+        "tests/server/test_fetching.py::test_what_does_not_come_in_time_is_left",
+    ),
+    "Links to pictures are signed": (
+        "tests/server/test_pictures.py::test_a_name_shows_a_picture_to_nobody_else",
+    ),
     "A line of JSON per request": (
         "tests/server/test_trust.py::test_a_log_line_has_an_id_and_never_the_text",
     ),
@@ -289,6 +316,7 @@ PROVED: dict[str, tuple[str, ...]] = {
 """Tests by an exact part of the statement that they prove."""
 
 NO_PROMISE = {
+    "Pillow is native code": "asked of readers",
     "This page says what kvcellar defends": "what the page is",
     "Tell the maintainers of a hole": "asked of readers",
     "has the details": "a link",

@@ -50,6 +50,7 @@ GROUPS = {
     "Anthropic": "Anthropic's messages.",
     "Ollama": "Ollama's API; see [HTTP](http.md#ollamas-api).",
     "Lookup": "What clients of llama.cpp and vLLM look up, and filling in.",
+    "Pictures": "Pictures of conversations; see [HTTP](http.md#pictures).",
     "Observability": "Whether the server is well, and whose every cell is.",
 }
 """What the routes' tags stand for, in their order here."""

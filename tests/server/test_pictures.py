@@ -219,6 +219,15 @@ def test_a_model_that_reads_text_alone_goes_on_with_a_line(live):
     assert live.get("/v1/agents/blind")["messages"] == []
 
 
+def test_a_model_that_reads_pictures_is_listed_as_such(seeing):
+    seeing.host()  # of one that is not in memory nobody knows it yet
+    shown = seeing.post("/api/show", {"model": "seeing"})
+    assert "vision" in shown["capabilities"]
+    assert seeing.get("/api/v0/models/seeing")["type"] == "vlm"
+    assert seeing.get("/props")["modalities"] == {"vision": True, "audio": False}
+    assert seeing.get("/v1/cache")["models"][0]["reads_pictures"] is True
+
+
 def test_the_same_picture_is_decoded_once(seeing, monkeypatch):
     data, reads = picture_file(77), []
     read = Picture.read

@@ -108,7 +108,7 @@ def abilities_of(models: ServedModels, path: str) -> Abilities:
         context = (models.context(path) or (None, None))[0]
         return replace(_abilities_of_files(models.files_of(path)), context=context)
     can_embed = host.embedder is not None and isinstance(host.engine.runner, HiddenRunner)
-    words = _capabilities(host.tokenizer, can_embed=can_embed)
+    words = _capabilities(host.tokenizer, can_embed=can_embed, can_see=host.reads_pictures)
     return Abilities(templates_of(host.tokenizer), host.context, host.sampling, words)
 
 
@@ -120,12 +120,13 @@ def _abilities_of_files(path: str) -> Abilities:
     return Abilities(templates_of(tokenizer), None, {}, _capabilities(tokenizer, can_embed=True))
 
 
-def _capabilities(tokenizer: Any, *, can_embed: bool) -> tuple[str, ...]:
+def _capabilities(tokenizer: Any, *, can_embed: bool, can_see: bool = False) -> tuple[str, ...]:
     """Return what a model can in Ollama's words.
 
     A template that knows no tools is told of them in a system message, so any will do.
     """
     found = {
+        "vision": can_see,
         "insert": tokenizer is not None and fill_tokens(tokenizer) is not None,
         "tools": bool(templates_of(tokenizer)),
         "embedding": can_embed,

@@ -42,7 +42,8 @@ async def _listed(service: Service, name: str) -> dict[str, Any]:
         said = await asyncio.to_thread(describe, service.models.files_of(path))
         can = await asyncio.to_thread(abilities_of, service.models, path)
         host = service.models.registry.host(path)
-        kind, context, loaded = "llm", can.context, None if host is None else host.context
+        kind = "vlm" if "vision" in can.capabilities else "llm"
+        context, loaded = can.context, None if host is None else host.context
         words = ["tool_use"] if "tools" in can.capabilities else []
     more = {} if loaded is None else {"loaded_context_length": loaded}
     return {
