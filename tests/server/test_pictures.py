@@ -10,9 +10,11 @@ import ollama
 import openai
 import pytest
 
+from kvcellar.agents import open_host
 from kvcellar.pictures.picture import Picture
 from tests.pictures.fakes import as_read, make_seeing_host, picture_file
 from tests.server.live import serving
+from tests.vision_checkpoints import make_vision_checkpoint
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 LINE = "[image: left out, this model reads text alone]"
@@ -433,3 +435,38 @@ def test_the_sdks_send_pictures(seeing):
     assert generated.prompt_eval_count == chat.usage.prompt_tokens
     with pytest.raises(ollama.ResponseError, match="no PNG"):
         own.generate("seeing", "What?", images=[SVG])
+
+
+def test_a_checkpoint_reads_pictures_of_all_protocols_alike(tmp_path):
+    path = str(make_vision_checkpoint(tmp_path / "model"))
+
+    def load(name, progress):
+        return open_host(name, capacity=1024, dtype="float32", progress=progress)
+
+    with serving(tmp_path / "store", load=load, offered={"seeing": path}) as live:
+        how = {"temperature": 0, "seed": 1}
+        part = {"type": "image_url", "image_url": {"url": url_of(FILE)}}
+        said = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+        chat = client.chat.completions.create(model="seeing", messages=said, max_tokens=4, **how)
+        claude = anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0)
+        source = {"type": "base64", "media_type": "image/png", "data": url_of(FILE)[22:]}
+        blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+        asked = [{"role": "user", "content": blocks}]
+        message = claude.messages.create(
+            model="seeing", messages=asked, max_tokens=4, extra_body={"temperature": 0}
+        )
+        own = ollama.Client(live.url).chat(
+            "seeing",
+            messages=[{"role": "user", "content": "What?", "images": [FILE]}],
+            options={"num_predict": 4, "temperature": 0},
+        )
+        texts = {chat.choices[0].message.content, message.content[0].text, own.message.content}
+        assert len(texts) == 1
+        n = message.usage.input_tokens + message.usage.cache_read_input_tokens
+        assert n == chat.usage.prompt_tokens == own.prompt_eval_count > 12
+        assert message.usage.cache_read_input_tokens > 0  # it is the same history
+        other = {"type": "image_url", "image_url": {"url": url_of(OTHER, "image/jpeg")}}
+        said = [{"role": "user", "content": [other, {"type": "text", "text": "What?"}]}]
+        chat = client.chat.completions.create(model="seeing", messages=said, max_tokens=4, **how)
+        assert chat.usage.prompt_tokens_details.cached_tokens < 8

@@ -33,7 +33,7 @@ class LeftOut(Counter[str]):
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Leave nothing out yet."""
         super().__init__()
         self.pictures: dict[str, Picture] = {}
 

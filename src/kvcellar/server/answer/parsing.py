@@ -62,7 +62,7 @@ class PartLike(Protocol):
 
     @property
     def picture(self) -> str | None:
-        """Where a picture is."""
+        """Source of a picture."""
         ...
 
 

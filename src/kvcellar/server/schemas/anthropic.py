@@ -47,7 +47,7 @@ class Source(Open):
 
     @property
     def picture(self) -> str | None:
-        """Where a picture is: a data URL, an address, or a link of this server's."""
+        """Source of a picture: a data URL, an address, or a link of this server's."""
         if self.type == "base64" and self.data is not None:
             return f"data:{self.media_type or ''};base64,{self.data}"
         return self.url if self.type == "url" else None

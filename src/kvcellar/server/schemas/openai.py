@@ -117,12 +117,12 @@ class ContentPart(Open):
 
     @property
     def picture(self) -> str | None:
-        """Where a picture is: a data URL, an address, or a link of this server's."""
+        """Source of a picture: a data URL, an address, or a link of this server's."""
         return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
     @property
     def detail(self) -> str | None:
-        """How a picture is wished to be read."""
+        """Wish how a picture is read."""
         return self.image_url.detail if isinstance(self.image_url, ImageUrl) else None
 
     @property

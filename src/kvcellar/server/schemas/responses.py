@@ -46,7 +46,7 @@ class ItemPart(Open):
 
     @property
     def picture(self) -> str | None:
-        """Where a picture is: a data URL, an address, or a link of this server's."""
+        """Source of a picture: a data URL, an address, or a link of this server's."""
         return self.image_url
 
 
