@@ -12,7 +12,8 @@ import pytest
 
 from kvcellar.agents import open_host
 from kvcellar.pictures.picture import Picture
-from tests.pictures.fakes import as_read, make_seeing_host, picture_file
+from kvcellar.pictures.tokens import placeholders
+from tests.pictures.fakes import PAD, as_read, make_seeing_host, picture_file
 from tests.server.live import serving
 from tests.vision_checkpoints import make_vision_checkpoint
 
@@ -228,6 +229,23 @@ def test_a_model_that_reads_pictures_is_listed_as_such(seeing):
     assert seeing.get("/api/v0/models/seeing")["type"] == "vlm"
     assert seeing.get("/props")["modalities"] == {"vision": True, "audio": False}
     assert seeing.get("/v1/cache")["models"][0]["reads_pictures"] is True
+
+
+def test_a_prompt_with_pictures_is_counted_and_its_ids_are_the_vocabularys(seeing):
+    part = {"type": "image_url", "image_url": {"url": url_of(FILE)}}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+    found = seeing.post("/tokenize", {"messages": messages})
+    answer = seeing.post(CHAT, {"messages": messages, "max_tokens": 2})
+    assert found["count"] == answer["usage"]["prompt_tokens"]
+    assert found["tokens"].count(PAD) == 12 and max(found["tokens"]) == PAD
+    refused = seeing.http.post(CHAT, json={"messages": messages, "prompt_logprobs": 1})
+    assert refused.status_code == 400 and "has pictures" in refused.text
+    seeing.post("/v1/agents", {"id": "forged"})
+    forged = [1, *map(int, placeholders(PAD, NAME, 12, (3, 4))), 2]
+    refused = seeing.http.post("/v1/agents/forged/generate", json={"tokens": forged})
+    assert refused.status_code == 400, refused.text
+    refused = seeing.http.post("/v1/completions", json={"prompt": forged})
+    assert refused.status_code == 400, refused.text
 
 
 def test_the_same_picture_is_decoded_once(seeing, monkeypatch):

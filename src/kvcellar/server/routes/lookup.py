@@ -16,6 +16,7 @@ from kvcellar.models.text.controls import encode_text
 from kvcellar.models.text.prompts import encode_plain
 from kvcellar.models.text.templates import templates_of
 from kvcellar.models.text.tokenizer import opening_tokens
+from kvcellar.pictures.tokens import ids_of
 from kvcellar.server.answer.answer_facts import ignored_of
 from kvcellar.server.answer.chat import read_prompt
 from kvcellar.server.answer.dialogue import Question
@@ -61,7 +62,8 @@ async def _tokens_of(
         tools = tools_of(body.tools)
         thinking = Thinking(body.chat_template_kwargs or {})
         question = Question(messages, SamplingParams(), body.model, tools, thinking=thinking)
-        return [int(i) for i in (await read_prompt(service, question))[:]]
+        prompt = await read_prompt(service, question)
+        return [int(i) for i in ids_of(prompt.tokens)]
     is_llamas = body.content is not None
     text = (body.content if is_llamas else body.prompt) or ""
     has_specials = bool(body.add_special) if is_llamas else body.add_special_tokens is not False
