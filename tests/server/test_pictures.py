@@ -42,6 +42,20 @@ def seeing(tmp_path_factory):
         yield server
 
 
+@pytest.fixture
+def closing():
+    """Has a client closed when the test has ended."""
+    opened = []
+
+    def later(client):
+        opened.append(client)
+        return client
+
+    yield later
+    for client in opened:
+        getattr(client, "_client", client).close()
+
+
 def said_by(live, agent_id):
     """What an agent's model was told: messages, and the pictures in the order of its tokens."""
     return live.service.agents.directory.conversation(agent_id)
@@ -413,8 +427,8 @@ def test_a_name_that_is_none_is_a_404(seeing):
 # Programs -----------------------------------------------------------------------------------------
 
 
-def test_the_sdks_send_pictures(seeing):
-    client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="owner", max_retries=0)
+def test_the_sdks_send_pictures(seeing, closing):
+    client = closing(openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="owner", max_retries=0))
     part = {"type": "image_url", "image_url": {"url": url_of(FILE), "detail": "low"}}
     said = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
     chat = client.chat.completions.create(model="seeing", messages=said, max_tokens=4)
@@ -432,7 +446,7 @@ def test_the_sdks_send_pictures(seeing):
         client.chat.completions.create(model="seeing", messages=[{"role": "user", "content": bad}])
     assert refused.value.code == "invalid_image"
 
-    claude = anthropic.Anthropic(base_url=seeing.url, api_key="owner", max_retries=0)
+    claude = closing(anthropic.Anthropic(base_url=seeing.url, api_key="owner", max_retries=0))
     source = {"type": "base64", "media_type": "image/png", "data": url_of(FILE)[22:]}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
     asked = {"model": "seeing", "messages": [{"role": "user", "content": blocks}]}
@@ -445,7 +459,7 @@ def test_the_sdks_send_pictures(seeing):
             model="seeing", messages=[{"role": "user", "content": [bad]}], max_tokens=4
         )
 
-    own = ollama.Client(seeing.url, headers={"Authorization": "Bearer owner"})
+    own = closing(ollama.Client(seeing.url, headers={"Authorization": "Bearer owner"}))
     said = [{"role": "user", "content": "What?", "images": [FILE]}]
     answer = own.chat("seeing", messages=said, options={"num_predict": 4})
     assert answer.prompt_eval_count == chat.usage.prompt_tokens
@@ -455,7 +469,7 @@ def test_the_sdks_send_pictures(seeing):
         own.generate("seeing", "What?", images=[SVG])
 
 
-def test_a_checkpoint_reads_pictures_of_all_protocols_alike(tmp_path):
+def test_a_checkpoint_reads_pictures_of_all_protocols_alike(tmp_path, closing):
     path = str(make_vision_checkpoint(tmp_path / "model"))
 
     def load(name, progress):
@@ -465,16 +479,16 @@ def test_a_checkpoint_reads_pictures_of_all_protocols_alike(tmp_path):
         how = {"temperature": 0, "seed": 1}
         part = {"type": "image_url", "image_url": {"url": url_of(FILE)}}
         said = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
-        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+        client = closing(openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0))
         chat = client.chat.completions.create(model="seeing", messages=said, max_tokens=4, **how)
-        claude = anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0)
+        claude = closing(anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0))
         source = {"type": "base64", "media_type": "image/png", "data": url_of(FILE)[22:]}
         blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
         asked = [{"role": "user", "content": blocks}]
         message = claude.messages.create(
             model="seeing", messages=asked, max_tokens=4, extra_body={"temperature": 0}
         )
-        own = ollama.Client(live.url).chat(
+        own = closing(ollama.Client(live.url)).chat(
             "seeing",
             messages=[{"role": "user", "content": "What?", "images": [FILE]}],
             options={"num_predict": 4, "temperature": 0},
