@@ -159,14 +159,16 @@ def test_another_picture_shares_what_is_before_it_alone() -> None:
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_names_that_begin_alike_are_other_pictures_from_their_first_row(is_whole: bool) -> None:
     """A digest is spread over the first rows: what two share of it is not reused."""
-    names = ["0123456" + "a" * 14, "0123456" + "b" * 14, "0123456" + "a" * 7 + "b" * 7]
+    names = ["0123456789" + letter * 10 for letter in "abc"]
     data = picture_file(5, 32, 32)
     with host_of(is_whole=is_whole) as host:
         for name in names:
             host.shelf.add(Picture(name, data, "image/png", 32, 32))
             prompt = [*b"look: ", *placeholders(PAD, name, 16, (4, 4)).tolist(), *b"well?"]
-            (end,) = ends_of(host, [prompt])
-            assert list(end.token_ids) == said_after(prompt, 4)
+            for more in (b"", b" and then?"):  # the second time behind what is kept of the first
+                (end,) = ends_of(host, [[*prompt, *more]])
+                assert list(end.token_ids) == said_after([*prompt, *more], 4)
+            (end,) = ends_of(host, [[*prompt, *b"."]])
             if name != names[0]:
                 assert end.usage is not None and end.usage.cached_tokens == len(b"look: ")
 

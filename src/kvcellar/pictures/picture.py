@@ -32,7 +32,7 @@ class Picture:
     """A picture that somebody sent. Never changes; equal to another of the same pixels.
 
     Attributes:
-        name: 21 hexadecimal digits, of a digest of its size and pixels.
+        name: 20 hexadecimal digits, of a digest of its size and pixels.
         data: its file as it was sent.
         media_type: such as ``image/png``.
         width: in pixels, as it is looked at.

@@ -2,9 +2,9 @@
 
 A model reads a picture as rows that its vision part makes, in place of the embeddings of so many
 placeholder tokens, which all have the same id. In a history that id would be the same for every
-picture. So a placeholder carries more in the 32 bits above its id: that it is one, whether it
-begins a picture, and in turn 28 bits of what follows. Three placeholders have the picture's name,
-84 bits of a digest of its pixels; the fourth has how its rows lie in a grid, for models that turn
+picture. So a placeholder carries more above the 20 bits of its id: that it is one, whether it
+begins a picture, and in turn 40 bits of what follows. Two placeholders have the picture's name, 80
+bits of a digest of its pixels; the third has how its rows lie in a grid, for models that turn
 positions by it.
 
 So a history stays one array of integers, and all that compares, hashes, stores and matches tokens
@@ -22,20 +22,21 @@ import numpy as np
 from kvcellar.errors import PictureError, PromptError
 from kvcellar.types import IntArray
 
-LEAST_ROWS = 4
+LEAST_ROWS = 3
 """Placeholders that a picture has at least: fewer could not name it."""
 
-NAME_DIGITS = 21
+NAME_DIGITS = 20
 """Hexadecimal digits of a picture's name."""
 
-_ID_BITS = 32
-_PART_BITS = 28
+_ID_BITS = 20
+_PART_BITS = 40
 _SIDE_BITS = _PART_BITS // 2
 _IS_PICTURE = 1 << (_ID_BITS + _PART_BITS)
 _BEGINS = _IS_PICTURE << 1
 _ID_MASK = (1 << _ID_BITS) - 1
 _PART_MASK = (1 << _PART_BITS) - 1
 _MOST_SIDE = (1 << _SIDE_BITS) - 1
+_MOST_ID = (1 << 31) - 1
 
 
 class PlacedPicture(NamedTuple):
@@ -72,7 +73,8 @@ def placeholders(token_id: int, name: str, n: int, grid: tuple[int, int] = (0, 0
         grid: (height, width) of these rows; (0, 0) where the model does not ask for it.
 
     Raises:
-        PictureError: there are too few rows to name a picture by, or the grid is too large.
+        PictureError: there are too few rows to name a picture by, the grid is too large, or the
+            model has more tokens than any has today.
     """
     if n < LEAST_ROWS:
         raise PictureError(
@@ -83,9 +85,10 @@ def placeholders(token_id: int, name: str, n: int, grid: tuple[int, int] = (0, 0
         raise PictureError(
             f"a picture of {grid[0]} by {grid[1]} tokens is too large; a side may have {_MOST_SIDE}"
         )
+    if not 0 <= token_id <= _ID_MASK:
+        raise PictureError(f"a placeholder may have an id up to {_ID_MASK}, got {token_id}")
     value = int(name, 16)
-    parts = [(value >> shift) & _PART_MASK for shift in (2 * _PART_BITS, _PART_BITS, 0)]
-    parts.append((grid[0] << _SIDE_BITS) + grid[1])
+    parts = [value >> _PART_BITS, value & _PART_MASK, (grid[0] << _SIDE_BITS) + grid[1]]
     tokens = np.resize(np.array(parts, np.int64), n)
     tokens = (tokens << _ID_BITS) | (_IS_PICTURE | token_id)
     tokens[0] |= _BEGINS
@@ -112,7 +115,7 @@ def is_placeholder(tokens: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_
 
 def is_in_vocabulary(token: int) -> bool:
     """Return true if a token is an id of some vocabulary, and no row of a picture."""
-    return 0 <= token <= _ID_MASK
+    return 0 <= token <= _MOST_ID
 
 
 def check_ids(tokens: Sequence[int] | IntArray) -> None:
@@ -134,20 +137,41 @@ def pictures_in(tokens: IntArray) -> tuple[PlacedPicture, ...]:
     if not len(places):
         return ()
     own = tokens[places]
-    begins = np.flatnonzero(own & _BEGINS)
+    starts = np.flatnonzero(own & _BEGINS)
+    if not len(starts) or starts[0]:  # cut off at its beginning: no product of ours
+        starts = np.concatenate(([0], starts))
     return tuple(
         _placed(own[at:stop], places[at:stop])
-        for at, stop in zip(begins, [*begins[1:], len(places)], strict=True)
+        for at, stop in zip(starts, [*starts[1:], len(places)], strict=True)
     )
 
 
 def _placed(tokens: IntArray, places: IntArray) -> PlacedPicture:
     parts = [int(part) for part in (tokens[:LEAST_ROWS] >> _ID_BITS) & _PART_MASK]
-    if len(parts) < LEAST_ROWS:
+    if len(parts) < LEAST_ROWS or not tokens[0] & _BEGINS:
         return PlacedPicture("", places, (0, 0))
-    value = (parts[0] << 2 * _PART_BITS) + (parts[1] << _PART_BITS) + parts[2]
-    grid = parts[3] >> _SIDE_BITS, parts[3] & _MOST_SIDE
-    return PlacedPicture(f"{value:0{NAME_DIGITS}x}", places, grid)
+    grid = parts[2] >> _SIDE_BITS, parts[2] & _MOST_SIDE
+    return PlacedPicture(f"{(parts[0] << _PART_BITS) + parts[1]:0{NAME_DIGITS}x}", places, grid)
+
+
+def check_pictures(tokens: IntArray) -> None:
+    """Refuse a history whose pictures are not as ``placeholders`` makes them.
+
+    Raises:
+        PictureError: so it is: a row is missing or another's, or the grid has not as many.
+    """
+    for one in pictures_in(tokens):
+        own, n = tokens[one.places], len(one.places)
+        ids = {int(token) & _ID_MASK for token in own}
+        if not one.name or len(ids) > 1:
+            raise PictureError(f"a picture at token {one.start} is not told whole")
+        if (own != placeholders(ids.pop(), one.name, n, one.grid)).any():
+            raise PictureError(f"the rows of the picture at token {one.start} do not fit")
+        if one.grid != (0, 0) and one.grid[0] * one.grid[1] != n:
+            raise PictureError(
+                f"the picture at token {one.start} has {n} rows in a grid of {one.grid[0]} by "
+                f"{one.grid[1]}"
+            )
 
 
 def usable(tokens: IntArray, n: int, *, is_whole: bool) -> int:

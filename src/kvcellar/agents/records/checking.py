@@ -7,9 +7,9 @@ from typing import Any
 
 from kvcellar.agents.records.misses import CAUSES
 from kvcellar.agents.records.titles import MOST_CHARS
-from kvcellar.errors import KVCellarError, PromptError, StoreError
+from kvcellar.errors import KVCellarError, PictureError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.pictures.tokens import ids_of
+from kvcellar.pictures.tokens import check_pictures, ids_of
 from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import ModelKey, Reference, RowLayout
 from kvcellar.store.values.facts import (
@@ -62,7 +62,8 @@ def checked_facts(ref: Reference) -> dict[str, Any]:
         _check(facts, len(ref.tokens))
         if len(ref.tokens) and int(ids_of(ref.tokens.tokens).max()) > MOST_TOKEN:
             raise BadFactError(f"a token is above {MOST_TOKEN}")
-    except (BadFactError, KeyError) as error:
+        check_pictures(ref.tokens.tokens)
+    except (BadFactError, KeyError, PictureError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise StoreError(f"what is known of agent {ref.name!r} is damaged: {said}") from error
     return facts

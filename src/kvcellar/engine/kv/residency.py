@@ -269,7 +269,7 @@ class Residency:
 
     def publish(self, sequence: Sequence) -> None:
         """Let others match what the sequence has computed; it lives on, and holds its lock."""
-        n = sequence.n_computed
+        n = self._told(sequence)
         if not n:
             return
         tables = self.cache.seq_table(sequence.seq_id, n)
@@ -285,6 +285,20 @@ class Residency:
             self.counts.taken_snapshots += len(inserted.adopted[-1])
         if inserted.handle.length == n:
             sequence.resumable_at = n
+
+    def _told(self, sequence: Sequence) -> int:
+        """Return how many of a sequence's computed tokens may stand in the index.
+
+        Never up to a row by which its picture is not told from another: what the index has up to
+        there, and not further, is another picture's, and nothing behind it is put there.
+        """
+        tokens, n = sequence.tokens.tokens, sequence.n_computed
+        if not sequence.pictures:
+            return n
+        n = usable(tokens, n, is_whole=self.is_whole)
+        there = self.index.match_prefix(key_of(tokens[:n], sequence.space)).n_matched
+        told = usable(tokens, there, is_whole=False)
+        return n if there >= n or told == there else told
 
     def unlock(self, sequence: Sequence) -> bool:
         """Let what others can match of a sequence be evicted; true if it was locked.
