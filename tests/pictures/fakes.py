@@ -28,7 +28,7 @@ from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import ids_of, pictures_in
 from kvcellar.store import ModelKey, RowLayout
 from tests.agents.fakes import BLOCK_TOKENS, LETTERS, Eager, RowCells
-from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, HashRunner
+from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, HashRunner, PagedCells
 
 PAD = 260
 VOCAB = 261
@@ -160,9 +160,11 @@ def make_seeing_host(
     params: Any = FULL_PARAMS,
     config: EngineConfig | None = None,
     drafter: Any = None,
+    kind: str = "cells",
 ) -> ModelHost:
     """A host of the model, whose reader is ``host.looks.reader``."""
-    cache = RowCells(make_config(params, capacity, min_chunk=16, n_slots=64))
+    make_cache = RowCells if kind == "cells" else PagedCells
+    cache = make_cache(make_config(params, capacity, min_chunk=16, n_slots=64))
     tokenizer = PictureTokenizer()
     runner = SeeingRunner(cache, VOCAB)
     runner.bias, runner.is_whole = dict(LETTERS), is_whole

@@ -23,6 +23,7 @@ from kvcellar.models.seeing import EncodedPicture
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import placeholders
+from kvcellar.space import Space
 from tests.agents.fakes import LETTERS
 from tests.engine.fakes import FULL_PARAMS, MIXED_PARAMS, PARAMS, logits_of, make_cache, wanted
 from tests.pictures.fakes import (
@@ -88,7 +89,7 @@ def ends_of(host: ModelHost, prompts: Sequence[Sequence[int]], n: int = 4) -> li
     return [ends[i] for i in ids]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(
         st.lists(st.one_of(st.integers(0, 3), st.binary(max_size=30)), min_size=1, max_size=6),
@@ -99,13 +100,19 @@ def ends_of(host: ModelHost, prompts: Sequence[Sequence[int]], n: int = 4) -> li
     budget=st.sampled_from([16, 64]),
     params=st.sampled_from([FULL_PARAMS, PARAMS, MIXED_PARAMS]),
     rounds=st.integers(1, 2),
+    kind=st.sampled_from(["cells", "paged"]),
 )
 def test_any_texts_and_pictures_are_read_as_they_are(
-    texts: list[list[int | bytes]], is_whole: bool, budget: int, params: Any, rounds: int
+    texts: list[list[int | bytes]],
+    is_whole: bool,
+    budget: int,
+    params: Any,
+    rounds: int,
+    kind: str,
 ) -> None:
     """In chunks, in flat batches, beside others that begin alike, and a second time."""
     config = EngineConfig(max_num_batched_tokens=budget)
-    with host_of(is_whole=is_whole, config=config, params=params) as host:
+    with host_of(is_whole=is_whole, config=config, params=params, kind=kind) as host:
         prompts = [
             [
                 1,
@@ -249,14 +256,103 @@ def test_rows_are_kept_as_far_as_there_is_room() -> None:
     rows = PictureRows(encode, most_bytes=250)
 
     def taken(name: str) -> None:
+        rows.begin_step()
         while rows.take(name) is None:
             rows.wait(0.01)
+            rows.begin_step()
 
     for name in ("a", "b", "c", "c", "a"):
         taken(name)
     assert made == ["a", "b", "c", "a"] and rows.counts.picture_bytes <= 250
     assert rows.counts.encoded_pictures == 4 and rows.counts.reused_pictures == 1
     rows.close()
+
+
+def test_nothing_is_done_or_kept_for_those_who_left() -> None:
+    made: list[str] = []
+    may_go = threading.Event()
+
+    def encode(name: str) -> EncodedPicture:
+        made.append(name)
+        assert may_go.wait(60)
+        if name == "bad":
+            raise PictureError("bad")
+        return EncodedPicture(np.zeros(1), (), 100)
+
+    rows = PictureRows(encode, most_bytes=150)
+    rows.begin_step()
+    for name in ("bad", "a", "b"):
+        assert rows.take(name) is None
+    while not made:
+        time.sleep(0.001)
+    for _ in range(3):  # all three leave
+        rows.begin_step()
+    may_go.set()
+    while rows._queued:
+        time.sleep(0.001)
+    assert made == ["bad"] and not rows._kept
+    rows.begin_step()
+    assert rows.take("bad") is None, "who asks anew is not told what others were told"
+    for name in ("a", "b", "c"):
+        assert rows.take(name) is None
+    for _ in range(1000):
+        rows.begin_step()
+        if rows.take("c") is not None:
+            break
+        rows.wait(0.01)
+    assert rows.counts.picture_bytes <= 200
+    rows.close()
+
+
+def test_closing_waits_for_one_picture_and_not_for_all() -> None:
+    made: list[str] = []
+
+    def encode(name: str) -> EncodedPicture:
+        made.append(name)
+        time.sleep(0.05)
+        return EncodedPicture(np.zeros(1), (), 100)
+
+    rows = PictureRows(encode)
+    rows.begin_step()
+    for i in range(20):
+        assert rows.take(str(i)) is None
+    while not made:
+        time.sleep(0.001)
+    rows.close()
+    assert len(made) <= 2
+
+
+def test_guests_do_not_learn_what_others_have_shown() -> None:
+    with host_of() as host:
+        prompt = [*tokens_of(host, 2), *b"what is it?"]
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        for salt in ("a", "b", "a"):
+            ends: list[FinishEvent] = []
+            request = Request(prompt, params, space=Space(salt=salt))
+            host.service.submit_quietly(request, ends.append).result()
+            while not ends:
+                time.sleep(0.002)
+            assert list(ends[0].token_ids) == said_after(prompt, 4)
+        assert reader_of(host).encoded == [PICTURES[2].name] * 2
+
+
+def test_a_text_goes_on_beside_a_picture_whatever_the_policy() -> None:
+    config = EngineConfig(max_num_batched_tokens=64, policy="prefill-first")
+    with host_of(config=config) as host:
+        reader_of(host).may_encode.clear()
+        late: list[FinishEvent] = []
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        prompt = [*b"before it ", *tokens_of(host, 3)]
+        host.service.submit_quietly(Request(prompt, params), late.append).result()
+        (end,) = ends_of(host, [[*b"one"]], 8)
+        assert list(end.token_ids) == said_after(b"one", 8) and not late
+        reader_of(host).may_encode.set()
+
+
+def test_a_prompt_does_not_end_inside_of_a_picture() -> None:
+    with host_of() as host, pytest.raises(PictureError, match="ends inside of a picture"):
+        request = Request([1, *tokens_of(host, 1)[:3]])
+        host.service.submit_quietly(request, lambda end: None).result()
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "seq", "tree", "paged"])

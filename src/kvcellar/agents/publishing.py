@@ -45,8 +45,6 @@ class Publisher:
         """Create a publisher that has saved nothing yet; it finds new pictures on a shelf."""
         self.store = store
         self._shelf = shelf
-        self._pictures: set[str] = set()
-        """Names of pictures that were made durable."""
         self._tickets: dict[str, SaveTicket] = {}
         self._lock = threading.Lock()
         self._owed_since: dict[str, float] = {}
@@ -126,16 +124,15 @@ class Publisher:
                 await asyncio.to_thread(self._save_pictures, messages)
 
     def _save_pictures(self, messages: Sequence[Message]) -> None:
-        """Make the pictures of messages durable, each once.
+        """Make the pictures of messages durable, and have upkeep leave those alone that are.
 
         Raises:
             StoreError: one could not be written.
         """
-        for name in names_in(messages):
-            if name not in self._pictures:
+        for name in dict.fromkeys(names_in(messages)):
+            if not self.store.keep_picture(name):
                 with contextlib.suppress(PictureError):  # it was lost before: its words are kept
                     self.store.put_picture(name, self._shelf.get(name).data)
-                self._pictures.add(name)
 
     async def refresh(self, agent: AgentRecord) -> None:
         """Take over what another process has published of the agent since. Within its gate."""

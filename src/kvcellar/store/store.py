@@ -379,6 +379,10 @@ class Store:
         """
         self._pictures.put(name, data)
 
+    def keep_picture(self, name: str) -> bool:
+        """Have upkeep leave a picture alone for a while; false where it is not on this disk."""
+        return self._pictures.keep(name)
+
     def picture(self, name: str) -> bytes | None:
         """Return the file of a picture, from here or from the shared tier; None: there is none."""
         found = self._pictures.get(name)

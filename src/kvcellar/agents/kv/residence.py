@@ -39,6 +39,7 @@ from kvcellar.history import History
 from kvcellar.hosting.costs import Estimate
 from kvcellar.hosting.host import ModelHost
 from kvcellar.hosting.memory import IN_FLIGHT
+from kvcellar.pictures.tokens import usable
 from kvcellar.store import BoundaryState, Loaded, Match, SaveTicket, Store
 from kvcellar.types import IntArray
 
@@ -312,7 +313,10 @@ class _Job:
         if stop - start < 2 * step:
             return 0
         n = estimate.n_to_compute(stop - start, step)
-        return start + n if n else 0
+        is_whole = self.host.engine.scheduler.residency.is_whole
+        while n and usable(self.tokens.tokens, start + n, is_whole=is_whole) != start + n:
+            n -= step  # what is computed meanwhile does not end inside of a picture
+        return start + n if n > 0 else 0
 
     def _claim(
         self, tokens: IntArray, windows: list[IntArray | None], first: int, patience_s: float

@@ -112,6 +112,8 @@ class _Check:
         restore = self.restore
         starts = range(stop - 1, max(-1, stop - 1 - MAX_TAIL), -1)
         start = next(filter(restore.can_compute_again, starts), None)
+        if start is not None and restore.has_pictures(start, stop):
+            start = None
         tail = None if start is None else restore.compute_tail(runner, start, stop)
         if start is None or tail is None:
             return RestoreFinding(0, {})

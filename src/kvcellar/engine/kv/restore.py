@@ -19,6 +19,8 @@ from kvcellar.cache import SeqCache, StateCache
 from kvcellar.engine.kv.residency import Residency
 from kvcellar.models import Runner
 from kvcellar.models.runner import in_spaces
+from kvcellar.models.seeing import SeenPicture, seeing
+from kvcellar.pictures.tokens import is_placeholder, pictures_in
 from kvcellar.prefix import PrefixHandle, key_of
 from kvcellar.space import SHARED, Space
 from kvcellar.states import NO_SLOT
@@ -264,7 +266,8 @@ class Restore:
             try:
                 found = cache.begin_step(stretches)
                 assert list(found) == list(positions), "each token goes behind its own history"
-                with in_spaces(runner, [(self.space, len(found))]):
+                seen = [(self._behind(position), 1) for position in positions]
+                with in_spaces(runner, [(self.space, len(found))]), seeing(runner, seen):
                     runner.forward(self.tokens[list(positions)], found, [0])
             except BaseException:
                 cache.cancel_step()
@@ -304,7 +307,8 @@ class Restore:
                 return None
             try:
                 found = cache.begin_step([(seq_id, n)])
-                with in_spaces(runner, [(self.space, n)]):
+                seen = [(self._behind(stop), n)]
+                with in_spaces(runner, [(self.space, n)]), seeing(runner, seen):
                     runner.forward(self.tokens[start:stop], found, [0])
             except BaseException:
                 cache.cancel_step()
@@ -329,11 +333,21 @@ class Restore:
         """Return true if all that the token at a position attends to is here."""
         if position % self.block_size:
             return False  # a block is shared whole
+        if self.has_pictures(position, position + 1):
+            return False
         sights = self.residency.cache.config.params.sights
         for sight, table in zip(sights, self._here(), strict=True):
             if (table[sight.first_seen(position) : position] < 0).any():
                 return False
         return True
+
+    def has_pictures(self, start: int, stop: int) -> bool:
+        """Return true if a stretch has rows of pictures, which no forward here is given."""
+        return bool(is_placeholder(self.tokens[start:stop]).any())
+
+    def _behind(self, stop: int) -> list[SeenPicture]:
+        """Return the pictures before a place, of which no row is computed again."""
+        return [SeenPicture(one, None) for one in pictures_in(self.tokens[:stop])]
 
     def _here(self) -> list[IntArray]:
         """Return per layer group ``[stop]``: each position's cell, held before or claimed now."""

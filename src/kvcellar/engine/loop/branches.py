@@ -21,8 +21,9 @@ from kvcellar.engine.loop.generating import (
 from kvcellar.engine.loop.sequence import SequenceView
 from kvcellar.engine.loop.text import TextStream, Tokenizer
 from kvcellar.engine.sampler.sampling import Choice, SamplingParams, SamplingState, sample
-from kvcellar.errors import ConfigError, PromptError
+from kvcellar.errors import ConfigError, PictureError, PromptError
 from kvcellar.models.runner import rope_border_of, turning
+from kvcellar.pictures.tokens import pictures_in
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -120,6 +121,7 @@ def branch(
     Raises:
         PromptError: the prompt is empty or of another tokenizer, or it does not fit together with
             its branches, or their states do not; raised before any compute.
+        PictureError: the prompt has pictures; likewise.
         ConfigError: no branches, or no ``max_tokens`` above 0.
     """
     whole(n_branches, "n_branches", least=1)
@@ -131,6 +133,12 @@ def branch(
     prompt = check_prompt(
         prompt_ids, runner.vocab_size, trunk, n_reserved=n_branches * (params.max_tokens - 1)
     )
+    pictures = pictures_in(prompt.tokens)
+    if pictures:
+        raise PictureError(
+            f"branches are shown of a prompt of text, and this one has {len(pictures)} picture"
+            f"{'s' * (len(pictures) > 1)}; ask without them"
+        )
     n_slots = 2 * n_branches + 1  # each branch reads one and writes one, and the prompt's stays
     if cache.n_missing_slots(n_slots) > 0:
         raise PromptError(

@@ -149,6 +149,8 @@ class Scheduler:
             return
         if self.rows is None:
             raise unseen(len(sequence.pictures))
+        if not all(one.name for one in sequence.pictures):
+            raise PictureError("the prompt ends inside of a picture; end it before or behind it")
         if sequence.request.prompt_logprobs is not None:
             raise PictureError(
                 "log probabilities of a prompt are told of text alone, and this prompt has "
@@ -215,50 +217,67 @@ class Scheduler:
         return None
 
     def _allot(self) -> list[BatchPart]:
-        """Divide the step's tokens, as far as the pictures in them are encoded."""
-        parts = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
-        if self.rows is None or not any(part.sequence.pictures for part in parts):
-            return parts
-        found = []
-        for part in parts:
-            sequence, n = part.sequence, part.n_tokens
-            try:
-                n_ready = self._n_ready(sequence, n)
-            except Exception as error:  # of this sequence's picture: it alone ends
-                self.outcomes.end(sequence, "error", error=error)
-                continue
-            if n_ready:
-                found.append(part if n_ready == n else BatchPart(sequence, n_ready))
+        """Divide the step's tokens among those that can go on, as far as their pictures are there.
+
+        Where all of a picture has to be in one step, the first of them may have more than there is
+        to divide; others wait then.
+        """
+        running, budget = self.running, self.limits.max_num_batched_tokens
+        if self.rows is None or not any(sequence.pictures for sequence in running):
+            return self.policy.allot(running, budget)
+        self.rows.begin_step()
+        able = [one for one in list(running) if not one.pictures or self._n_ready(one, 1)]
+        found: list[BatchPart] = []
+        left, is_beyond = budget, False
+        for part in self.policy.allot(able, budget):
+            n = part.n_tokens
+            if part.sequence.pictures:
+                n = self._n_ready(part.sequence, n)
+                if n > max(left, part.n_tokens):
+                    n, is_beyond = (0 if is_beyond else n), True
+            if n:
+                found.append(part if n == part.n_tokens else BatchPart(part.sequence, n))
+                left -= n
         return found
 
     def _n_ready(self, sequence: Sequence, n_tokens: int) -> int:
         """Return how many of a sequence's next tokens can be computed now.
 
         Those before a picture whose rows are still to come; where rows see each other both ways,
-        all of a picture or none.
-
-        Raises:
-            Exception: what encoding a picture raised.
+        all of a picture or none. A sequence whose picture cannot be encoded ends, alone.
         """
         assert self.rows is not None, "asked where pictures are read"
         start = sequence.n_computed
-        stop, needed = start + n_tokens, {}
+        stop, needed = self._whole(sequence, start + n_tokens), {}
         for placed in sequence.pictures:
             if placed.stop <= start:
                 continue
             if placed.start >= stop:
                 break
-            if self.residency.is_whole and stop < placed.stop:
-                stop = placed.start if placed.start > start else placed.stop
-                if stop == placed.start:
-                    break
-            found = sequence.rows.get(placed.name) or self.rows.take(placed.name)
+            found = sequence.rows.get(placed.name)
+            try:
+                found = found or self.rows.take(placed.name, sequence.space.salt)
+            except Exception as error:
+                self.outcomes.end(sequence, "error", error=error)
+                return 0
             if found is None:
                 stop = max(start, placed.start)
                 break
             needed[placed.name] = found
         sequence.rows = needed
         return stop - start
+
+    def _whole(self, sequence: Sequence, stop: int) -> int:
+        """Return where a step of a sequence that would end at a place ends: not inside a picture.
+
+        Where all rows of one have to be in the same step.
+        """
+        if self.residency.is_whole:
+            for placed in sequence.pictures:
+                if placed.start < stop < placed.stop:
+                    is_behind = placed.start > sequence.n_computed
+                    return placed.start if is_behind else placed.stop
+        return stop
 
     def _await_rows(self) -> None:
         """Wait a little where all that runs waits for pictures."""
@@ -428,6 +447,7 @@ class Scheduler:
         n_scored = max(1, SCORED_BYTES // (4 * self.vocab_size))
         for part in parts:
             n = snapshots.chunk(part.sequence, part.n_tokens, len(self.running))
+            n = self._whole(part.sequence, part.sequence.n_computed + n) - part.sequence.n_computed
             if len(part.targets):
                 n = min(n, n_scored)
                 n_scored -= n

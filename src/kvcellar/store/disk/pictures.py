@@ -44,11 +44,9 @@ class PictureFiles:
         """
         if not _NAME.fullmatch(name):
             raise StoreError(f"{name!r} is no name of a picture")
-        path = self._find(name)
+        if self.keep(name):
+            return
         try:
-            if path is not None:
-                os.utime(path)  # somebody needs it: see ``remove``
-                return
             folder = self._folder
             file = folder.pictures / f"{name}-{_digest(data)}"
             folder.pictures.mkdir(mode=0o700, exist_ok=True)
@@ -61,9 +59,17 @@ class PictureFiles:
                 f"on the disk"
             ) from error
 
-    def has(self, name: str) -> bool:
-        """Return true if a picture is there; nothing is read."""
-        return self._find(name) is not None
+    def keep(self, name: str) -> bool:
+        """Note that somebody needs a picture, for ``remove``; false where it is not there."""
+        path = self._find(name)
+        try:
+            if path is not None:
+                os.utime(path)
+        except FileNotFoundError:  # removed just now
+            return False
+        except OSError:  # a disk that takes nothing: it is there all the same
+            pass
+        return path is not None
 
     def get(self, name: str) -> bytes | None:
         """Return the file of a picture; None where there is none that is whole."""

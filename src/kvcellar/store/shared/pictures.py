@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 from kvcellar.errors import PictureError
 from kvcellar.pictures.picture import MOST_BYTES, Picture
@@ -16,6 +17,9 @@ ASK_S = 10.0
 
 PUT_S = 60.0
 
+TRUSTED_S = 86400.0
+"""How long a picture that was there is believed to be there still."""
+
 MOST_KNOWN = 1 << 14
 
 
@@ -25,12 +29,13 @@ class SharedPictures:
     def __init__(self, reading: Reach, writing: Reach, events: EventLog) -> None:
         """Create a view that knows of no picture yet."""
         self._reading, self._writing, self._events = reading, writing, events
-        self._there: set[str] = set()
+        self._there: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def has(self, name: str) -> bool:
-        """Return true if a picture was there when it was last asked for."""
-        return name in self._there
+        """Return true if a picture was there a while ago, and nobody has to look again."""
+        with self._lock:
+            return time.monotonic() - self._there.get(name, -TRUSTED_S) < TRUSTED_S
 
     def put(self, name: str, data: bytes) -> None:
         """Hand a picture in, where the place has it not.
@@ -40,7 +45,7 @@ class SharedPictures:
         """
         key = key_of(name)
         with contextlib.suppress(ForeignError):
-            if self._writing.ask(lambda place: place.size(key), ASK_S) != len(data):
+            if self._writing.ask(lambda place: place.read(key, MOST_BYTES), PUT_S) != data:
                 self._writing.ask(lambda place: place.write(key, data), PUT_S)
         self._note(name)
 
@@ -63,7 +68,7 @@ class SharedPictures:
         with self._lock:
             if len(self._there) > MOST_KNOWN:
                 self._there.clear()
-            self._there.add(name)
+            self._there[name] = time.monotonic()
 
 
 def key_of(name: str) -> str:
