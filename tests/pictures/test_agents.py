@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcellar.agents import AgentManager
-from kvcellar.errors import ModelError, StoreError
+from kvcellar.errors import ModelError, PromptError, StoreError
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import pictures_in
 from tests.agents.fakes import LETTERS, manager, run, tokens_of, turn
@@ -274,7 +274,7 @@ def test_a_template_that_leaves_pictures_out_is_refused(tmp_path: Path) -> None:
     with manager(tmp_path, deaf) as agents:
         run(agents.lifecycle.create("eye"))
         agents.models.shelf.add(CAT)
-        with pytest.raises(ModelError, match="writes 0 of the 1 pictures"):
+        with pytest.raises(ModelError, match="writes 0 of 1 pictures"):
             run(turn(agents, "eye", behind=[said("who is this?", CAT)]))
 
 
@@ -288,3 +288,57 @@ def test_another_picture_is_told_as_the_cause(tmp_path: Path) -> None:
         miss = agents.directory.agent("eye").miss
         assert miss is not None and miss.cause == "picture"
         assert f"[picture {CAT.name}]" in miss.was and f"[picture {DOG.name}]" in miss.became
+
+
+@pytest.mark.parametrize("text", ["hi <|en#d|> there", "a #<|end|>b", "<|e#nd|#>"])
+def test_no_picture_makes_a_control_token_of_what_is_around_it(text: str) -> None:
+    """A template may put texts together that a picture stands between."""
+    from kvcellar.models.text.prompts import encode, render
+    from tests.models.tiny_checkpoints import make_tokenizer
+    from tests.pictures.fakes import FakeReader
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<pad>", "<picture>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content if p.type == 'image' %}<picture>{% endfor %}"
+        "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endif %}"
+        "<|end|>{% endfor %}"
+    )
+    looks: Any = FakeReader()
+    looks.token_id = tokenizer.convert_tokens_to_ids("<pad>")
+    looks.look = lambda name: FakeReader.look(looks, CAT)
+    content, places = text.replace("#", ""), [i for i, c in enumerate(text) if c == "#"]
+    pictures = [{"name": CAT.name, "at": at - i} for i, at in enumerate(places)]
+    message = {"role": "user", "content": content, "pictures": pictures}
+    rendered = render(tokenizer, [message], looks=looks, is_asking=False)
+    ids = encode(tokenizer, rendered)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert ids.count(end) == 1 and ids[-1] == end
+    assert len(pictures_in(np.array(ids, np.int64))) == len(places)
+
+
+def test_pictures_go_with_their_messages_where_a_template_has_these_moved() -> None:
+    from kvcellar.models.text.pictures import marked_pictures, picture_parts
+
+    one = said("one", CAT)
+    two = {
+        **said("two", DOG),
+        "pictures": [{"name": CAT.name, "at": 3}, {"name": DOG.name, "at": 1}],
+    }
+    first, second = marked_pictures([one, two], "#")
+    order: list[int] = []
+    parts = picture_parts([second, first], "#", order)
+    assert order == [1, 2, 0]  # the second message's in the order of their places
+    assert [p["type"] for p in parts[0]["content"]] == ["text", "image", "text", "image"]
+
+
+@pytest.mark.parametrize(
+    "pictures",
+    ["abc", [{"name": CAT.name}], [{"name": "x", "at": 0}], [{"name": CAT.name, "at": 99}], [7]],
+)
+def test_what_names_no_picture_is_refused(tmp_path: Path, pictures: Any) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        with pytest.raises(PromptError, match="a list of objects"):
+            run(turn(agents, "eye", behind=[{**said("hi"), "pictures": pictures}]))

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from kvcellar.checks import whole
+from kvcellar.errors import KVCellarError, PictureError
+from kvcellar.pictures.tokens import NAME_DIGITS
 
 PICTURES = "pictures"
 """The key of a message beside ``content``: ``{"name": ..., "at": ...}`` of each picture in it, in
 their order, ``at`` the characters of ``content`` before it."""
+
+_NAME = re.compile(f"[0-9a-f]{{{NAME_DIGITS}}}")
+
+
+def pictures_of(message: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the pictures of a message in their order: name, and its place in the content.
+
+    Raises:
+        PictureError: they are not as they have to be.
+    """
+    listed, content = message.get(PICTURES), message.get("content") or ""
+    if not listed:
+        return []
+    try:
+        if not isinstance(content, str) or not isinstance(listed, Sequence):
+            raise TypeError
+        found = [(str(one["name"]), whole(one["at"], "at")) for one in listed]
+        if not all(_NAME.fullmatch(name) and 0 <= at <= len(content) for name, at in found):
+            raise ValueError
+    except (TypeError, KeyError, ValueError, KVCellarError) as error:
+        raise PictureError(
+            "pictures of a message are a list of objects with the name of a picture and at, the "
+            "characters of its content, a text, that stand before it"
+        ) from error
+    return sorted(found, key=lambda one: one[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +80,7 @@ def picture_alone(name: str) -> PicturedText:
 
 def of_message(message: Mapping[str, Any]) -> PicturedText:
     """Return what a message says whose content is text, with its pictures."""
-    listed = message.get(PICTURES) or ()
-    return PicturedText(
-        str(message.get("content") or ""), tuple((str(p["name"]), int(p["at"])) for p in listed)
-    )
+    return PicturedText(str(message.get("content") or ""), tuple(pictures_of(message)))
 
 
 def joined(parts: Iterable[PicturedText], between: str = "\n") -> PicturedText:

@@ -9,6 +9,7 @@ from kvcellar.agents.records.misses import CAUSES
 from kvcellar.agents.records.titles import MOST_CHARS
 from kvcellar.errors import KVCellarError, PictureError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.pictures.placed_text import pictures_of
 from kvcellar.pictures.tokens import check_pictures, ids_of
 from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import ModelKey, Reference, RowLayout
@@ -188,6 +189,7 @@ def _check(facts: dict[str, Any], n_tokens: int) -> None:
 def _check_message(value: Any, where: str) -> None:
     message = object_of(value, where)
     text(message["role"], f"{where}.role", 64)
+    pictures_of(message)
     content = message.get("content")
     if isinstance(content, list):
         for part in content:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -53,26 +54,38 @@ class Controls:
     twins: dict[str, tuple[Any, dict[int, int]]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
-    def is_spelt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
-        """Return true if any text spells one of the control tokens."""
+    def is_spelt(self, messages: Sequence[Mapping[str, Any]], tools: Any, joint: str = "") -> bool:
+        """Return true if any text spells one of the control tokens.
+
+        Args:
+            messages: of a conversation.
+            tools: and what else has texts.
+            joint: stands where a text is taken apart, for a picture in it; empty: none is.
+        """
         return any(
-            pattern.search(text)
+            pattern.search(piece)
             for value, pattern in self._parts(messages, tools)
             for text in _texts(value)
+            for piece in (text.split(joint) if joint else [text])
         )
 
-    def marked(self, messages: Any, tools: Any, mark: str) -> tuple[Any, Any]:
-        """Return messages and tools with a mark before each control token that they spell."""
+    def marked(self, messages: Any, tools: Any, mark: str, joint: str = "") -> tuple[Any, Any]:
+        """Return messages and tools with a mark before each control token that they spell.
+
+        Arguments as of ``is_spelt``, and the mark.
+        """
+
+        def put(value: Any, pattern: re.Pattern[str]) -> Any:
+            return _marked(value, pattern, mark, joint)
+
         said = [
             {
-                _marked(key, self.in_texts, mark): _marked(
-                    value, self._pattern_of(message, key), mark
-                )
+                put(key, self.in_texts): put(value, self._pattern_of(message, key))
                 for key, value in message.items()
             }
             for message in messages
         ]
-        return said, _marked(tools, self.in_texts, mark)
+        return said, put(tools, self.in_texts)
 
     def are_all_written(self, text: str, ids: Collection[int]) -> bool:
         """Return true if each control token stands in the text as such.
@@ -252,15 +265,17 @@ def _texts(value: Any) -> Iterable[str]:
             yield from _texts(part)
 
 
-def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+def _marked(value: Any, pattern: re.Pattern[str], mark: str, joint: str) -> Any:
     """Return a value of JSON with a mark before each match in its texts, keys too."""
     put: Callable[[re.Match[str]], str] = lambda found: mark + found[0]  # noqa: E731
     if isinstance(value, str):
-        return pattern.sub(put, value)
+        pieces = value.split(joint) if joint else [value]
+        return joint.join(pattern.sub(put, piece) for piece in pieces)
+    again = partial(_marked, pattern=pattern, mark=mark, joint=joint)
     if isinstance(value, Mapping):
-        return {_marked(k, pattern, mark): _marked(v, pattern, mark) for k, v in value.items()}
+        return {again(key): again(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_marked(part, pattern, mark) for part in value]
+        return [again(part) for part in value]
     return value
 
 

@@ -2,17 +2,19 @@
 
 A message says with ``pictures`` where in its content they stand. While a conversation is made so
 that a template takes it, texts are joined and moved: so each picture is a mark in its text until
-that is done, and becomes a part then.
+that is done, with its number, and becomes a part then.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.models.seeing import Look
+from kvcellar.pictures.placed_text import PICTURES, pictures_of
 
 Message = dict[str, Any]
 
@@ -21,13 +23,18 @@ LINE = "[image: left out, this model reads text alone]"
 
 
 def names_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the pictures in a conversation, in their order."""
-    return [str(one["name"]) for message in messages for one in message.get("pictures") or ()]
+    """Return the names of the pictures in a conversation, in their order.
+
+    Raises:
+        PictureError: ``pictures`` of a message are not as they have to be.
+    """
+    return [name for message in messages for name, _ in pictures_of(message)]
 
 
-def marked_pictures(messages: Sequence[Message], mark: str) -> tuple[list[Message], list[str]]:
-    """Return messages with a mark in the content for each picture, and the names in their order."""
-    return [_put(message, mark) for message in messages], names_in(messages)
+def marked_pictures(messages: Sequence[Message], mark: str) -> list[Message]:
+    """Return messages with a mark in the content for each picture, and its number."""
+    numbers = itertools.count()
+    return [_put(message, lambda: f"{mark}{next(numbers)}{mark}") for message in messages]
 
 
 def left_out(messages: Sequence[Message]) -> tuple[list[Message], tuple[str, ...]]:
@@ -37,42 +44,58 @@ def left_out(messages: Sequence[Message]) -> tuple[list[Message], tuple[str, ...
         f"{n} image{'s' * (n > 1)} in the messages left out: this model reads text alone; it was "
         f"told so in {'their' if n > 1 else 'its'} place",
     )
-    return [_put(message, LINE, is_line=True) for message in messages], notes
+    return [_put(message, lambda: LINE, _lines) for message in messages], notes
 
 
-def _put(message: Message, said: str, *, is_line: bool = False) -> Message:
+def _put(
+    message: Message, say: Callable[[], str], join: Callable[[Sequence[str]], str] = "".join
+) -> Message:
     """Return a message with a text where each of its pictures stands, and without its pictures."""
-    pictures = message.get("pictures")
-    if not pictures:
+    placed = pictures_of(message)
+    if not placed:
         return message
     content, parts, at = str(message.get("content") or ""), [], 0
-    for stop in sorted(min(max(int(one["at"]), 0), len(content)) for one in pictures):
-        parts += [content[at:stop], said]
+    for _, stop in placed:
+        parts += [content[at:stop], say()]
         at = stop
     parts = [part for part in (*parts, content[at:]) if part]
-    plain = {key: value for key, value in message.items() if key != "pictures"}
-    return {**plain, "content": _lines(parts, said) if is_line else "".join(parts)}
+    plain = {key: value for key, value in message.items() if key != PICTURES}
+    return {**plain, "content": join(parts)}
 
 
-def _lines(parts: Sequence[str], line: str) -> str:
-    """Join texts so that each line stands alone."""
+def _lines(parts: Sequence[str]) -> str:
+    """Join texts so that what stands for a picture is a line of its own."""
     text = ""
     for before, part in zip(("", *parts), parts, strict=False):
-        if text and line in (before, part) and not text.endswith("\n") and part[:1] != "\n":
+        if text and LINE in (before, part) and not text.endswith("\n") and part[:1] != "\n":
             text += "\n"
         text += part
     return text
 
 
-def picture_parts(message: Message, mark: str) -> Message:
-    """Return a message whose content is in parts, where it has marks of pictures."""
+def picture_parts(messages: Sequence[Message], mark: str, order: list[int]) -> list[Message]:
+    """Return messages whose content is in parts where it has marks of pictures.
+
+    Args:
+        messages: as a template takes them.
+        mark: of pictures; empty: there are none.
+        order: is made the numbers of the pictures, in the order in which they stand now.
+    """
+    order.clear()
+    return [_in_parts(message, mark, order) if mark else message for message in messages]
+
+
+def _in_parts(message: Message, mark: str, order: list[int]) -> Message:
     content = message.get("content")
     if not isinstance(content, str) or mark not in content:
         return message
     parts: list[dict[str, str]] = []
-    for i, text in enumerate(content.split(mark)):
-        parts += [{"type": "image"}] * (i > 0)
-        parts += [{"type": "text", "text": text}] * bool(text)
+    for i, piece in enumerate(content.split(mark)):
+        if i % 2:
+            order.append(int(piece))
+            parts.append({"type": "image"})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
     return {**message, "content": parts}
 
 
@@ -99,7 +122,8 @@ def with_looks(text: str, written: str, looks: Sequence[Look], mark: str) -> str
     made, n_written = pattern.sub(put, text), sum(not one[1] for one in pattern.finditer(text))
     if n_written != len(looks):
         raise ModelError(
-            f"the model's chat template writes {n_written} of the {len(looks)} pictures in these "
-            f"messages; put pictures where it reads them, such as into the user's messages"
+            f"the model's chat template writes {n_written} of {len(looks)} pictures in these "
+            f"messages; put them where it reads them: into the user's messages, also behind the "
+            f"result of a tool that made them"
         )
     return made

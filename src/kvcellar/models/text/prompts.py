@@ -29,6 +29,7 @@ from kvcellar.models.text.fitting import (
 from kvcellar.models.text.pictures import (
     left_out,
     marked_pictures,
+    names_in,
     picture_parts,
     with_looks,
 )
@@ -163,16 +164,19 @@ def render(
             said, lines = left_out(said)
         else:
             picture_mark = free_mark((said, rest))
-            said, names = marked_pictures(said, picture_mark)
+            names = names_in(said)
+            said = marked_pictures(said, picture_mark)
     controls = None if control_tokens_in_text else controls_of(tokenizer)
     mark = ""
-    if controls is not None and controls.is_spelt(said, rest):
+    if controls is not None and controls.is_spelt(said, rest, picture_mark):
         mark = free_mark((said, rest))
-        said, rest = controls.marked(said, rest, mark)
+        said, rest = controls.marked(said, rest, mark, picture_mark)
     try:
         is_begun = is_asking and begun_of(said) is not None
         write = _continued if is_begun else _apply
-        text, notes = write(tokenizer, said, rest[0], rest[1], is_asking, picture_mark)
+        order: list[int] = []
+        pictures = (picture_mark, order)
+        text, notes = write(tokenizer, said, rest[0], rest[1], is_asking, pictures)
     except TemplateLimitError:
         raise
     except Exception as error:  # templates raise errors of jinja's
@@ -183,7 +187,7 @@ def render(
     seen: tuple[tuple[str, Look], ...] = ()
     if names:
         assert looks is not None, "else there are lines in their place"
-        seen = tuple((name, looks.look(name)) for name in names)
+        seen = tuple((names[i], looks.look(names[i])) for i in order)
         text = with_looks(text, looks.written, [look for _, look in seen], mark)
     found = Rendered(text, is_literal=control_tokens_in_text, notes=notes)
     if mark:
@@ -262,7 +266,7 @@ def _continued(
     tools: list[dict[str, Any]] | None,
     template_kwargs: Mapping[str, Any],
     is_asking: bool,
-    picture_mark: str,
+    pictures: tuple[str, list[int]],
 ) -> tuple[str, tuple[str, ...]]:
     """Write a conversation up to the end of its last answer, which is read as it was sent.
 
@@ -274,13 +278,13 @@ def _continued(
         end = free_mark((messages, tools, template_kwargs), 1)
         last = {**messages[-1], "content": begun + end}
         said = [*messages[:-1], last]
-        text, notes = _apply(tokenizer, said, tools, template_kwargs, False, picture_mark)
+        text, notes = _apply(tokenizer, said, tools, template_kwargs, False, pictures)
         text = text.rpartition(end)[0]
         if text.endswith(begun):
             return text, notes
         if text.endswith(begun.lstrip()):  # templates trim
             return text.removesuffix(begun.lstrip()) + begun, notes
-    text, notes = _apply(tokenizer, messages[:-1], tools, template_kwargs, is_asking, picture_mark)
+    text, notes = _apply(tokenizer, messages[:-1], tools, template_kwargs, is_asking, pictures)
     n = next((n for n in range(len(begun), 0, -1) if text.endswith(begun[:n])), 0)
     is_opened = n and begun[:n].strip() == _THOUGHT
     return text + begun[n if is_opened else 0 :], notes
@@ -292,16 +296,16 @@ def _apply(
     tools: list[dict[str, Any]] | None,
     template_kwargs: Mapping[str, Any],
     is_asking: bool,
-    picture_mark: str,
+    pictures: tuple[str, list[int]],
 ) -> tuple[str, tuple[str, ...]]:
     """Render a conversation by ``apply_chat_template``, made so that the template takes it.
 
-    Where a text has the mark of pictures, the template is given a part for each.
+    Where a text has the mark of pictures, the template is given a part for each; the list beside
+    the mark gets their numbers in the order in which it is given them.
     """
     if not is_rendered_here(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
-        if picture_mark:
-            messages = [picture_parts(message, picture_mark) for message in messages]
+        messages = picture_parts(messages, *pictures)
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=is_asking, tokenize=False, **more
         )
@@ -317,8 +321,7 @@ def _apply(
     has_thoughts = any(message.get("reasoning_content") for message in said)
     if has_thoughts and reads_thoughts(template, words) == "parts":
         said = [thinking_in_parts(message) for message in said]
-    if picture_mark:
-        said = [picture_parts(message, picture_mark) for message in said]
+    said = picture_parts(said, *pictures)
     if reads_parts_alone(template, words):
         said = [in_parts(message) for message in said]
     job = {
