@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,35 @@ def test_an_export_takes_pictures_along(tmp_path: Path) -> None:
         run(agents.sleep.export("eye", file))
     with manager(tmp_path / "b", make_seeing_host) as agents:
         run(agents.sleep.import_file(file))
-        run(look(agents, "eye", "are you sure?"))
+        end = run(look(agents, "eye", "are you sure?"))
+        assert end.usage.restored_tokens > 0 and encoded(agents) == []
         assert seen(agents, "eye") == [CAT.name]
         assert agents.store.picture(CAT.name) == CAT.data
+
+
+def test_an_export_of_a_stranger_brings_the_pictures_that_it_names_or_nothing(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "eye.kvcellar"
+    with manager(tmp_path / "a", make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        run(agents.sleep.export("eye", file))
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(f"pictures/{DOG.name}", DOG.data)
+    with manager(tmp_path / "b", make_seeing_host) as agents:
+        run(agents.sleep.import_file(file))
+        assert agents.store.picture(DOG.name) is None
+        assert agents.store.picture(CAT.name) == CAT.data
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, DOG.data if name.endswith(CAT.name) else data)
+    with manager(tmp_path / "c", make_seeing_host) as agents:
+        with pytest.raises(StoreError, match="other pixels"):
+            run(agents.sleep.import_file(file))
+        assert not (tmp_path / "c" / "pictures").exists()
 
 
 def test_machines_share_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +185,9 @@ def test_machines_share_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run(look(agents, "eye", "who is this?", CAT))
         assert agents.store.shared is not None and agents.store.shared.flush(120)
     with manager(tmp_path / "b", make_seeing_host, shared=share) as agents:
-        run(look(agents, "eye", "are you sure?"))
-        assert seen(agents, "eye") == [CAT.name]
+        end = run(look(agents, "eye", "are you sure?"))
+        assert end.usage.restored_tokens > 0 and encoded(agents) == []
+        assert agents.store.picture(CAT.name) == CAT.data
 
 
 def test_a_stranger_s_file_in_a_place_is_not_used(

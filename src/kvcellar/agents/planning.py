@@ -27,7 +27,9 @@ from kvcellar.hosting.messages import Messages
 from kvcellar.hosting.models import model_notes
 from kvcellar.hosting.text_limits import refuse_text
 from kvcellar.hosting.volatile import RuleChange, apply_rules, keep_known
+from kvcellar.models.text.pictures import names_in
 from kvcellar.models.text.prompts import encode, render
+from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import check_ids, ids_of
 
 StartFn = Callable[["PlannedTurn", int], None]
@@ -145,6 +147,8 @@ class PlannedTurn:
     rules: tuple[RuleChange, ...] = ()
     notes: tuple[str, ...] = ()
     notice: str | None = None
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)
+    """Pictures in it that are in memory, so that they stay there until it has ended."""
 
 
 def plan_turn(
@@ -239,6 +243,7 @@ def plan_turn(
         changed or _what_differs(agent, host, prefixes, is_taken_otherwise),
         ruled.changes,
         rendered.notes,
+        pictures=() if host.looks is None else host.shelf.held(names_in(ruled.messages)),
     )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from kvcellar.errors import PictureError
 from kvcellar.installed import pip_command
 from kvcellar.pictures.tokens import NAME_DIGITS
@@ -23,8 +25,11 @@ FORMATS = {
 MOST_BYTES = 32 << 20
 """Bytes of a picture's file, at most."""
 
-MOST_PIXELS = 64 << 20
-"""Pixels of a picture, at most: 192 MB of them in memory while it is read."""
+MOST_PIXELS = 32 << 20
+"""Pixels of a picture, at most, which is more than 8K has: some 300 MB while it is read."""
+
+_STRIP = 256
+"""Rows of pixels that are made bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -61,9 +66,13 @@ class Picture:
             )
         image, media_type = _opened(data)
         pixels = _upright(image)
-        size = f"{pixels.width}x{pixels.height}".encode()
-        digest = blake2b(pixels.tobytes(), digest_size=16, key=size, person=b"picture").hexdigest()
-        return cls(digest[:NAME_DIGITS], data, media_type, pixels.width, pixels.height)
+        width, height = pixels.size
+        size = f"{width}x{height}".encode()
+        digest = blake2b(digest_size=16, key=size, person=b"picture")
+        for top in range(0, height, _STRIP):
+            strip = (0, top, width, min(top + _STRIP, height))
+            digest.update(pixels.crop(strip).tobytes())
+        return cls(digest.hexdigest()[:NAME_DIGITS], data, media_type, width, height)
 
     def pixels(self) -> Any:
         """Return its pixels as an image of Pillow in RGB, upright, over white where it is clear."""
@@ -113,6 +122,8 @@ def _upright(image: Any) -> Any:
         image.seek(0)
         image.load()
         image = ImageOps.exif_transpose(image)
+        if image.mode[0] in "IF":  # of more than 8 bits, which Pillow would cut off
+            image = image_module.fromarray((np.asarray(image) // 256).astype(np.uint8))
         if image.has_transparency_data:
             clear = image.convert("RGBA")
             image = image_module.new("RGBA", clear.size, "white")

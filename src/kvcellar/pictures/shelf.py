@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from hashlib import blake2b
 from weakref import WeakValueDictionary
 
 from kvcellar.errors import PictureError
 from kvcellar.pictures.picture import Picture
-
-MOST_NAMES = 1 << 14
-"""Files of which is remembered what picture they are."""
 
 SHELF_BYTES = 32 << 20
 """Bytes of files that are kept in memory where nobody holds them; more where models read them."""
@@ -43,8 +39,6 @@ class PictureShelf:
         self._find, self.most_bytes = find, most_bytes
         self._held: WeakValueDictionary[str, Picture] = WeakValueDictionary()
         self._kept: OrderedDict[str, Picture] = OrderedDict()
-        self._names: dict[bytes, str] = {}
-        """Names by a digest of their file."""
         self._n_bytes = 0
         self._lock = threading.Lock()
 
@@ -52,32 +46,18 @@ class PictureShelf:
         """Look elsewhere for what has gone from now on; see the constructor's ``find``."""
         self._find = find
 
-    def read(self, data: bytes) -> Picture:
-        """Read a picture's file and put it on the shelf; one that is there is not decoded again.
-
-        Clients send the same pictures with every turn of a conversation.
-
-        Raises:
-            PictureError: as ``Picture.read``.
-        """
-        file = blake2b(data, digest_size=16).digest()
-        with self._lock:
-            known = self._held.get(self._names.get(file, ""))
-        if known is not None:
-            return self.add(known)
-        picture = self.add(Picture.read(data))
-        with self._lock:
-            if len(self._names) > MOST_NAMES:
-                self._names.clear()
-            self._names[file] = picture.name
-        return picture
-
     def add(self, picture: Picture) -> Picture:
         """Put a picture on the shelf; return it, or the one of the same name that is there."""
         with self._lock:
             found = self._held.setdefault(picture.name, picture)
             self._touch(found)
             return found
+
+    def held(self, names: Iterable[str]) -> tuple[Picture, ...]:
+        """Return those of some pictures that are in memory, where they are for as long as these."""
+        with self._lock:
+            found = (self._held.get(name) for name in names)
+            return tuple(one for one in found if one is not None)
 
     def get(self, name: str) -> Picture:
         """Return a picture.

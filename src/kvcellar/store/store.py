@@ -463,6 +463,9 @@ class Store:
                 nothing was published.
         """
         path = Path(file)
+        # Before anything waits for it: to decode them takes longer than to read the rest.
+        named = upkeep.pictures_of(exchange.reference_of(path))
+        pictures = exchange.checked_pictures(path, named)
 
         def work() -> Reference:
             with self._cold.locked():
@@ -471,8 +474,8 @@ class Store:
                     ref = adopt(ref)
                 self._check_free(checked_name(ref.name))
                 ref = replace(ref, revision=1)
-                for name, data in exchange.pictures_of_export(path):
-                    self._pictures.put(name, data)
+                for name in pictures:
+                    self._pictures.put(name, exchange.picture_of_export(path, name))
                 exchange.publish_export(self._cold, path, ref, self._saver.wanted())
                 return ref
 

@@ -116,23 +116,46 @@ def verify_export(file: Path, on_progress: Progress | None) -> Reference:
     return ref
 
 
-def pictures_of_export(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the pictures in an export, by name; each has the pixels that its name says.
+def reference_of(file: Path) -> Reference:
+    """Return the reference in an export, of which nothing else was looked at.
+
+    Raises:
+        StoreError: it is no export.
+    """
+    with _reading(file) as archive:
+        return unpack_reference(_read(archive, REFERENCE))
+
+
+def checked_pictures(file: Path, names: Collection[str]) -> list[str]:
+    """Return which pictures are in an export, of some; each has the pixels that its name says.
 
     Raises:
         StoreError: one has others, or is no picture.
     """
+    found = []
     with _reading(file) as archive:
-        for name in archive.namelist():
-            if name.startswith(_PICTURES):
-                data = _read_raw(archive, name, MOST_BYTES)
-                try:
-                    found = Picture.read(data).name
-                except PictureError as error:
-                    raise DamagedError(f"{name} is no picture: {error}") from error
-                if found != name.removeprefix(_PICTURES):
-                    raise DamagedError(f"{name} has other pixels than its name says")
-                yield found, data
+        there = set(archive.namelist())
+        for name in sorted(names):
+            if f"{_PICTURES}{name}" not in there:
+                continue
+            try:
+                is_right = Picture.read(_read_picture(archive, name)).name == name
+            except PictureError as error:
+                raise DamagedError(f"picture {name} is none: {error}") from error
+            if not is_right:
+                raise DamagedError(f"picture {name} has other pixels than its name says")
+            found.append(name)
+    return found
+
+
+def picture_of_export(file: Path, name: str) -> bytes:
+    """Return the file of a picture in an export.
+
+    Raises:
+        StoreError: it is gone.
+    """
+    with _reading(file) as archive:
+        return _read_picture(archive, name)
 
 
 def publish_export(cold: ColdTier, file: Path, ref: Reference, protect: Collection[bytes]) -> None:
@@ -181,10 +204,10 @@ def _entries(ref: Reference) -> list[tuple[Kind, bytes, str]]:
     return [(kind, a, f"{kind.value}s/{a.hex()}{SUFFIX}") for kind, a in wanted]
 
 
-def _read_raw(archive: zipfile.ZipFile, name: str, most_bytes: int) -> bytes:
-    info = _checked_entry(archive, name)
-    if info.file_size > most_bytes:
-        raise DamagedError(f"{name} has {info.file_size:,} bytes, of at most {most_bytes:,}")
+def _read_picture(archive: zipfile.ZipFile, name: str) -> bytes:
+    info = _checked_entry(archive, f"{_PICTURES}{name}")
+    if info.file_size > MOST_BYTES:
+        raise DamagedError(f"{name} has {info.file_size:,} bytes, of at most {MOST_BYTES:,}")
     with archive.open(info) as entry:
         return entry.read(info.file_size)
 
