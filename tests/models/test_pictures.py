@@ -7,6 +7,7 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from kvcellar import make_config, make_seq_session
+from kvcellar.backends.torch import loading
 from kvcellar.backends.torch.vision.processor import Processor
 from kvcellar.errors import ModelError, PictureError, StepError
 from kvcellar.models import load_model
@@ -353,3 +355,11 @@ def test_a_family_whose_processor_needs_torchvision_says_so(family, tmp_path):
     model = load_model(make_vision_checkpoint(tmp_path, family))
     assert model.pictures is None
     assert "pip install torchvision" in model.no_pictures
+
+
+def test_a_vision_part_beside_a_gguf_file_is_named(tmp_path):
+    found = SimpleNamespace(folder=tmp_path / "model.gguf")
+    found.folder.touch()
+    assert loading._picture_reader(found, None) == (None, "")
+    (tmp_path / "mmproj-model-f16.gguf").touch()
+    assert "mmproj" in loading._picture_reader(found, None)[1]

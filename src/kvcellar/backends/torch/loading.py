@@ -96,6 +96,12 @@ if TYPE_CHECKING:
 _BY = f"transformers {transformers.__version__}"
 """Whose rules a model's facts and parts are learnt by."""
 
+_MMPROJ = (
+    "the vision part lies beside it as a GGUF file (mmproj), which is not read; take the model's "
+    "folder of Hugging Face for pictures"
+)
+"""Reason why a GGUF file's model reads no pictures."""
+
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
 
@@ -197,7 +203,7 @@ def _picture_reader(found: _FoundCheckpoint, network: Any) -> tuple[TorchPicture
         None, and why, where it reads none; without a reason where nobody would think that it does.
     """
     if found.folder.is_file():
-        return None, ""
+        return None, _MMPROJ if any(found.folder.parent.glob("*mmproj*.gguf")) else ""
     format = format_of(found.raw, found.folder)
     try:
         vision = VisionClass(found.raw)

@@ -58,6 +58,10 @@ _SPREAD = 0.3
 _TELLING = 100 * TOLERANCE
 """Least that other rows must move a logit behind them."""
 
+_SEEDS = 3
+"""Twins that are tried where one differs by so little that it may be rounding: in recurrent layers
+a row that is near to nothing before it is made one of length one can amplify that by any factor."""
+
 _MOST_SAID = 400
 """Letters of a reason."""
 
@@ -113,23 +117,27 @@ def check_pictures(raw: Mapping[str, Any], tolerance: float = TOLERANCE) -> Pict
         raw: its ``config.json``.
         tolerance: most that a logit may differ: as of its text.
     """
-    reason, facts = "", None
+    reason, facts, allowed = "", None, tolerance
     differences: dict[str, float] = {}
     try:
         with quiet(lambda part: None):
-            twin = _twin(raw)
-            facts, differences = _compare(twin, tolerance)
-            tolerance = _allowed(twin, differences, tolerance)
+            for seed in range(_SEEDS):
+                twin = _twin(raw, seed)
+                facts, differences = _compare(twin, tolerance)
+                allowed = _allowed(twin, differences, tolerance)
+                worst = max(differences.values())
+                if worst <= allowed or worst > _TELLING:
+                    break
     except Exception as error:  # whatever transformers' own code does not like
         if not isinstance(error, KVCellarError):
             error = unforeseen(raw.get("model_type"), "a few pictures were compared", error)
         reason = " ".join(str(error).split())[:_MOST_SAID]
     give_back()
-    return PictureVerdict(facts, differences, tolerance, reason, torch_versions())
+    return PictureVerdict(facts, differences, allowed, reason, torch_versions())
 
 
-def _twin(raw: Mapping[str, Any]) -> _Twin:
-    """Make the twin of a wrapper.
+def _twin(raw: Mapping[str, Any], seed: int) -> _Twin:
+    """Make the twin of a wrapper, with random weights of a seed.
 
     Raises:
         ModelError: there is none.
@@ -141,10 +149,10 @@ def _twin(raw: Mapping[str, Any]) -> _Twin:
         small = _with_low_ids(twin_raw(raw, keeps_dims=True))
         facts = learn_facts(small)
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         whole, theirs = empty_networks(small, attention="eager")
         start(whole)
-    randomise(whole.eval())
+    randomise(whole.eval(), seed)
     ours = started_network(small)
     ours.load_state_dict(theirs.state_dict())
     bind_network(ours, facts)

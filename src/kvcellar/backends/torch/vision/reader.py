@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ from kvcellar.errors import PictureError
 from kvcellar.models.picture_facts import PictureFacts
 from kvcellar.models.seeing import EncodedPicture, Look
 from kvcellar.pictures.picture import Picture
-
-_MOST_LOOKS = 4096
-"""Looks that are kept: a history's pictures are looked at again in every turn."""
 
 
 class TorchPictureReader:
@@ -49,7 +45,6 @@ class TorchPictureReader:
         self._dtype, self._device = dtype, device
         self._part: Any = None
         self._lock = threading.Lock()
-        self._looks: OrderedDict[str, Look] = OrderedDict()
         self.facts = facts
         self.written = processor.written
         self.token_id = int(vision.config.image_token_id)
@@ -58,27 +53,17 @@ class TorchPictureReader:
 
     def look(self, picture: Picture) -> Look:
         """See :meth:`kvcellar.models.seeing.PictureReader.look`."""
-        with self._lock:
-            known = self._looks.get(picture.name)
-            if known is not None:
-                self._looks.move_to_end(picture.name)
-                return known
         text, ids, said = self._processor.replaced(picture)
         grid = (0, 0)
         if self.facts.has_grid:
             _, height, width = (int(side) for side in said["image_grid_thw"][0])
             grid = height // self._processor.merge_size, width // self._processor.merge_size
-        found = Look(text, ids.count(self.token_id), grid)
-        with self._lock:
-            self._looks[picture.name] = found
-            while len(self._looks) > _MOST_LOOKS:
-                self._looks.popitem(last=False)
-        return found
+        return Look(text, ids.count(self.token_id), grid)
 
     def encode(self, picture: Picture) -> EncodedPicture:
         """See :meth:`kvcellar.models.seeing.PictureReader.encode`."""
-        n_rows = self.look(picture).n_rows
         inputs = self._processor.inputs(picture)
+        n_rows = int((inputs["input_ids"] == self.token_id).sum())
         given = {name: inputs[name] for name in self._vision.takes & set(inputs)}
         rows, deep = run(self._loaded(), given)
         if len(rows) != n_rows:
