@@ -140,6 +140,20 @@ def test_a_picture_of_responses_is_shown_again_as_a_link(seeing):
     assert known["usage"]["input_tokens_details"]["cached_tokens"] > 0
 
 
+def test_a_picture_that_lies_in_a_conversation_is_read(seeing):
+    content = [{"type": "input_image", "image_url": url_of(FILE)}]
+    items = [{"type": "message", "role": "user", "content": content}]
+    talk = seeing.post("/v1/conversations", {"items": items})["id"]
+    body = {"conversation": talk, "input": "What is it?", "max_output_tokens": 4}
+    first = seeing.post(RESPONSES, body)
+    said = said_by(seeing, agent_of(first))
+    assert said[0]["pictures"] == placed((NAME, 0)) and said[1]["content"] == "What is it?"
+    second = seeing.post(RESPONSES, {**body, "input": "And?"})
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    listed = seeing.get(f"{RESPONSES}/{second['id']}/input_items?order=asc")["data"]
+    assert listed[0]["content"][0]["image_url"] == f"/v1/pictures/{NAME}"
+
+
 def test_a_picture_of_messages_is_read_also_in_results_of_tools(seeing):
     image = {
         "type": "image",
