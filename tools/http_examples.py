@@ -75,7 +75,7 @@ REST = "{rest}"
 
 EXAMPLES = (
     example("GET /health"),
-    example("GET /v1/pictures/{name}", at="/v1/pictures/0123456789abcdef01234", status=404),
+    example("GET /v1/pictures/{name}", at="/v1/pictures/0123456789abcdef0123", status=404),
     example("GET /v1/models"),
     example("GET /v1/models/{name}", at="/v1/models/demo"),
     example("POST /v1/chat/completions", {"model": "demo", "messages": HELLO, **SHORT}),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import PictureError
 from kvcellar.pictures import given as module
-from kvcellar.pictures.given import decode_picture, file_of, list_of, read_given
+from kvcellar.pictures.given import bytes_of, decode_picture, file_of, list_of
 from kvcellar.pictures.picture import Picture
 from tests.pictures.fakes import picture_file
 
@@ -73,12 +73,11 @@ def test_any_text_is_bytes_or_refused(text: str) -> None:
 def test_a_path_bytes_and_a_picture_are_the_same(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(FILE)
-    picture = Picture.read(FILE)
-    for one in (path, str(path), FILE, bytearray(FILE), picture):
-        assert read_given(one) == picture
+    for one in (path, str(path), FILE, bytearray(FILE), Picture.read(FILE)):
+        assert bytes_of(one) == FILE
         assert list_of(one) == [one] or isinstance(one, bytearray)
     assert list_of(None) == [] and list_of((path, FILE)) == [path, FILE]
     assert file_of(path) == FILE
     for bad in (tmp_path, tmp_path / "none", "\0", 5):
         with pytest.raises(PictureError, match="cannot be read"):
-            read_given(bad)  # type: ignore[arg-type]
+            bytes_of(bad)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 
 from kvcellar.agents import open_host
 from kvcellar.pictures.picture import Picture
-from kvcellar.pictures.tokens import placeholders
+from kvcellar.pictures.tokens import NAME_DIGITS, placeholders
 from tests.pictures.fakes import PAD, as_read, make_seeing_host, picture_file
 from tests.server.live import serving
 from tests.vision_checkpoints import make_vision_checkpoint
@@ -323,7 +323,7 @@ HOSTILE = {
     "file": ("file:///etc/passwd", "no base64"),
     "this machine": ("http://127.0.0.1/a.png", "--allow-fetch"),
     "elsewhere": ("https://example.com/a.png", "--allow-fetch example.com"),
-    "unknown link": ("/v1/pictures/00000000000000000000", "not here"),
+    "unknown link": (f"/v1/pictures/{'0' * NAME_DIGITS}", "not here"),
     "no link": ("/v1/pictures/../agents", "no picture"),
 }
 
@@ -434,7 +434,7 @@ def test_a_name_shows_a_picture_to_nobody_else(seeing):
 
 
 def test_a_name_that_is_none_is_a_404(seeing):
-    for name in ("0" * 20, "x", "..%2f..%2fetc", NAME + "0", NAME.upper() + "?"):
+    for name in ("0" * NAME_DIGITS, "x", "..%2f..%2fetc", NAME + "0", NAME.upper() + "?"):
         assert seeing.http.get(f"/v1/pictures/{name}").status_code == 404, name
 
 

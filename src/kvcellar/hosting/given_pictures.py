@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcellar.errors import PictureError
 from kvcellar.hosting.host import ModelHost
-from kvcellar.pictures.given import Given, read_given
+from kvcellar.pictures.given import Given, bytes_of
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.placed_text import PicturedText, of_message, picture_alone
 
@@ -22,7 +22,7 @@ def read_pictures(host: ModelHost, given: Sequence[Given]) -> list[Picture]:
     """
     if given and not host.reads_pictures:
         raise reads_text_alone(host.name, len(given))
-    return [host.shelf.add(picture) for picture in [read_given(one) for one in given]]
+    return [host.shelf.read(bytes_of(one)) for one in given]
 
 
 def reads_text_alone(model: str, n: int) -> PictureError:

@@ -21,17 +21,15 @@ _UNSAID = ("", "application/octet-stream", "binary/octet-stream", "image/jpg", "
 """Media types that say nothing, or are said wrongly by many."""
 
 
-def read_given(given: Given) -> Picture:
-    """Read a picture.
+def bytes_of(given: Given) -> bytes:
+    """Return the file of a picture.
 
     Raises:
-        PictureError: it is none, or its file cannot be read.
+        PictureError: it cannot be read.
     """
     if isinstance(given, Picture):
-        return given
-    if isinstance(given, bytes | bytearray | memoryview):
-        return Picture.read(bytes(given))
-    return Picture.read(file_of(given))
+        return given.data
+    return bytes(given) if isinstance(given, bytes | bytearray | memoryview) else file_of(given)
 
 
 def file_of(path: str | Path) -> bytes:

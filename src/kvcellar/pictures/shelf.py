@@ -6,10 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from hashlib import blake2b
 from weakref import WeakValueDictionary
 
 from kvcellar.errors import PictureError
 from kvcellar.pictures.picture import Picture
+
+MOST_NAMES = 1 << 14
+"""Files of which is remembered what picture they are."""
 
 SHELF_BYTES = 32 << 20
 """Bytes of files that are kept in memory where nobody holds them; more where models read them."""
@@ -39,12 +43,39 @@ class PictureShelf:
         self._find, self.most_bytes = find, most_bytes
         self._held: WeakValueDictionary[str, Picture] = WeakValueDictionary()
         self._kept: OrderedDict[str, Picture] = OrderedDict()
+        self._names: dict[bytes, str] = {}
+        """Names by a digest of their file."""
         self._n_bytes = 0
         self._lock = threading.Lock()
 
     def saved_by(self, find: Callable[[str], bytes | None]) -> None:
         """Look elsewhere for what has gone from now on; see the constructor's ``find``."""
         self._find = find
+
+    def read(self, data: bytes, salt: str = "") -> Picture:
+        """Read a picture's file and put it on the shelf; one that is there is not decoded again.
+
+        Clients send the same pictures with every turn of a conversation.
+
+        Args:
+            data: the file.
+            salt: of whoever sent it: how long it takes tells nothing of what others have sent.
+
+        Raises:
+            PictureError: as ``Picture.read``.
+        """
+        own = blake2b(salt.encode(), digest_size=32).digest()
+        file = blake2b(data, digest_size=16, key=own).digest()
+        with self._lock:
+            known = self._held.get(self._names.get(file, ""))
+        if known is not None:
+            return self.add(known)
+        picture = self.add(Picture.read(data))
+        with self._lock:
+            if len(self._names) > MOST_NAMES:
+                self._names.clear()
+            self._names[file] = picture.name
+        return picture
 
     def add(self, picture: Picture) -> Picture:
         """Put a picture on the shelf; return it, or the one of the same name that is there."""

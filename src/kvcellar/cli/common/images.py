@@ -44,8 +44,7 @@ def shelved(model: LoadedModel, eyes: HostLooks | None, images: Sequence[str]) -
         return []
     from kvcellar.hosting.given_pictures import reads_text_alone
     from kvcellar.pictures.given import decode_picture
-    from kvcellar.pictures.picture import Picture
 
     if eyes is None:
         raise reads_text_alone(model.name, len(images))
-    return [eyes.shelf.add(Picture.read(decode_picture(one))) for one in images]
+    return [eyes.shelf.read(decode_picture(one)) for one in images]

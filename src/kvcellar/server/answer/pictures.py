@@ -27,7 +27,8 @@ MOST_PICTURES = 256
 """Pictures in one request."""
 
 ROUTE = "/v1/pictures/"
-_LINK = re.compile(ROUTE + rf"([0-9a-f]{{{NAME_DIGITS}}})(?:\?seen=([^&#]*))?")
+_NAME = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}")
+_LINK = re.compile(rf"{ROUTE}({_NAME.pattern})(?:\?seen=([^&#]*))?")
 
 ALL_S = 60.0
 """Seconds that all pictures of one request may take, fetching included."""
@@ -175,6 +176,8 @@ def name_in(service: Service, link: str, salt: str) -> str | None:
 
 def may_see(service: Service, name: str, seen: str, salt: str) -> bool:
     """Return true if those who share a salt were shown a picture, as its link says."""
+    if _NAME.fullmatch(name) is None:
+        return False
     return not salt or service.signer.has_signed(_signed(name, salt), seen)
 
 
