@@ -174,3 +174,17 @@ def test_a_shelf_finds_what_was_saved() -> None:
     shelf, one = PictureShelf(), Picture.read(picture_file())
     shelf.saved_by({one.name: one.data}.get)
     assert shelf.get(one.name) == one
+
+
+def test_a_file_that_comes_again_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf, n = PictureShelf(), []
+    read = Picture.read
+
+    def counted(data: bytes) -> Picture:
+        n.append(data)
+        return read(data)
+
+    monkeypatch.setattr(Picture, "read", counted)
+    one = shelf.read(picture_file())
+    assert shelf.read(picture_file()) is one and len(n) == 1
+    assert shelf.read(picture_file(), "a salt of somebody" * 9) is one and len(n) == 2
