@@ -69,12 +69,16 @@ class FakeReader:
         self.may_encode = threading.Event()
         self.may_encode.set()
         self.error: Exception | None = None
+        self.n_loads = 0
 
     def look(self, picture: Picture) -> Look:
         self.looked.append(picture.name)
         height, width = picture.height // 8, picture.width // 8
         n = height * width
         return Look(f"[{'<pad>' * n}]", n, (height, width))
+
+    def load(self) -> None:
+        self.n_loads += 1
 
     def encode(self, picture: Picture) -> EncodedPicture:
         assert self.may_encode.wait(60)

@@ -139,6 +139,7 @@ def test_a_picture_is_encoded_once_wherever_it_stands() -> None:
             (end,) = ends_of(host, [prompt])
             assert list(end.token_ids) == said_after(prompt, 4)
         assert reader_of(host).encoded == [PICTURES[2].name]
+        assert reader_of(host).n_loads == 1
 
 
 def test_what_the_cache_holds_of_a_picture_is_not_encoded_again() -> None:

@@ -14,7 +14,7 @@ def made(parts: list[str | int]) -> PicturedText:
     """A text put together of its parts; numbers are pictures."""
     found = PicturedText()
     for part in parts:
-        found += picture_alone(str(part)) if isinstance(part, int) else PicturedText(part)
+        found += picture_alone(f"{part:020x}") if isinstance(part, int) else PicturedText(part)
     return found
 
 
@@ -30,7 +30,7 @@ def in_order(said: PicturedText) -> list[str]:
 def test_a_picture_stands_where_it_was_put(parts: list[str | int]) -> None:
     want: list[str] = []
     for part in parts:
-        want += [f"picture {part}"] if isinstance(part, int) else list(part)
+        want += [f"picture {part:020x}"] if isinstance(part, int) else list(part)
     said = made(parts)
     assert in_order(said) == want
     assert of_message(said.fields()) == said and bool(said) == bool(want)
@@ -42,7 +42,7 @@ def test_a_picture_stands_where_it_was_put(parts: list[str | int]) -> None:
 def test_nothing_is_put_beside_a_picture(parts: list[list[str | int]]) -> None:
     said = joined((made(one) for one in parts), "\n")
     assert [name for name, _ in said.pictures] == [
-        str(part) for one in parts for part in one if isinstance(part, int)
+        f"{part:020x}" for one in parts for part in one if isinstance(part, int)
     ]
     texts = ["".join(part for part in one if isinstance(part, str)) for one in parts]
     if not said.pictures:

@@ -227,6 +227,8 @@ def open_host(
         engine = _start_engine(options, loaded, cache_config, budgets[1], config, rows, stack)
         has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
         service = EngineService(engine)
+        if looks is not None:
+            looks.alone = lambda load: service.run(lambda _: load()).result()
         border = rope_border_of(engine.runner)
 
         def key_of(of_kv: str) -> ModelKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from kvcellar.models.seeing import EncodedPicture, Look, PictureReader
 from kvcellar.pictures.shelf import PictureShelf
@@ -14,7 +15,7 @@ MOST_LOOKS = 4096
 
 
 class HostLooks:
-    """What one model makes of the pictures on a shelf. For several threads.
+    """Looks of one model at the pictures on a shelf. For several threads.
 
     Attributes:
         reader: the model's.
@@ -24,12 +25,15 @@ class HostLooks:
     def __init__(self, reader: PictureReader, shelf: PictureShelf) -> None:
         """Look at no picture yet."""
         self.reader, self.shelf = reader, shelf
+        self.alone: Callable[[Callable[[], None]], object] = lambda load: load()
+        """Calls a function while nothing else of the model runs."""
+        self._is_loaded = False
         self._known: OrderedDict[str, Look] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def written(self) -> str:
-        """What the model's chat template writes where a picture stands."""
+        """The text that the model's chat template writes where a picture stands."""
         return self.reader.written
 
     @property
@@ -67,4 +71,8 @@ class HostLooks:
             PictureError: it is not here any more, or the model cannot read it.
             ModelError: the vision part's weights cannot be loaded.
         """
-        return self.reader.encode(self.shelf.get(name))
+        picture = self.shelf.get(name)
+        if not self._is_loaded:
+            self.alone(self.reader.load)
+            self._is_loaded = True
+        return self.reader.encode(picture)

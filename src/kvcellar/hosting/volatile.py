@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcellar.hosting.messages import REASONING_NAMES, Message, Messages
+from kvcellar.pictures.placed_text import PICTURES
 
 RULES = {
     "billing-header": "the line `x-anthropic-billing-header: ...` with which Claude Code begins a "
@@ -89,7 +90,8 @@ def apply_rules(
     ruled: dict[int, Message] = {}
     for i, message in enumerate(read):
         content = message.get("content")
-        if message.get("role") != "system" or not isinstance(content, str):
+        has_pictures = bool(message.get(PICTURES))  # which stand at places of the text
+        if message.get("role") != "system" or not isinstance(content, str) or has_pictures:
             continue
         for rule, pattern in _HEADERS.items():
             if rule in rules and pattern.match(content):
@@ -115,7 +117,8 @@ def keep_known(ruled: Ruled, known: Messages, n_matched: int, rules: Collection[
     kept: dict[int, Message] = {}
     if "date" in rules and n_matched and known[0].get("role") == "system":
         content, before = read[0].get("content"), known[0].get("content")
-        if isinstance(content, str) and isinstance(before, str) and content != before:
+        is_text = isinstance(content, str) and isinstance(before, str)
+        if is_text and content != before and not read[0].get(PICTURES):
             kept[0] = {**read[0], "content": before}
             changes.append(_change("date", 0, content, before))
     if "reasoning" in rules:

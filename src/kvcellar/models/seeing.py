@@ -19,7 +19,7 @@ from kvcellar.pictures.tokens import PlacedPicture
 
 
 class Look(NamedTuple):
-    """What a model's processor says of a picture, before any of it is computed.
+    """Text and size of a picture as a model's processor has it, before any of it is computed.
 
     Attributes:
         text: what stands in a prompt in place of the reader's ``written``: ``n_rows`` of its
@@ -34,7 +34,7 @@ class Look(NamedTuple):
 
 
 class EncodedPicture(NamedTuple):
-    """What a model's vision part makes of a picture, as its runner takes it.
+    """Rows that a model's vision part makes of a picture, as its runner takes them.
 
     Attributes:
         rows: ``[n_rows, hidden_size]`` of the backend: in place of the placeholders' embeddings.
@@ -89,12 +89,21 @@ class PictureReader(Protocol):
         """
         ...
 
+    def load(self) -> None:
+        """Read the vision part's weights, unless they are there.
+
+        While nothing else of the model runs: libraries set types of the whole process meanwhile.
+
+        Raises:
+            ModelError: they cannot be read; the next call tries again.
+        """
+        ...
+
     def encode(self, picture: Picture) -> EncodedPicture:
-        """Run the vision part on a picture, whose weights are loaded by then or now.
+        """Run the vision part on a picture, once it is loaded.
 
         Raises:
             PictureError: the model cannot read it.
-            ModelError: the vision part's weights cannot be loaded.
         """
         ...
 

@@ -61,7 +61,7 @@ class Looks(Protocol):
 
     @property
     def written(self) -> str:
-        """What its chat template writes where a picture stands."""
+        """The text that its chat template writes where a picture stands."""
         ...
 
     @property

@@ -65,7 +65,8 @@ class TorchPictureReader:
         inputs = self._processor.inputs(picture)
         n_rows = int((inputs["input_ids"] == self.token_id).sum())
         given = {name: inputs[name] for name in self._vision.takes & set(inputs)}
-        rows, deep = run(self._loaded(), given)
+        self.load()
+        rows, deep = run(self._part, given)
         if len(rows) != n_rows:
             raise PictureError(
                 f"the model's processor says that a picture of {picture.width} by "
@@ -75,13 +76,8 @@ class TorchPictureReader:
         n_bytes = sum(one.numel() * one.element_size() for one in (rows, *deep))
         return EncodedPicture(rows, deep, n_bytes)
 
-    def _loaded(self) -> Any:
-        """Return the vision part, whose weights are read at the first call.
-
-        Raises:
-            ModelError: they cannot be read; the next call tries again.
-        """
+    def load(self) -> None:
+        """See :meth:`kvcellar.models.seeing.PictureReader.load`."""
         with self._lock:
             if self._part is None:
                 self._part = self._vision.read(self._folder, self._dtype, self._device)
-            return self._part
