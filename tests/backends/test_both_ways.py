@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar import LayerGroup, ModelCacheParams, make_config, make_seq_session
+from kvcellar import (
+    LayerGroup,
+    ModelCacheParams,
+    make_config,
+    make_decode_session,
+    make_paged_session,
+    make_seq_session,
+    make_tree_session,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -94,3 +102,22 @@ def test_others_are_not_touched_where_only_windows_are_meant():
             )
             want = dense(q, k, v, seen(20, window, [(2, 14)] if window else []))
             assert (got - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("make", [make_decode_session, make_tree_session, make_paged_session])
+def test_every_kind_of_cache_reads_both_ways(make, window):
+    group = LayerGroup((0,), N_KV_HEADS, DIM, DIM, window=window)
+    config = make_config(ModelCacheParams(1, groups=(group,)), 128, "float32")
+    q, k, v = (normal(40, heads, i) for i, heads in enumerate((4, 2, 2)))
+    with make("torch", config) as session, torch.no_grad():
+        cache, outs = session.cache, []
+        for first, stop, whole in ((0, 7, ()), (7, 40, ((2, 22),))):
+            positions = torch.arange(first, stop)
+            if make is not make_decode_session:
+                cache.begin_step([(0, stop - first)])
+            cache.both_ways = whole
+            given = (one[:, :, first:stop] for one in (q, k, v))
+            outs.append(cache.update_and_attend(*given, positions, 0, DIM**-0.5, torch.float32))
+        want = dense(q, k, v, seen(40, window, [(9, 29)]))
+        assert (torch.cat(outs, dim=2) - want).abs().max() < 1e-5
