@@ -117,10 +117,10 @@ def keep_known(ruled: Ruled, known: Messages, n_matched: int, rules: Collection[
     kept: dict[int, Message] = {}
     if "date" in rules and n_matched and known[0].get("role") == "system":
         content, before = read[0].get("content"), known[0].get("content")
-        is_text = isinstance(content, str) and isinstance(before, str)
-        if is_text and content != before and not read[0].get(PICTURES):
+        are_texts = isinstance(content, str) and isinstance(before, str)
+        if are_texts and content != before and not read[0].get(PICTURES):
             kept[0] = {**read[0], "content": before}
-            changes.append(_change("date", 0, content, before))
+            changes.append(_change("date", 0, str(content), str(before)))
     if "reasoning" in rules:
         for i in range(n_matched):
             thought = known[i].get("reasoning_content")
