@@ -97,6 +97,9 @@ def test_pictures_are_chosen_pasted_and_dropped_and_shown_in_the_history(page, s
     expect(page.locator("#talk .user .body")).to_have_text("What are these?")
     message = shown.get(f"/v1/agents/{the_agent(shown, page)}")["messages"][0]
     assert [one["name"] for one in message["pictures"]] == [NAME, SECOND]
+    expect(page.locator("#per")).to_contain_text("Hollow ones are of pictures.")
+    page.locator("#map .ribbon.mine button").focus()
+    expect(page.locator("#cell-said")).to_contain_text("of pictures")
     page.locator("#talk .pictures button").first.click()
     expect(page.locator("#picture")).to_be_visible()
     is_loaded(page, "#picture-large", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 
 import anthropic
@@ -235,6 +236,17 @@ def test_an_agent_is_shown_a_picture_and_shows_it_again(seeing):
     assert text.count(f"![picture {NAME}]({link})") == 2
     value = seeing.get("/v1/agents/viewer/export?format=json")
     assert value["messages"][0]["pictures"][0]["url"] == link and "base64" not in json.dumps(value)
+
+
+def test_the_cells_of_pictures_are_told(seeing):
+    seeing.post("/v1/agents", {"id": "cells"})
+    seeing.post("/v1/agents/cells/generate", {"text": "!", "max_tokens": 1})
+    before = seeing.get("/v1/cache")["models"][0]["picture_runs"]
+    other = url_of(picture_file(77, 48, 40))
+    seeing.post("/v1/agents/cells/generate", {"text": "?", "images": [other], "max_tokens": 4})
+    runs = seeing.get("/v1/cache")["models"][0]["picture_runs"]
+    assert sum(n for _, n in runs) - sum(n for _, n in before) == 6 * 5
+    assert all(a[0] + a[1] < b[0] for a, b in itertools.pairwise(runs))
 
 
 def test_a_model_that_reads_text_alone_goes_on_with_a_line(live):

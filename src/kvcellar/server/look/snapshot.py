@@ -23,6 +23,7 @@ from kvcellar.agents import AgentInfo, ModelHost
 from kvcellar.engine import CellMap, CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
 from kvcellar.history import History
+from kvcellar.pictures.tokens import is_placeholder
 from kvcellar.server.answer.parsing import sampling_told
 from kvcellar.server.state.service import Service
 from kvcellar.space import Space
@@ -131,6 +132,7 @@ def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
     cells = {
         "capacity": len(seen.states),
         "cell_runs": _runs(numbers, seen.states),
+        "picture_runs": _picture_runs(owned, seen) if params.groups[0].is_full else [],
         "slot_bytes": 0 if params.state is None else params.state.slot_bytes,
         "n_slots": len(seen.slots),
         "slots": _slots(seen, sets),
@@ -143,6 +145,16 @@ def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
         "cached": {name: int(t.size) for name, t in zip(names, seen.tables, strict=True) if t.size},
     }
     return cells, engine.stats()
+
+
+def _picture_runs(owned: Owned, seen: CellMap) -> list[list[int]]:
+    """Return where rows of pictures lie: the first cell and the length of each run, ascending."""
+    has_row = np.zeros(len(seen.states) + 2, np.int8)
+    for (_, history, _, _), table in zip(owned, seen.tables, strict=True):
+        rows = is_placeholder(history[: len(table)])
+        has_row[1 + table[: len(rows)][rows]] = 1
+    borders = np.flatnonzero(np.diff(has_row))
+    return [[int(start), int(stop - start)] for start, stop in borders.reshape(-1, 2)]
 
 
 @dataclass(slots=True)

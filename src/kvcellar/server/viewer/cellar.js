@@ -13,20 +13,39 @@ const KINDS = ["free", "can be freed", "kept on request", "in use now"];
 const LEFT = "left by deleted chats or single requests";
 const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
 
-// Cells with the same owners, as [kind, cells] in the order of the cells; those whom most share first.
+// Cells with the same owners, as [kind, cells, are they of pictures] in the order of the cells; those
+// whom most share first.
 function ribbonsOf(now) {
   const bySet = new Map();
+  let at = 0;
   for (const [length, owners, kind] of now.cell_runs) {
+    const start = at;
+    at += length;
     if (!kind) continue;
     if (!bySet.has(owners)) bySet.set(owners, { who: now.owner_sets[owners], n: 0, parts: [] });
     const ribbon = bySet.get(owners);
     ribbon.n += length;
-    const last = ribbon.parts.at(-1);
-    if (last?.[0] === kind) last[1] += length;
-    else ribbon.parts.push([kind, length]);
+    for (const [n, isPicture] of apart(start, at, now.picture_runs)) {
+      const last = ribbon.parts.at(-1);
+      if (last?.[0] === kind && last[2] === isPicture) last[1] += n;
+      else ribbon.parts.push([kind, n, isPicture]);
+    }
   }
   const rank = ({ who }) => (who.length > 1 ? 0 : who[0] === state.chosen ? 1 : who.length ? 2 : 3);
   return [...bySet.values()].sort((a, b) => rank(a) - rank(b) || b.who.length - a.who.length || b.n - a.n);
+}
+
+// Some cells, taken apart into those with rows of pictures and those without.
+function apart(start, stop, pictures) {
+  const parts = [];
+  for (const [first, length] of pictures) {
+    const [from, to] = [Math.max(first, start), Math.min(first + length, stop)];
+    if (from >= to) continue;
+    if (from > start) parts.push([from - start, false]);
+    parts.push([to - from, true]);
+    start = to;
+  }
+  return start < stop ? [...parts, [stop - start, false]] : parts;
 }
 
 const named = ({ who }) => (who.length > 1 ? `shared by ${count(who.length)}: ${list(who)}` : who.length ? nameOf(who[0]) : LEFT);
@@ -35,6 +54,8 @@ function inWords(ribbon) {
   const kinds = new Map();
   for (const [kind, n] of ribbon.parts) kinds.set(kind, (kinds.get(kind) ?? 0) + n);
   const parts = [...kinds].map(([kind, n]) => (kinds.size > 1 ? `${count(n)} ${KINDS[kind]}` : KINDS[kind]));
+  const nPictures = sum(ribbon.parts.map(([, n, isPicture]) => (isPicture ? n : 0)));
+  if (nPictures) parts.push(`${count(nPictures)} of pictures`);
   return `${counted(ribbon.n, "cell")}, ${parts.join(", ")}: ${named(ribbon)}`;
 }
 
@@ -60,6 +81,7 @@ export function showMap() {
   const per = roundUp(Math.ceil(used / MOST_SQUARES));
   const size = Math.max(6, Math.min(WIDEST, Math.floor(Math.sqrt((width * 200) / Math.max(1, used / per)))));
   $("per").textContent = per > 1 ? `A square is ${count(per)} cells.` : "A square is a cell, which keeps one token.";
+  if (now.picture_runs.length) $("per").textContent += " Hollow ones are of pictures.";
   const focused = document.activeElement?.closest?.("#map li")?.dataset.key;
   const rest = ribbons.slice(MOST_RIBBONS);
   map.replaceChildren(
@@ -81,7 +103,7 @@ function ribbonOf(ribbon, width, size, per) {
 
 function squares({ who, parts }, width, size, per) {
   const columns = Math.max(1, Math.floor(width / size));
-  const kinds = parts.flatMap(([kind, n]) => Array(Math.max(1, Math.round(n / per))).fill(kind));
+  const kinds = parts.flatMap(([kind, n, isPicture]) => Array(Math.max(1, Math.round(n / per))).fill([kind, isPicture]));
   const scale = window.devicePixelRatio || 1;
   const high = Math.ceil(kinds.length / columns) * size;
   const canvas = el("canvas", { "aria-hidden": "true", width: Math.round(columns * size * scale), height: Math.round(high * scale) });
@@ -92,10 +114,16 @@ function squares({ who, parts }, width, size, per) {
   const fill = who.length > 1 ? resolve("var(--gold)") : who.length ? resolve(colour(who[0])) : resolve("var(--orphan)");
   const rims = [null, null, resolve("var(--text)"), resolve("var(--good)")];
   const box = size - (size > 7 ? 2 : 1);
-  kinds.forEach((kind, i) => {
+  const hollow = resolve("var(--card)");
+  const inner = Math.max(2, Math.floor(box / 3));
+  kinds.forEach(([kind, isPicture], i) => {
     const [x, y] = [(i % columns) * size, Math.floor(i / columns) * size];
     pen.fillStyle = fill;
     pen.fillRect(x, y, box, box);
+    if (isPicture) {
+      pen.fillStyle = hollow;
+      pen.fillRect(x + (box - inner) / 2, y + (box - inner) / 2, inner, inner);
+    }
     if (!rims[kind]) return;
     pen.strokeStyle = rims[kind];
     pen.lineWidth = 1.5;
