@@ -59,6 +59,8 @@ def place(seen: Seen, at: IntArray, facts: PictureFacts, device: torch.device) -
     for pictures, n in seen:
         own = at[start : start + n]
         for picture in pictures:
+            if picture.placed.stop <= own[0]:
+                continue
             found = _rows(picture, own, start, device)
             if found is None:
                 continue
@@ -116,9 +118,15 @@ def _turned(pictures: list[PlacedPicture], own: IntArray) -> IntArray:
     A picture takes as many numbers as its longer side has rows, and counts two of the three parts
     by rows and columns.
     """
-    found = np.tile(own, (3, 1))
-    saved = 0
-    for placed in pictures:
+    saved, n_before = 0, 0
+    for placed in pictures:  # most of a long history's, which need no look at each token
+        height, width = placed.grid
+        if placed.start + height * width > own[0]:
+            break
+        saved += height * width - max(height, width)
+        n_before += 1
+    found = np.tile(own - saved, (3, 1))
+    for placed in pictures[n_before:]:
         height, width = placed.grid
         n, first = height * width, placed.start
         assert n, "whoever runs a forward knows its pictures whole"
