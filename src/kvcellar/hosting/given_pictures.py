@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcellar.errors import PictureError
-from kvcellar.hosting.host import ModelHost
 from kvcellar.pictures.given import Given, bytes_of
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.placed_text import PicturedText, of_message, picture_alone
+
+if TYPE_CHECKING:
+    from kvcellar.hosting.host import ModelHost
 
 
 def read_pictures(host: ModelHost, given: Sequence[Given]) -> list[Picture]:
