@@ -118,7 +118,7 @@ def test_a_terminal_sees_progress_reuse_and_commands() -> None:
         screen.type("/undo\n")
         screen.wait_for("took back: And more")
         screen.type("/help\n")
-        screen.wait_for("/undo   take back the last turn")
+        screen.wait_for("/undo       take back the last turn")
         screen.wait_for("at an empty prompt it leaves")
         screen.type("/quit\n")
         assert screen.ends_with() == 0
@@ -166,7 +166,7 @@ def test_ctrl_c_clears_the_line_then_leaves_and_ends_no_chat_in_an_answer(tmp_pa
         screen.wait_for("Ctrl-C again leaves")
         screen.wait_for_prompt()
         screen.type("/help\n")
-        screen.wait_for("/undo   take back the last turn")
+        screen.wait_for("/undo       take back the last turn")
         screen.wait_for_prompt()
         screen.interrupt()
         screen.wait_until(lambda text: text.count("Ctrl-C again leaves") == 2)

@@ -129,13 +129,12 @@ def test_going_back_into_a_picture_goes_to_its_beginning(tmp_path: Path, rows_in
         (placed,) = pictures_in(np.array(tokens_of(agents, "eye")))
         info = run(agents.lifecycle.rewind("eye", position=placed.start + rows_in))
         assert info.n_tokens == placed.start
-        notes = agents.directory.agent("eye").notes
-        assert any(f"{placed.start + rows_in} is inside of a picture" in note for note in notes)
+        assert f"{placed.start + rows_in} is inside of a picture" in info.notes[0]
         assert seen(agents, "eye") == []
         run(look(agents, "eye", "who is that?", DOG))
         assert seen(agents, "eye") == [DOG.name]
         child = run(agents.lifecycle.fork("eye", "child", position=placed.start + 30))
-        assert child.n_tokens == placed.start
+        assert child.n_tokens == placed.start and "is inside of a picture" in child.notes[0]
 
 
 def test_an_export_takes_pictures_along(tmp_path: Path) -> None:

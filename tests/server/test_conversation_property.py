@@ -130,7 +130,8 @@ def cold_model(folder: Any) -> Any:
 def cold_answer(folder: Any, prompt: list[int]) -> list[int]:
     """The greedy tokens behind a prompt, from a cache that has never seen anything."""
     model = cold_model(folder)
-    with make_decode_session("torch", make_config(model.params, CAPACITY, "float32")) as session:
+    config = make_config(model.params, CAPACITY, "float32")
+    with make_decode_session(model.backend, config) as session:
         events = generate(
             model.bind(session),
             session.cache,

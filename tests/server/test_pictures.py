@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import base64
+import io
 import itertools
 import json
+import zipfile
+from dataclasses import replace
 
 import anthropic
 import ollama
 import openai
 import pytest
+from PIL import Image
 
 from kvcellar.agents import open_host
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import NAME_DIGITS, placeholders
+from kvcellar.store.disk.exchange import REFERENCE, reference_of
 from tests.pictures.fakes import PAD, as_read, make_seeing_host, picture_file
 from tests.server.live import serving
 from tests.vision_checkpoints import make_vision_checkpoint
@@ -333,7 +338,7 @@ HOSTILE = {
     "tiff that lies": (url_of(picture_file(4, form="TIFF")), "no PNG"),
     "url encoded": ("data:image/svg+xml,%3Csvg/%3E", "image/svg+xml"),
     "file": ("file:///etc/passwd", "no base64"),
-    "this machine": ("http://127.0.0.1/a.png", "--allow-fetch"),
+    "this machine": ("http://127.0.0.1/a.png", "private network"),
     "elsewhere": ("https://example.com/a.png", "--allow-fetch example.com"),
     "unknown link": (f"/v1/pictures/{'0' * NAME_DIGITS}", "not here"),
     "no link": ("/v1/pictures/../agents", "no picture"),
@@ -443,6 +448,50 @@ def test_a_name_shows_a_picture_to_nobody_else(seeing):
     assert seeing.http.get(signed, headers=guest | salted).status_code == 404
     path, named = in_chat(signed)
     assert seeing.http.post(path, json=named | {"max_tokens": 2}, headers=guest).status_code == 200
+
+
+def test_an_agent_of_a_guest_takes_no_pictures_of_others_along(seeing, tmp_path):
+    """Neither the file that somebody else has sent, nor a picture that it was never shown."""
+    exif = Image.Exif()
+    exif[0x010E] = "SECRET"
+    file = io.BytesIO()
+    Image.open(io.BytesIO(picture_file(31))).save(file, "PNG", exif=exif)
+    path, own = in_chat(url_of(file.getvalue()))
+    seeing.post(path, own | {"max_tokens": 2})
+    name = Picture.read(file.getvalue()).name
+    guest = {"Authorization": "Bearer guest"}
+    make = {**guest, "X-Agent-Create": "true"}
+    seeing.post("/v1/agents", {"id": "shown"}, headers=guest)
+    body = {"text": "?", "images": [url_of(picture_file(31))], "max_tokens": 2}
+    seeing.post("/v1/agents/shown/generate", body, headers=guest)
+    seeing.post("/v1/agents", {"id": "told"}, headers=guest)
+    seeing.post("/v1/agents/told/generate", {"text": f"{name}!", "max_tokens": 2}, headers=guest)
+    exports = {}
+    for agent in ("shown", "told"):
+        exports[agent] = tmp_path / agent
+        got = seeing.http.get(f"/v1/agents/{agent}/export", headers=guest)
+        exports[agent].write_bytes(got.content)
+        with zipfile.ZipFile(exports[agent]) as archive:
+            pictures = [one for one in archive.namelist() if one.startswith("pictures/")]
+            assert pictures == ([f"pictures/{name}"] if agent == "shown" else [])
+            assert all(b"SECRET" not in archive.read(one) for one in pictures)
+    seeing.http.delete("/v1/agents/told", headers=guest)
+    ref = reference_of(exports["told"])
+    facts = json.loads(json.dumps(dict(ref.metadata)))
+    facts["messages"][0]["pictures"] = [{"name": name, "at": 0}]
+    with zipfile.ZipFile(exports["told"]) as archive:
+        entries = {one: archive.read(one) for one in archive.namelist()}
+    entries[REFERENCE] = bytes(replace(ref, metadata=facts).pack().data)
+    with zipfile.ZipFile(tmp_path / "forged", "w") as archive:
+        for one, data in entries.items():
+            archive.writestr(one, data)
+    forged = (tmp_path / "forged").read_bytes()
+    refused = seeing.http.post("/v1/agents/import", content=forged, headers=make)
+    assert refused.status_code == 400 and "names 1 pictures and has 0" in refused.text
+    whole = seeing.http.post(
+        "/v1/agents/import?id=again", content=exports["shown"].read_bytes(), headers=guest
+    )
+    assert whole.status_code < 300, whole.text
 
 
 def test_a_name_that_is_none_is_a_404(seeing):

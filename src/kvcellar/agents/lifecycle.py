@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcellar.agents.directory import Directory, name_taken
@@ -165,9 +165,8 @@ class Lifecycle:
         at, n_turns = now.position_of(position, turn), now.turns_of(turn)
         child = now.forked(checked_id(new_id), at, n_turns)
         child.live.is_passing, child.branch_of = is_passing, branch_of
-        child.notes += _moved(position, at)
         await self.directory.register(child, host)
-        return child.info()
+        return replace(child.info(), notes=_moved(position, at))
 
     async def branch(self, agent_id: str, joined: Joined, *, model: str | None = None) -> AgentInfo:
         """Fork an agent for a conversation that does not continue it, where the two part.
@@ -260,12 +259,11 @@ class Lifecycle:
                 await self.dropped.drop(agent, "rewind", agent_id, uuid.uuid4().hex)
             agent.cut(at, n_turns)
             agent.miss, agent.is_rewound = None, True
-            agent.notes += _moved(position, at)
             agent.advance()
             await self.publisher.save(agent, self.directory.host_of(agent))
             await self.publisher.make_durable(agent)
             await free_cells(self.directory, agent, before, len(agent.tokens))
-        return agent.info()
+        return replace(agent.info(), notes=_moved(position, at))
 
     # Going -------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ from kvcellar.agents.kv.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.agents.leasing import changing
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import AgentRecord
+from kvcellar.agents.records.checking import checked_facts, is_agent, pictures_named
 from kvcellar.agents.records.names import checked_id, salt_of
 from kvcellar.agents.records.views import AgentInfo
 from kvcellar.errors import AgentError, StoreError
 from kvcellar.hosting.host import ModelHost
 from kvcellar.hosting.models import ModelRegistry
+from kvcellar.pictures.picture import Picture
 from kvcellar.store import Reference, Store
 
 log = logging.getLogger("kvcellar.agents")
@@ -141,7 +143,16 @@ class Sleep:
             await self.publisher.settled(agent)
 
             def write() -> int:
-                return self.store.export_reference(agent.name, file, on_progress=progress)
+                names = pictures_named(agent.tokens, agent.messages)
+                found = {name: self.store.picture(name) for name in sorted(names)}
+                pictures = {name: data for name, data in found.items() if data is not None}
+                if salt_of(agent_id):  # the file may be another's, who sent the same pixels
+                    pictures = {
+                        name: Picture.read(data).as_png() for name, data in pictures.items()
+                    }
+                return self.store.export_reference(
+                    agent.name, file, pictures=pictures, on_progress=progress
+                )
 
             return await asyncio.to_thread(write)
 
@@ -182,7 +193,13 @@ class Sleep:
 
         def read() -> AgentRecord:
             with claims:
-                ref = self.store.import_reference(file, adopt=adopt, on_progress=progress)
+                ref = self.store.import_reference(
+                    file,
+                    adopt=adopt,
+                    pictures_of=_pictures_of,
+                    brings_all=bool(salt),
+                    on_progress=progress,
+                )
                 agent = AgentRecord.from_reference(ref)
                 assert agent is not None
                 self.directory.add(agent)
@@ -201,3 +218,14 @@ class Sleep:
                 self.publisher.complete(agent, host)
             except Exception as error:  # the others are saved all the same
                 log.error("agent %r could not be saved whole", agent.name, exc_info=error)
+
+
+def _pictures_of(ref: Reference) -> set[str]:
+    """Return the names of the pictures of an agent that is read from a file.
+
+    Raises:
+        StoreError: what is known of it is damaged.
+    """
+    if not is_agent(ref):
+        return set()
+    return pictures_named(ref.tokens, checked_facts(ref)["messages"])

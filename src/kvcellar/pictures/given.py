@@ -52,10 +52,11 @@ def decode_picture(text: str) -> bytes:
     Raises:
         PictureError: it is neither, or says that it is no PNG, JPEG, WebP or GIF.
     """
+    text = text.strip()
     head = _DATA_URL.match(text[:256])
     body = text[head.end() :] if head else text
     if head is not None:
-        media_type, more = head[1].strip().lower(), head[2].lower()
+        media_type, more = head[1].strip().lower(), head[2].lower().replace(" ", "")
         if media_type not in (*FORMATS.values(), *_UNSAID):
             raise PictureError(
                 f"a picture of type {media_type[:60]!r} was sent, and "

@@ -78,6 +78,12 @@ class Picture:
         """Return its pixels as an image of Pillow in RGB, upright, over white where it is clear."""
         return _upright(_opened(self.data)[0])
 
+    def as_png(self) -> bytes:
+        """Return its pixels as a PNG file, without what else its own file says."""
+        file = io.BytesIO()
+        self.pixels().save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
 
 def _opened(data: bytes) -> tuple[Any, str]:
     """Look at a file's header; return an image of Pillow that is not decoded, and its type.

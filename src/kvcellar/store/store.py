@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.history import History
@@ -427,20 +428,29 @@ class Store:
         self._writer.call(work)
 
     def export_reference(
-        self, name: str, file: str | Path, *, on_progress: Progress | None = None
+        self,
+        name: str,
+        file: str | Path,
+        *,
+        pictures: Mapping[str, bytes] = MappingProxyType({}),
+        on_progress: Progress | None = None,
     ) -> int:
-        """Write a history with all of its blocks and pictures to one file; returns its bytes.
+        """Write a history with all of its blocks to one file; returns its bytes.
 
         Blocks are verified on the way; where one is gone or damaged the file holds what can be
         restored before it. The file is there whole or not at all.
+
+        Args:
+            name: of the history.
+            file: where to.
+            pictures: files of those that go along, by name.
+            on_progress: takes how much is done, 0 to 1, and what comes now.
 
         Raises:
             UnknownReferenceError: there is none of that name.
             StoreError: the file cannot be written.
         """
         ref = self.get(name)
-        found = ((one, self.picture(one)) for one in sorted(upkeep.pictures_of(ref)))
-        pictures = {one: data for one, data in found if data is not None}
         return exchange.export_reference(self._cold, ref, pictures, Path(file), on_progress)
 
     def import_reference(
@@ -448,6 +458,8 @@ class Store:
         file: str | Path,
         *,
         adopt: Callable[[Reference], Reference] | None = None,
+        pictures_of: Callable[[Reference], Collection[str]] = lambda ref: (),
+        brings_all: bool = False,
         on_progress: Progress | None = None,
     ) -> Reference:
         """Take in a file that ``export_reference`` made; all of it is verified first.
@@ -456,6 +468,9 @@ class Store:
             file: the file.
             adopt: from what was read and verified to what is published, such as one with another
                 name and metadata; what it raises ends the import.
+            pictures_of: returns the names of the pictures of a history that is read.
+            brings_all: refuse one whose pictures are not all in the file: those that are here may
+                be somebody else's.
             on_progress: takes how much is done, 0 to 1, and what comes now.
 
         Raises:
@@ -464,8 +479,13 @@ class Store:
         """
         path = Path(file)
         # Before anything waits for it: to decode them takes longer than to read the rest.
-        named = upkeep.pictures_of(exchange.reference_of(path))
+        named = set(pictures_of(exchange.reference_of(path)))
         pictures = exchange.checked_pictures(path, named)
+        if brings_all and named != set(pictures):
+            raise StoreError(
+                f"{path} names {len(named)} pictures and has {len(pictures)} of them; export it "
+                f"again; nothing was published"
+            )
 
         def work() -> Reference:
             with self._cold.locked():

@@ -8,9 +8,10 @@ from typing import Any
 from kvcellar.agents.records.misses import CAUSES
 from kvcellar.agents.records.titles import MOST_CHARS
 from kvcellar.errors import KVCellarError, PictureError, PromptError, StoreError
+from kvcellar.history import History
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.pictures.placed_text import pictures_of
-from kvcellar.pictures.tokens import check_pictures, ids_of
+from kvcellar.pictures.tokens import check_pictures, ids_of, pictures_in
 from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import ModelKey, Reference, RowLayout
 from kvcellar.store.values.facts import (
@@ -68,6 +69,12 @@ def checked_facts(ref: Reference) -> dict[str, Any]:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise StoreError(f"what is known of agent {ref.name!r} is damaged: {said}") from error
     return facts
+
+
+def pictures_named(tokens: History, messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of the pictures in a history's tokens and its messages."""
+    in_tokens = {one.name for one in pictures_in(tokens.tokens)}
+    return in_tokens | {name for message in messages for name, _ in pictures_of(message)}
 
 
 def key_of(ref: Reference) -> ModelKey:

@@ -80,6 +80,7 @@ class AgentInfo:
             tokens in common; None where there is none, or nobody asked.
         parted_at: these tokens.
         damage: why it cannot be read, of one that is damaged.
+        notes: what there is to know of the verb that told of it.
     """
 
     agent_id: str
@@ -103,6 +104,7 @@ class AgentInfo:
     parted_from: str | None = None
     parted_at: int | None = None
     damage: str | None = None
+    notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return an agent as ``--json`` prints it."""

@@ -259,5 +259,6 @@ def show_agent(info: Mapping[str, Any], as_json: bool) -> None:
     ]
     if info["parent"] is not None:
         lines.append(("forked from", f"{parent_of(info)} at token {info['parent_position']}"))
+    lines += [("note", note) for note in info["notes"]]
     for name, text in lines:
         write(f"{name:<12}{text}\n")

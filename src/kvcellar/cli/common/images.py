@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcellar.errors import PictureError
 from kvcellar.pictures.given import file_of
 
 if TYPE_CHECKING:
@@ -16,12 +18,29 @@ if TYPE_CHECKING:
 
 
 def read_images(files: Sequence[Path] | None) -> list[str]:
-    """Return the files of pictures in base64; what is in them whoever reads them looks at.
+    """Return the files of pictures in base64.
 
     Raises:
-        PictureError: one cannot be read.
+        PictureError: one cannot be read, or is no picture, as far as can be told here.
     """
-    return [base64.b64encode(file_of(file)).decode() for file in files or ()]
+    return [base64.b64encode(_looked_at(file)).decode() for file in files or ()]
+
+
+def _looked_at(file: Path) -> bytes:
+    """Return a picture's file, which is one where that can be told: a server may be elsewhere.
+
+    Raises:
+        PictureError: it is none.
+    """
+    data = file_of(file)
+    if find_spec("PIL") is not None:
+        from kvcellar.pictures.picture import Picture
+
+        try:
+            Picture.read(data)
+        except PictureError as error:
+            raise PictureError(f"{str(file)!r}: {error}") from error
+    return data
 
 
 def eyes_of(model: LoadedModel) -> HostLooks | None:

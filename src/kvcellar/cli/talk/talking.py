@@ -78,9 +78,13 @@ class ChosenImages:
         return "no picture goes with the next message"
 
     def _add(self, file: str) -> str:
+        if len(file) > 1 and file[0] == file[-1] and file[0] in "\"'":  # as terminals drop one
+            file = file[1:-1]
         try:
             self._data += read_images([Path(file)])
         except PictureError as error:
+            if not is_interactive():  # nobody is there to look
+                raise
             return str(error)
         n = len(self._data)
         return f"{n} picture{'s go' if n > 1 else ' goes'} with the next message"

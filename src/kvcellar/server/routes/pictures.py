@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from typing import Any
 
 from fastapi import APIRouter, Query
@@ -11,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcellar.errors import PictureError
-from kvcellar.pictures.picture import Picture
 from kvcellar.server.answer.pictures import may_see
 from kvcellar.server.errors import ApiError
 from kvcellar.server.state.isolation import salt_for
@@ -49,12 +47,7 @@ async def get_picture(
             if not salt:
                 return Response(picture.data, media_type=picture.media_type, headers=_HEADERS)
             # of whose file it is, nobody else finds out what else is in it
-            data = await asyncio.to_thread(_as_png, picture)
+            async with service.pictures.turn:
+                data = await asyncio.to_thread(picture.as_png)
             return Response(data, media_type="image/png", headers=_HEADERS)
     raise ApiError(404, f"there is no picture {name[:80]!r} here", "picture_not_found")
-
-
-def _as_png(picture: Picture) -> bytes:
-    file = io.BytesIO()
-    picture.pixels().save(file, "PNG")
-    return file.getvalue()

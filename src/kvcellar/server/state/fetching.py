@@ -86,7 +86,11 @@ class Fetcher:
                     found = await self._once(_parts_of(url))
                     if isinstance(found, bytes):
                         return found
-                    is_secret, url = url.lower().startswith("https:"), urljoin(url, found)
+                    is_secret = url.lower().startswith("https:")
+                    try:
+                        url = urljoin(url, found)
+                    except ValueError:
+                        raise _failed("it is redirected to what is no address") from None
                     if is_secret and not url.lower().startswith("https:"):
                         raise _failed("it is redirected from https to http")
                 raise _failed(f"it is redirected more than {MOST_REDIRECTS} times")
@@ -122,13 +126,16 @@ class Fetcher:
         Raises:
             ApiError: 400, it is not.
         """
-        host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        host, port = parts.hostname or "", parts.port
+        port = _PORTS[parts.scheme] if port is None else port
         named = host.rstrip(".")
         usual = port == _PORTS[parts.scheme]
         if any(
             name == named and (usual if own is None else own == port) for name, own in self._allowed
         ):
             return named, port
+        if named == "localhost" or (_is_address(named) and not is_public(named)):
+            raise _not_public(named)
         shown = f"[{named}]" if ":" in named else named
         shown += "" if usual else f":{port}"
         raise ApiError(
@@ -156,13 +163,7 @@ class Fetcher:
         if not found:
             raise _failed(f"{host} has no address")
         if not all(map(is_public, found)):  # one that is not is no accident
-            raise ApiError(
-                400,
-                f"a picture is to be fetched from {host}, which is this machine or in a private "
-                f"network; nothing is fetched from there, whatever --allow-fetch names: send the "
-                f"picture itself",
-                "fetch_not_allowed",
-            )
+            raise _not_public(host)
         return found[0]
 
     async def _asked(
@@ -197,6 +198,8 @@ class Fetcher:
                 headers = dict(event.headers)
                 if event.status_code in (301, 302, 303, 307, 308) and b"location" in headers:
                     return headers[b"location"].decode("latin-1")
+                if headers.get(b"content-encoding", b"identity") != b"identity":
+                    raise _failed(f"{parts.hostname} sends it in another encoding than was asked")
                 if event.status_code != 200:
                     raise _failed(f"{parts.hostname} answers {event.status_code}")
                 self._check_size(int(headers.get(b"content-length", b"0")))
@@ -223,7 +226,8 @@ def is_public(address: str) -> bool:
             inside = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inside is not None:
             return is_public(str(inside))
-    if not ip.is_global or ip.is_multicast or ip.is_reserved or ip.is_unspecified:
+    is_local = getattr(ip, "is_site_local", False)
+    if not ip.is_global or ip.is_multicast or ip.is_reserved or ip.is_unspecified or is_local:
         return False
     return str(ip) not in _own_addresses()
 
@@ -269,6 +273,23 @@ async def _connected(
         return await asyncio.open_connection(address, port)
     context = await asyncio.to_thread(ssl.create_default_context)
     return await asyncio.open_connection(address, port, ssl=context, server_hostname=server)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _not_public(host: str) -> ApiError:
+    return ApiError(
+        400,
+        f"a picture is to be fetched from {host}, which is this machine or in a private network; "
+        f"nothing is fetched from there, whatever --allow-fetch names: send the picture itself",
+        "fetch_not_allowed",
+    )
 
 
 def _failed(why: str) -> ApiError:

@@ -29,7 +29,8 @@ class PictureDesk:
         """Know nothing yet."""
         self.fetcher = fetcher
         self._fetched: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
-        self._turn = asyncio.Semaphore(1)
+        self.turn = asyncio.Semaphore(1)
+        """Of whoever decodes or writes a picture, which takes memory."""
 
     async def read(self, source: str, salt: str, shelf: PictureShelf) -> Picture:
         """Return a picture that was sent, which is on the shelf now.
@@ -40,7 +41,7 @@ class PictureDesk:
         """
         if re.match(r"https?:", source[:6].lower()):
             return await self._fetch(source, salt, shelf)
-        async with self._turn:
+        async with self.turn:
             return await asyncio.to_thread(lambda: shelf.read(decode_picture(source), salt))
 
     async def _fetch(self, url: str, salt: str, shelf: PictureShelf) -> Picture:
@@ -49,9 +50,9 @@ class PictureDesk:
             try:
                 return await asyncio.to_thread(shelf.get, name)
             except PictureError:  # it has gone; so it is fetched again
-                del self._fetched[salt, url]
+                self._fetched.pop((salt, url), None)  # or somebody else has done it
         data = await self.fetcher.fetch(url)
-        async with self._turn:
+        async with self.turn:
             picture = await asyncio.to_thread(shelf.read, data, salt)
         self._fetched[salt, url] = time.monotonic() + _FETCHED_S, picture.name
         self._fetched.move_to_end((salt, url))
