@@ -14,6 +14,7 @@ from kvcellar.agents import AgentManager
 from kvcellar.errors import ModelError, PromptError, StoreError
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import pictures_in
+from kvcellar.store.store import PICTURES_BETWEEN
 from tests.agents.fakes import LETTERS, manager, run, tokens_of, turn
 from tests.agents.fakes import eager as eager
 from tests.engine.fakes import FULL_PARAMS, logits_of
@@ -226,6 +227,22 @@ def test_upkeep_keeps_pictures_that_somebody_names(tmp_path: Path) -> None:
         age(tmp_path)
         report = agents.store.gc()
         assert report.n_pictures == 1 and agents.store.picture(DOG.name) is None
+        assert agents.store.picture(CAT.name) == CAT.data
+
+
+def test_pictures_that_nobody_names_go_by_themselves(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        run(agents.lifecycle.create("other"))
+        run(look(agents, "other", "who is this?", DOG))
+        run(agents.lifecycle.delete("other", is_final=True))
+        age(tmp_path)
+        for seed in range(PICTURES_BETWEEN):
+            one = Picture.read(picture_file(100 + seed, 8, 8))
+            agents.store.put_picture(one.name, one.data)
+        agents.store.flush()
+        assert agents.store.picture(DOG.name) is None
         assert agents.store.picture(CAT.name) == CAT.data
 
 

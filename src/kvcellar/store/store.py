@@ -44,6 +44,12 @@ from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
 from kvcellar.types import IntArray
 
+PICTURES_BETWEEN = 64
+"""Pictures that are put before it is looked for some that nobody names."""
+
+UNNAMED_S = 86400.0
+"""How long a picture stays that nobody names, unless it is asked for sooner (``gc``)."""
+
 Tokens = History | IntArray | Sequence[int]
 Progress = Callable[[float, str], None]
 
@@ -112,6 +118,7 @@ class Store:
         self.leases: Leases = local if self.shared is None else self.shared.leases(local)
         self._documents = Documents(self._cold.journal, self.shared)
         self._used: deque[bytes] = deque()
+        self._n_pictures = 0
 
     def __enter__(self) -> Store:
         """Return the store itself."""
@@ -373,12 +380,22 @@ class Store:
     def put_picture(self, name: str, data: bytes) -> None:
         """Make a picture durable now, as the file that was sent; a no-op where it is there.
 
-        It stays as long as a history, a record or a document names it.
+        It stays as long as a history, a record or a document names it. Now and then those that
+        nobody names are removed, in the background.
 
         Raises:
             StoreError: it could not be written; nothing was changed.
         """
         self._pictures.put(name, data)
+        self._n_pictures += 1
+        if self._n_pictures % PICTURES_BETWEEN == 0:
+            self._writer.offer(self._drop_pictures, 0)
+
+    def _drop_pictures(self) -> None:
+        """Remove pictures that nobody names any more, of days before. In the writer's thread."""
+        with contextlib.suppress(StoreError), self._cold.locked():
+            self._cold.refresh()
+            self._pictures.remove(upkeep.named_pictures(self._cold), UNNAMED_S)
 
     def keep_picture(self, name: str) -> bool:
         """Have upkeep leave a picture alone for a while; false where it is not on this disk."""

@@ -19,8 +19,11 @@ from kvcellar.cli.store.store import AsJson
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models.backend_choice import NATIVE, BackendChoice, choose_backend
+from kvcellar.models.backend_choice import NATIVE, TORCH, BackendChoice, choose_backend
+from kvcellar.models.files.checkpoint import read_json
 from kvcellar.models.options import LoadOptions
+from kvcellar.models.picture_facts import has_pictures, text_alone
+from kvcellar.models.sizes.sizing import find_config
 from kvcellar.models.sizes.snapshots import snapshots_in
 from kvcellar.models.sizes.spec_file import spec_from_file
 from kvcellar.spec import AGENT_SLOTS, NATIVE_PROCESS_BYTES, PROCESS_BYTES, ModelCacheSpec, most
@@ -156,7 +159,8 @@ def inspect_command(
     snapshot_bytes = options.snapshot_bytes(asked.snapshots)
     counted = LoadOptions(spec.name, kv_dtype=asked.kv_dtype, snapshot_bytes=snapshot_bytes)
     runs = None if model is None else _runs(LoadOptions(model, dtype=dtype, weights=weights))
-    view = View(spec, limit_bytes, context, asked.agents, counted, has_budget, runs)
+    pictures = "" if model is None or runs is None else _pictures(model, runs)
+    view = View(spec, limit_bytes, context, asked.agents, counted, has_budget, runs, pictures)
     levels.warn_if_missing()
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
@@ -181,6 +185,16 @@ def _runs(options: LoadOptions) -> BackendChoice:
         return choose_backend(options)
     except BackendError as error:
         return BackendChoice("none", str(error))
+
+
+def _pictures(model: str, runs: BackendChoice) -> str:
+    """Say whether a model reads pictures, for people; empty: nobody would think that it does."""
+    config = find_config(model)
+    if config.suffix != ".json" or not has_pictures(config.parent, raw := read_json(config)):
+        return ""
+    if runs.backend != TORCH:
+        return text_alone(config.parent, raw, runs.backend)
+    return "read, if it places them as transformers does, which is tried when it is loaded"
 
 
 def _spec(
@@ -208,6 +222,7 @@ class View:
     counted: LoadOptions
     has_budget: bool
     runs: BackendChoice | None = None
+    pictures: str = ""
 
     @property
     def is_native(self) -> bool:
@@ -321,6 +336,7 @@ class View:
             "max_positions": spec.max_positions,
             "exact_to": spec.exact_to,
             "backend": None if self.runs is None else self.runs._asdict(),
+            "pictures": self.pictures,
             "memory_bytes": self.limit_bytes,
             "fits": not self.why_not,
             "why_not": self.why_not,
@@ -378,6 +394,8 @@ def _show(view: View, names: tuple[str, ...]) -> None:
     facts.add_row("model", "", f"{spec.name} ({spec.family}), {layers}")
     if view.runs is not None:
         facts.add_row("backend", view.runs.backend, view.runs.why)
+    if view.pictures:
+        facts.add_row("pictures", "", view.pictures)
     for group, n_tokens in zip(spec.params.groups, spec.agent_cells(view.context), strict=True):
         dims = f"{group.n_kv_heads} KV heads of {group.head_dim}"
         if group.is_latent:
