@@ -418,6 +418,7 @@ def test_every_thread_of_ours_is_known_to_a_test_of_its_failure():
         "kvcellar-release": "agents/leasing.py",  # ends with what it gives back
         "kvcellar-render": "models/text/rendering.py",  # tests/server/test_templates.py
         "kvcellar-shared-push": "store/shared/pusher.py",  # tests/store/shared/test_tier.py
+        "kvcellar-pictures": "engine/picture_rows.py",  # tests/pictures/test_engine.py
         "kvcellar-models": "hosting/models.py",  # tests/agents/test_failures.py
         "kvcellar-cellar": "cellar/waiting.py",  # tests/cellar/test_cellar.py
         "kvcellar-close": "cellar/waiting.py",  # ends with what it closes

@@ -10,6 +10,7 @@ from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams, Sampl
 from kvcellar.engine.requests.request import Sequence
 from kvcellar.engine.schedule.policy import Mixed
 from kvcellar.errors import ConfigError
+from kvcellar.history import History
 from tests.engine.fakes import PARAMS, ByteTokenizer, HashRunner, SeqCells
 
 VOCAB = 260
@@ -96,7 +97,7 @@ def sequence(n, n_computed, n_prompt):
     found = Sequence(
         request_id=n_computed,
         request=Request((1,)),
-        tokens=list(range(n)),
+        tokens=History(range(n)),
         n_prompt=n_prompt,
         state=SamplingState(SamplingParams(), VOCAB),
         stream=None,
