@@ -50,13 +50,19 @@ def test_a_picture_goes_with_a_prompt(model: str, files: list[str]) -> None:
 
 
 def test_a_picture_goes_with_what_is_said_in_a_chat(model: str, files: list[str]) -> None:
-    typed = f"/image {files[0]}\nWhat?\nAnd?\n/image {files[1]}\n/image\n/image none.png\nSo?\n"
+    typed = f"/image '{files[0]}'\nWhat?\nAnd?\n/image {files[1]}\n/image\nSo?\n"
     result = CliRunner().invoke(app, ["chat", model, *SHORT, "--json"], input=typed)
     assert result.exit_code == 0, result.output
     first, second, third = map(json.loads, result.stdout.splitlines())
     counts = [one["usage"]["prompt_tokens"] for one in (first, second, third)]
     assert counts[0] > 12 and counts == sorted(counts)
     assert second["usage"]["cached_tokens"] >= counts[0]
+
+
+def test_a_pipe_that_names_no_picture_ends_before_it_is_answered_without(model: str) -> None:
+    typed = "/image none.png\nWhat?\n"
+    said = run("chat", model, *SHORT, "--json", stdin=typed, is_refused=True)
+    assert "none.png" in said and "cannot be read" in said
 
 
 def test_a_picture_goes_with_what_is_said_to_an_agent(model: str, files: list[str]) -> None:
