@@ -35,6 +35,13 @@ def shown(tmp_path_factory):
         yield live
 
 
+@pytest.fixture(scope="module")
+def blind(tmp_path_factory):
+    """A server whose model reads text alone; it outlives the page."""
+    with serving(tmp_path_factory.mktemp("blind")) as live:
+        yield live
+
+
 @pytest.fixture
 def page(open_page, shown):
     found = open_page(expected="status of 4")
@@ -173,22 +180,21 @@ def test_what_is_no_picture_stays_out(page):
     expect(page.locator("#files")).to_be_hidden()
 
 
-def test_a_model_that_reads_text_alone_says_so(open_page, tmp_path):
-    with serving(tmp_path) as live:
-        live.post("/v1/agents", {"id": "blind"})
-        live.post("/v1/agents/blind/generate", {"text": "Hello.", "max_tokens": 2})
-        page = open_page(url=live.url, width=420, scheme="dark", expected="status of 400")
-        chosen(page, "blind")
-        page.locator("#prompt").fill("What is this?")
-        page.locator("#file").set_input_files([RED])
-        expect(page.locator("#toast-text")).to_contain_text("reads text alone")
-        expect(page.locator("#files")).to_be_hidden()
-        expect(page.locator("#prompt")).to_have_value("What is this?")
-        # also where the page does not know it yet
-        page.evaluate("page.model().reads_pictures = true")
-        page.locator("#file").set_input_files([RED])
-        expect(page.locator("#files li")).to_have_count(1)
-        page.locator("#send").click()
-        expect(page.locator("#toast-text")).to_contain_text("reads text alone")
-        expect(page.locator("#files li span")).to_have_text(["red.png"])
-        expect(page.locator("#prompt")).to_have_value("What is this?")
+def test_a_model_that_reads_text_alone_says_so(blind, open_page):
+    blind.post("/v1/agents", {"id": "blind"})
+    blind.post("/v1/agents/blind/generate", {"text": "Hello.", "max_tokens": 2})
+    page = open_page(url=blind.url, width=420, scheme="dark", expected="status of 400")
+    chosen(page, "blind")
+    page.locator("#prompt").fill("What is this?")
+    page.locator("#file").set_input_files([RED])
+    expect(page.locator("#toast-text")).to_contain_text("reads text alone")
+    expect(page.locator("#files")).to_be_hidden()
+    expect(page.locator("#prompt")).to_have_value("What is this?")
+    # also where the page does not know it yet
+    page.evaluate("page.model().reads_pictures = true")
+    page.locator("#file").set_input_files([RED])
+    expect(page.locator("#files li")).to_have_count(1)
+    page.locator("#send").click()
+    expect(page.locator("#toast-text")).to_contain_text("reads text alone")
+    expect(page.locator("#files li span")).to_have_text(["red.png"])
+    expect(page.locator("#prompt")).to_have_value("What is this?")
