@@ -28,7 +28,7 @@ def normal(n: int, heads: int, seed: int) -> Any:
 
 
 def seen(n: int, window: int | None, whole: list[tuple[int, int]]) -> Any:
-    """What each token of a history sees: ``[n, n]``."""
+    """Return which tokens each token of a history sees: ``[n, n]``, true where it does."""
     at = np.arange(n)
     far = at[:, None] - at[None] if window is None else (at[:, None] - at[None]) < window
     own = np.zeros((n, n), bool)

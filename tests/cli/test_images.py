@@ -65,6 +65,11 @@ def test_a_pipe_that_names_no_picture_ends_before_it_is_answered_without(model: 
     assert "none.png" in said and "cannot be read" in said
 
 
+def test_an_address_is_no_file(model: str) -> None:
+    said = run("generate", model, "-p", "?", "--image", "https://e.com/a.png", is_refused=True)
+    assert "is an address" in said
+
+
 def test_a_picture_goes_with_what_is_said_to_an_agent(model: str, files: list[str]) -> None:
     run("agents", "create", "viewer", "--model", model)
     args = ("agents", "generate", "viewer", "What?", *SHORT, "--json")

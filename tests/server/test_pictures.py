@@ -337,7 +337,7 @@ HOSTILE = {
     "bmp": (url_of(picture_file(4, form="BMP"), "image/bmp"), "image/bmp"),
     "tiff that lies": (url_of(picture_file(4, form="TIFF")), "no PNG"),
     "url encoded": ("data:image/svg+xml,%3Csvg/%3E", "image/svg+xml"),
-    "file": ("file:///etc/passwd", "no base64"),
+    "file": ("file:///etc/passwd", "no address that is fetched"),
     "this machine": ("http://127.0.0.1/a.png", "private network"),
     "elsewhere": ("https://example.com/a.png", "--allow-fetch example.com"),
     "unknown link": (f"/v1/pictures/{'0' * NAME_DIGITS}", "not here"),

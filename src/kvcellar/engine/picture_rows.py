@@ -54,9 +54,9 @@ class PictureRows:
         self._kept: OrderedDict[Key, EncodedPicture] = OrderedDict()
         self._failed: dict[Key, Exception] = {}
         self._wanted: set[Key] = set()
-        """What was asked for in the last step and is not there yet."""
+        """Pictures that the last step asked for, and that are not encoded yet."""
         self._asking: set[Key] = set()
-        """What is asked for in this step, likewise."""
+        """Pictures that this step has asked for so far, and that are not encoded yet."""
         self._asked: queue.SimpleQueue[Key | None] = queue.SimpleQueue()
         self._queued: set[Key] = set()
         self._changed = threading.Condition()

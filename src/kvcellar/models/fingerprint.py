@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
 )
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""What says how a model is given pictures."""
+"""Files of a checkpoint that say how its model is given pictures."""
 VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "_commit_hash")
 """Keys of config.json that change nothing of what a model computes."""
 

@@ -109,8 +109,8 @@ class PictureReader(Protocol):
 
 
 Seen = Sequence[tuple[Sequence[SeenPicture], int]]
-"""Of each stretch of a forward: the pictures of its sequence that begin before its end, and how
-many tokens it has. Stretches stand in the order of the token axis."""
+"""Pictures of a forward, by stretch in the order of the token axis: those of the stretch's sequence
+that begin before its end, and how many tokens the stretch has."""
 
 
 @runtime_checkable

@@ -38,6 +38,8 @@ def file_of(path: str | Path) -> bytes:
     Raises:
         PictureError: it cannot be read, or is too large for a picture.
     """
+    if str(path).startswith(("http:/", "https:/")):
+        raise PictureError(f"{str(path)[:200]!r} is an address; give the file of a picture")
     try:
         with Path(path).expanduser().open("rb") as file:
             return file.read(MOST_BYTES + 1)
@@ -67,6 +69,11 @@ def decode_picture(text: str) -> bytes:
     elif text[:5].lower() == "data:":
         raise PictureError(
             "a picture came in a data URL without a type and base64; send data:image/png;base64,..."
+        )
+    elif "://" in text[:64]:
+        raise PictureError(
+            f"a picture came as {text[:60]!r}, which is no address that is fetched; send its file "
+            f"in base64"
         )
     if len(body) > 2 * _MOST_TEXT:  # not even without its line ends
         raise PictureError(f"a picture has more than {MOST_BYTES:,} bytes; make it smaller")

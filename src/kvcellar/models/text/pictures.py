@@ -19,7 +19,7 @@ from kvcellar.pictures.placed_text import PICTURES, pictures_of
 Message = dict[str, Any]
 
 LINE = "[image: left out, this model reads text alone]"
-"""What a model reads in place of a picture that it cannot read."""
+"""Line that a model without pictures reads in place of one."""
 
 
 def names_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -134,7 +134,8 @@ async def _taken(service: Service, one: SentPicture, salt: str, shelf: PictureSh
     if one.source is None:
         raise ApiError(
             400,
-            "a picture came without its file; send it in base64, as data:image/png;base64,...",
+            "a picture came without its file, or as a file_id, which is kept nowhere here; send it "
+            "in base64, as data:image/png;base64,...",
             "invalid_image",
             param=one.param,
         )

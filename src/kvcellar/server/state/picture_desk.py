@@ -30,7 +30,7 @@ class PictureDesk:
         self.fetcher = fetcher
         self._fetched: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
         self.turn = asyncio.Semaphore(1)
-        """Of whoever decodes or writes a picture, which takes memory."""
+        """Lets one request at a time decode or write a picture, which takes memory."""
 
     async def read(self, source: str, salt: str, shelf: PictureShelf) -> Picture:
         """Return a picture that was sent, which is on the shelf now.

@@ -57,7 +57,8 @@ _NEAR = 1e-4
 
 
 _NEAREST = 1e-6
-"""The same of one that is a ratio of two numbers of the config, of which there are many."""
+"""Relative distance likewise, where the number is a ratio of two of the config's: there are many
+ratios, so that one of them is near by chance."""
 
 
 class _UnsaidError(Exception):
