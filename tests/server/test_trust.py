@@ -304,14 +304,15 @@ def test_a_log_line_has_an_id_and_never_the_text(strict):
         answer = strict.http.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.headers["x-request-id"] == "my-id-7"
         strict.http.post("/v1/chat/completions", json={**body, "n": "secret3"}, headers=headers)
-        strict.http.get("/v1/agents/hunter2", headers=key())
-        strict.until(lambda: out.getvalue().count("\n") >= 3, "the lines")
+        strict.http.get("/v1/agents/hunter2", headers={**key(), "X-Request-Id": "my-id-9"})
+        strict.until(lambda: "my-id-9" in out.getvalue(), "the lines")
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert lines[0]["request_id"] == "my-id-7" and lines[0]["status"] == 200
-    assert lines[0]["prompt_tokens"] > 3 and lines[0]["completion_tokens"] == 3
+    first, second = [line for line in lines if line["request_id"] == "my-id-7"]
+    assert first["status"] == 200 and second["status"] == 400
+    assert first["prompt_tokens"] > 3 and first["completion_tokens"] == 3
     assert "hunter2" not in out.getvalue() and "secret3" not in out.getvalue()
 
 
