@@ -62,7 +62,11 @@ def test_a_program_carries_the_facts_of_its_model_and_nothing_of_a_session(
     assert not [n for n in names if "capacity" in n or "context" in n or "kv_dtype" in n]
 
 
-def test_a_gguf_file_becomes_a_program_with_its_tokenizer_and_template_inside(tmp_path):
+def test_a_gguf_file_becomes_a_program_with_its_tokenizer_and_template_inside(
+    tmp_path, monkeypatch
+):
+    # As a user has it: what runs a model by default is not what is exported.
+    monkeypatch.delenv("KVCELLAR_PREFERS")
     path, program = tmp_path / "model.gguf", tmp_path / "model.pte"
     CASES["llama"].write(path)
     with quietly():

@@ -147,6 +147,7 @@ def export_program(
     report = progress or no_progress
     loaded = load_model(
         name_or_path,
+        backend="torch",
         dtype=dtype,
         weights="none",
         is_unchecked=is_unchecked,
