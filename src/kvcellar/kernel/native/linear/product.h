@@ -675,25 +675,33 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
     for (int64_t g = 0; g < call.weights.n_groups; ++g) {
       float row[kGroupInputs];
       load_floats(x + g * kGroupInputs * size, call.in, kGroupInputs, row);
-      float most = 0.f, doubt = 0.f;
-      for (const float value : row) {
-        const float magnitude = __builtin_fabsf(value);
-        most = magnitude > most ? magnitude : most;
-        doubt += value * 0.f;
+      const Vec zeros = all(0.f);
+      Vec highs = zeros, doubts = zeros;
+      for (int64_t i = 0; i < kGroupInputs; i += kLanes) {
+        const Vec y = load(row + i);
+        highs = max(highs, max(y, sub(zeros, y)));
+        doubts = fma(y, zeros, doubts);
       }
-      const bool is_finite = doubt == 0.f;
-      const float inverse = is_finite && most > 0.f ? 127.f / most : 0.f;
+      const float most = highest(highs);
+      const bool is_finite = sum(doubts) == 0.f;
+      const float inverse = is_finite && most > 1e-36f ? 127.f / most : 0.f;  // finite, too
       int32_t totals[2] = {};
-      int8_t numbers[kGroupInputs];
-      for (int64_t i = 0; i < kGroupInputs; ++i) {
-        const auto number = static_cast<int32_t>(__builtin_rintf(is_finite ? row[i] * inverse : 0.f));
-        numbers[i] = static_cast<int8_t>(number);
-        totals[i * sums_each / kGroupInputs] += number;
+      uint8_t numbers[kGroupInputs];
+      for (int64_t s = 0; s < sums_each; ++s) {
+        Vec total = zeros;  // of whole numbers: the same in any order
+        for (int64_t i = s * kGroupInputs / sums_each; i < (s + 1) * kGroupInputs / sums_each; i += kLanes) {
+          const Vec y = is_finite ? nearest(mul(load(row + i), all(inverse))) : zeros;
+          total = add(total, y);
+          store_u8(numbers + i, add(y, all(128.f)));
+        }
+        totals[s] = static_cast<int32_t>(sum(total));
       }
+      for (uint8_t& number : numbers) number ^= 128;  // signed
       const int64_t at = t * n + g * kGroupInputs;
       if (kHasWords && weights.is_wide) {
         int16_t words[kGroupInputs];
-        for (int64_t i = 0; i < kGroupInputs; ++i) words[i ^ (i % 4 == 1 || i % 4 == 2 ? 3 : 0)] = numbers[i];
+        for (int64_t i = 0; i < kGroupInputs; ++i)
+          words[i ^ (i % 4 == 1 || i % 4 == 2 ? 3 : 0)] = static_cast<int8_t>(numbers[i]);
         std::memcpy(inputs.numbers + 2 * at, words, sizeof words);
       } else {
         std::memcpy(inputs.numbers + at, numbers, sizeof numbers);
