@@ -260,3 +260,57 @@ def test_exponents_of_mxfp4_are_powers_of_two_and_nothing_is_rounded() -> None:
     short = np.empty((20, 64), np.uint16)
     weights.unpack(0, 2, short.ctypes.data)
     assert np.array_equal(short, as_bits(layer.numbers[3]))
+
+
+@pytest.mark.parametrize("n_best", [1, 2])
+@pytest.mark.parametrize("is_sigmoid", [True, False])
+def test_a_token_chooses_among_the_experts_of_its_best_groups(
+    n_best: int, is_sigmoid: bool
+) -> None:
+    n_groups, in_each, n_kept, n_chosen = 4, 3, 2, 4
+    n_experts, n_tokens = n_groups * in_each, 40
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((n_tokens, HIDDEN), np.float32)
+    rows = rng.standard_normal((n_experts, HIDDEN), np.float32) / 8
+    extra = rng.standard_normal(n_experts).astype(np.float32) / 4
+    weights = linear.LinearWeights(linear.WeightFormat.f32, HIDDEN, n_experts, rows.ctypes.data, 0)
+    router = experts.Router(
+        weights,
+        n_chosen,
+        is_sigmoid=is_sigmoid,
+        is_normalised=False,
+        scale=1.0,
+        bias=0,
+        extra=extra.ctypes.data,
+        rounds_logits=False,
+        rounds_shares=False,
+        groups=(n_groups, n_kept, n_best),
+    )
+    chosen = np.zeros((n_tokens, n_chosen), np.int64)
+    shares = np.zeros((n_tokens, n_chosen), np.float32)
+    router.choose(x.ctypes.data, n_tokens, Dtype.float32, chosen.ctypes.data, shares.ctypes.data)
+    n_otherwise = 0
+    for token, row in enumerate(x @ rows.T):
+        scores = 1 / (1 + np.exp(-row)) if is_sigmoid else np.exp(row) / np.exp(row).sum()
+        ranked = scores + extra
+        groups = [ranked[g * in_each : (g + 1) * in_each] for g in range(n_groups)]
+        worth = [sum(sorted(one)[-n_best:]) for one in groups]
+        kept = sorted(range(n_groups), key=lambda g: -worth[g])[:n_kept]
+        free = [e for e in range(n_experts) if e // in_each in kept]
+        want = sorted(free, key=lambda e: -ranked[e])[:n_chosen]
+        assert list(chosen[token]) == want
+        assert np.allclose(shares[token], scores[want], atol=1e-6)
+        n_otherwise += set(want) != set(np.argsort(-ranked)[:n_chosen])
+    assert n_otherwise > 5, "groups change what is chosen"
+
+
+@pytest.mark.parametrize(
+    "groups", [(3, 1, 1), (2, 3, 1), (2, 0, 1), (2, 1, 4), (0, 0, 0), (6, 1, 1)]
+)
+def test_groups_that_do_not_divide_the_experts_are_refused(groups: tuple[int, int, int]) -> None:
+    rows = np.zeros((6, HIDDEN), np.float32)
+    weights = linear.LinearWeights(linear.WeightFormat.f32, HIDDEN, 6, rows.ctypes.data, 0)
+    made = dict.fromkeys(("is_sigmoid", "is_normalised", "rounds_logits", "rounds_shares"), False)
+    fields = {"scale": 1.0, "bias": 0, "extra": 0, "groups": groups}
+    with pytest.raises(ValueError, match="groups"):
+        experts.Router(weights, 3, **made, **fields)

@@ -168,6 +168,7 @@ ROUTED = {
     "n_group": 1,
     "topk_group": 1,
 }
+GROUPED = {"n_routed_experts": 16, "num_experts_per_tok": 3}
 LATENT_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.9}
 LATENT_YARN |= {"mscale_all_dim": 0.6, "original_max_position_embeddings": 32}
 LATENTS = {
@@ -196,6 +197,21 @@ LATENTS = {
         {**ROUTED, "first_k_dense_replace": 0, "rope_interleave": False, "q_lora_rank": None},
     ),
     "latents-without-experts": ("youtu", LATENT),
+    "latents-and-groups": (
+        "deepseek_v3",
+        {**ROUTED, **GROUPED, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    ),
+    "latents-and-groups-by-their-best": (
+        "deepseek_v2",
+        {
+            **ROUTED,
+            **GROUPED,
+            "topk_method": "group_limited_greedy",
+            "n_group": 8,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "latents-by-kinds": ("glm4_moe_lite", ROUTED),
     "latents-multiplied": ("minicpm3", {**LATENT, "attention_bias": True, "dim_model_base": 32}),
 }

@@ -62,7 +62,7 @@ HYBRIDS = (
     "delta-net-in-parts",
     "scan",
 )
-LATENTS = ("latents-in-pairs", "latents-parted", "latents-multiplied")
+LATENTS = ("latents-in-pairs", "latents-parted", "latents-multiplied", "latents-and-groups")
 NEAR = {"atol": 2e-4, "rtol": 0}
 
 Loaded = Callable[[str], tuple[Oracle, LoadedModel]]
@@ -258,10 +258,14 @@ def test_a_plan_says_how_it_attends_over_latents(other, family, capsys):
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        ("latents-in-pairs", {"topk_method": "group_limited_greedy"}),
+        ("latents-in-pairs", {"topk_method": "noaux_tc"}),
         ("latents-in-pairs", {"num_key_value_heads": 2}),
         ("latents-in-pairs", {"first_k_dense_replace": None}),
-        ("latents-parted", {"n_group": 2}),
+        ("latents-parted", {"n_group": None}),
+        ("latents-and-groups", {"n_group": 3}),
+        ("latents-and-groups", {"n_group": 16}),
+        ("latents-and-groups", {"topk_group": 5}),
+        ("latents-and-groups", {"n_group": 8, "topk_group": 1}),
         ("latents-parted", {"qk_rope_head_dim": 7}),
         ("latents-parted", {"q_lora_rank": 0}),
         ("latents-parted", {"norm_topk_prob": None}),

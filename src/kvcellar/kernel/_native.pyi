@@ -898,6 +898,7 @@ class Router:
         extra: int,
         rounds_logits: bool,
         rounds_shares: bool,
+        groups: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
         """
         Describe a router.
@@ -912,9 +913,11 @@ class Router:
             extra: address of float32 that is added to scores only to choose; 0: none.
             rounds_logits: logits are rounded to the type of the rows.
             rounds_shares: shares are.
+            groups: into how many the experts are divided, among how many of them a token chooses, and how many
+                of a group's highest scores are summed to say which.
 
         Raises:
-            ConfigError: no experts are chosen, or more than there are.
+            ConfigError: no experts are chosen, or more than there are; or groups do not divide them.
         """
 
     def choose(self, x: int, n_tokens: int, dtype: Dtype, experts: int, shares: int) -> None:

@@ -94,6 +94,10 @@ def _check_mixture(mixture: MixturePlan, of: _Shapes, hidden: int) -> None:
     (n_experts,) = of.linear(mixture.router, None, hidden)
     if mixture.n_chosen > n_experts:
         raise of.wrong(mixture.router.weights[0], f"a row for each of {mixture.n_chosen} experts")
+    n_groups, n_kept, n_best = mixture.groups
+    in_each = n_experts // n_groups
+    if n_experts % n_groups or in_each < n_best or in_each * n_kept < mixture.n_chosen:
+        raise of.wrong(mixture.router.weights[0], f"rows in {n_groups} groups of enough experts")
     if mixture.correction is not None:
         of.vector(mixture.correction, n_experts)
     if mixture.share is not None:

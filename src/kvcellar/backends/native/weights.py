@@ -299,6 +299,7 @@ class WeightHolder:
             extra=0 if plan.correction is None else self.floats(plan.correction).ctypes.data,
             rounds_logits=plan.rounds_logits,
             rounds_shares=plan.rounds_shares,
+            groups=plan.groups,
         )
         names, biases = (plan.gate_up, plan.down), plan.biases or (None, None)
         found = [self._tensors.experts(name, is_crossed=plan.is_crossed) for name in names]

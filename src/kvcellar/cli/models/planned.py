@@ -140,7 +140,9 @@ def _layer(layer: LayerPlan) -> str:
     residual = f", residual times {layer.residual:g}" if layer.residual != 1 else ""
     parts = [] if layer.down is None else ["gated MLP"]
     if layer.mixture is not None:
-        parts.append(f"{layer.mixture.n_chosen} experts of each token")
+        n_groups, n_kept, _ = layer.mixture.groups
+        among = f" in {n_kept} of {n_groups} groups" if n_groups > 1 else ""
+        parts.append(f"{layer.mixture.n_chosen} experts of each token{among}")
     return (
         f"{says}, {' and '.join(parts)} with {gate}, norms {', '.join(there)} with eps {eps}"
         f"{residual}{biases}"

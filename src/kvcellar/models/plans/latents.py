@@ -64,7 +64,7 @@ def as_usual_latents(raw: Raw) -> Raw:
     """Return a config of a family with latents with the fields that others have.
 
     Raises:
-        ValueError: experts are chosen by groups, of which some are looked into.
+        ValueError: heads share what is expanded, or experts are chosen in another way.
     """
     made = dict(raw)
     n_layers = made["num_hidden_layers"]
@@ -76,9 +76,14 @@ def as_usual_latents(raw: Raw) -> Raw:
         made["v_head_dim"] = made["hidden_size"] // made["num_attention_heads"]
     if made["model_type"] in ("minicpm3", "youtu"):  # which have no experts
         return made
-    is_grouped = made.get("topk_method") != "greedy" and made["n_group"] > 1
-    if is_grouped and made["topk_group"] != made["n_group"]:
-        raise ValueError("no rule for groups of experts")
+    if made["model_type"] == "deepseek_v2":
+        method = made.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ValueError("no rule for such a way to choose experts")
+        if method == "greedy":
+            made["n_group"] = made["topk_group"] = 1
+    if not (made["n_group"] and made["topk_group"]):
+        raise ValueError("nobody says which groups of experts there are")
     if made["model_type"] == "glm4_moe_lite":  # which says it of each layer
         kinds = made.get("mlp_layer_types") or ["dense"]
         dense = [n for n, kind in enumerate(kinds) if kind == "dense"]

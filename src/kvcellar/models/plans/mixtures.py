@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.models.plans.plan import Gate, LinearPlan, MixturePlan
+from kvcellar.models.plans.plan import ONE_GROUP, Gate, LinearPlan, MixturePlan
 
 Raw = Mapping[str, Any]
 
@@ -38,6 +38,7 @@ class Mixtures:
         correction: tensor within the block that is added to scores only to choose; None: none is.
         rounds_logits: true if logits are rounded to the type of the rows.
         scale: field of a factor on shares; None: there is none.
+        n_best: experts of a group by which it is chosen, where there are groups.
     """
 
     router: str = "gate"
@@ -53,6 +54,7 @@ class Mixtures:
     correction: str | None = None
     rounds_logits: bool = True
     scale: str | None = None
+    n_best: int = 2
 
     def are_in(self, raw: Raw, layer: int) -> bool:
         """Return true if a layer has experts."""
@@ -87,7 +89,7 @@ class Mixtures:
 
         Raises:
             ValueError: it has fewer experts than a token chooses, nobody says how many, or if
-                shares are normalised.
+                shares are normalised, or groups of experts are of no size.
         """
         n_experts = next((raw[name] for name in _COUNTS if raw.get(name)), 0)
         n_chosen = raw["num_experts_per_tok"]
@@ -116,7 +118,25 @@ class Mixtures:
             is_sigmoid=self.is_sigmoid,
             correction=None if self.correction is None else f"{within}.{self.correction}",
             rounds_logits=self.rounds_logits,
+            groups=self._groups(raw, n_experts),
         )
+
+    def _groups(self, raw: Raw, n_experts: int) -> tuple[int, int, int]:
+        """Return the groups of experts, as in a plan.
+
+        Raises:
+            ValueError: they are of other sizes than the experts make.
+        """
+        n_groups, n_kept = raw.get("n_group") or 1, raw.get("topk_group") or 1
+        if type(n_groups) is not int or type(n_kept) is not int or not 0 < n_kept <= n_groups:
+            raise ValueError("no rule for such groups")
+        n_chosen: int = raw["num_experts_per_tok"]
+        if n_kept == n_groups or (self.n_best == 1 and n_kept >= n_chosen):
+            return ONE_GROUP  # the best experts are in the best groups
+        in_each, rest = divmod(n_experts, n_groups)
+        if rest or in_each < 2 or in_each * n_kept < n_chosen:
+            raise ValueError("no rule for groups of such sizes")
+        return n_groups, n_kept, self.n_best
 
 
 OF_QWEN = frozenset((*_OF_QWEN, "moe_intermediate_size", "shared_expert_intermediate_size"))

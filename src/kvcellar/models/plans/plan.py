@@ -38,6 +38,9 @@ Gate = tuple[float, float, float, float]
 """``(up + shift) * x * sigmoid(x * (alpha + cubic * x^2))``, of a gate x that is at most a limit:
 alpha, cubic, shift, and the limit, which up's magnitude has as well; 0: there is none."""
 
+ONE_GROUP = 1, 1, 1
+"""Experts that are in no groups; see :class:`MixturePlan`."""
+
 SILU: Gate = (1.0, 0.0, 0.0, 0.0)
 GELU_TANH: Gate = (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715, 0.0, 0.0)
 """GELU in its form with tanh, which is a sigmoid of twice as much."""
@@ -97,6 +100,9 @@ class MixturePlan:
         is_sigmoid: true if scores are sigmoids.
         correction: tensor of what is added to scores only to choose; None: nothing is.
         rounds_logits: true if logits are rounded to the type of the rows.
+        groups: into how many experts are divided, one behind the other, among the experts of how
+            many of them a token chooses, and the sum of how many of its highest scores, with what
+            is added to choose, says which groups those are.
     """
 
     router: LinearPlan
@@ -112,6 +118,7 @@ class MixturePlan:
     is_sigmoid: bool = False
     correction: str | None = None
     rounds_logits: bool = True
+    groups: tuple[int, int, int] = ONE_GROUP
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -381,7 +388,10 @@ def _mixture(value: Mapping[str, Any]) -> MixturePlan:
     made |= {"router": _linear(value["router"]), "share": _optional(_linear, value["share"])}
     made["biases"] = _optional(tuple, value["biases"])
     made |= {"n_chosen": int(value["n_chosen"]), "scale": float(value["scale"])}
-    return MixturePlan(**made)
+    n_groups, n_kept, n_best = map(int, value.get("groups", ONE_GROUP))
+    if not 0 < n_kept <= n_groups or n_best < 1:
+        raise TypeError("groups of experts of which none is chosen")
+    return MixturePlan(**made | {"groups": (n_groups, n_kept, n_best)})
 
 
 def _latent(value: Mapping[str, Any]) -> LatentPlan:

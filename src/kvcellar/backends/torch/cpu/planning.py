@@ -313,6 +313,7 @@ class _Planner:
             is_sigmoid=found.is_sigmoid,
             correction=found.correction,
             rounds_logits=found.rounds_logits,
+            groups=found.groups,
             share=None if found.share is None else self._linear([found.share]),
         )
         return {**fields, "mixture": mixture}

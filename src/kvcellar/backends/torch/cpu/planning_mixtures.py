@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.cpu.find.trial import AnyExperts, LinearStandIn, Trial
 from kvcellar.backends.torch.cpu.modules.mixtures import find_experts, is_mixture
 from kvcellar.backends.torch.cpu.modules.routed import RecordingExperts
-from kvcellar.models.plans.plan import Gate
+from kvcellar.models.plans.plan import ONE_GROUP, Gate
 
 _ROWS = 64
 """Rows that a block is run on, the smallest first: of the largest one expert may take all."""
@@ -46,6 +46,7 @@ class FoundMixture(NamedTuple):
         is_sigmoid: true if scores are sigmoids of logits.
         correction: buffer that is added to scores only to choose; None: nothing is.
         rounds_logits: true if logits are rounded to the type of the rows.
+        groups: of experts, as in a plan.
     """
 
     router: tuple[str, ...]
@@ -62,6 +63,7 @@ class FoundMixture(NamedTuple):
     is_sigmoid: bool
     correction: str | None
     rounds_logits: bool
+    groups: tuple[int, int, int]
 
 
 def find_mixture(
@@ -111,6 +113,7 @@ def find_mixture(
         is_sigmoid=router.is_sigmoid,
         correction=None if router.correction is None else f"{block}.{router.correction}",
         rounds_logits=_rounds_logits(rounded.module(block), router, beside),
+        groups=router.groups,
     )
 
 
@@ -189,12 +192,13 @@ class _FoundRouter(NamedTuple):
     scale: float
     is_sigmoid: bool
     correction: str | None
+    groups: tuple[int, int, int]
 
 
 def _router(
     block: nn.Module, experts: str, asked: _BlockCall, n_experts: int
 ) -> _FoundRouter | None:
-    """Return what chooses a block's experts; None: it does so as no plan can say."""
+    """Return what chooses a block's experts; None: no plan can say it, or two can."""
     own = {name: one for name, one in _own(block).items() if not name.startswith(f"{experts}.")}
     weights = [name for name, one in own.items() if one.shape == (n_experts, asked.x.shape[-1])]
     numbers = [name for name, one in own.items() if one.shape == (n_experts,)]
@@ -203,22 +207,48 @@ def _router(
     ways = [(None, None)] if not numbers else [(numbers[0], None), (None, numbers[0])]
     if len(numbers) > 1:
         return None
+    ways_to_group = _groupings(block, n_experts, want.shape[-1])
     for weight, (bias, correction), is_sigmoid in itertools.product(weights, ways, (False, True)):
         logits = F.linear(asked.x, own[weight], None if bias is None else own[bias])
         every = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
         corrected = every if correction is None else every + own[correction]
-        chosen = corrected.topk(want.shape[-1], dim=-1).indices.sort(-1).values
-        if not torch.equal(chosen, want):
+        groups = [one for one in ways_to_group if torch.equal(_chosen(corrected, one, want), want)]
+        if len(groups) != 1:
             continue
-        scores = every.gather(-1, chosen)
+        scores = every.gather(-1, want)
         for is_normalised in (True, False):
             found = scores / scores.sum(-1, keepdim=True) if is_normalised else scores
             scale = float((shares / found).median())
             scale = 1.0 if abs(scale - 1) < 1e-5 else scale
             if torch.allclose(found * scale, shares, rtol=1e-4, atol=1e-7):
                 names = (weight,) if bias is None else (weight, bias)
-                return _FoundRouter(names, is_normalised, scale, is_sigmoid, correction)
+                return _FoundRouter(names, is_normalised, scale, is_sigmoid, correction, groups[0])
     return None
+
+
+def _groupings(block: nn.Module, n_experts: int, n_chosen: int) -> list[tuple[int, int, int]]:
+    """Return the groups in which a block may choose, by the whole numbers that its modules keep."""
+    kept = {one for module in block.modules() for one in vars(module).values() if type(one) is int}
+    found = [ONE_GROUP]
+    for n_groups, n_kept, n_best in itertools.product(sorted(kept), sorted(kept), (1, 2)):
+        if n_best == 1 and n_kept >= n_chosen:
+            continue  # the best experts are in the best groups
+        if 0 < n_kept < n_groups and not n_experts % n_groups:
+            in_each = n_experts // n_groups
+            if in_each > 1 and in_each * n_kept >= n_chosen:
+                found.append((n_groups, n_kept, n_best))
+    return found
+
+
+def _chosen(scores: Tensor, groups: tuple[int, int, int], like: Tensor) -> Tensor:
+    """Return the experts with the highest scores in the best groups, sorted by their numbers."""
+    n_groups, n_kept, n_best = groups
+    grouped = scores.unflatten(-1, (n_groups, -1))
+    kept = grouped.topk(n_best, dim=-1).values.sum(-1).topk(n_kept, dim=-1).indices
+    is_kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool).scatter_(-1, kept, True)
+    left = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
+    found: Tensor = left.topk(like.shape[-1], dim=-1).indices.sort(-1).values
+    return found
 
 
 def _rounds_logits(block: nn.Module, router: _FoundRouter, asked: _BlockCall) -> bool:

@@ -3,6 +3,9 @@
 #include "experts/experts.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+
+#include <tuple>
 
 #include "core/binding.h"
 #include "core/pool.h"
@@ -14,18 +17,38 @@ namespace kvcellar {
 
 namespace {
 
+ExpertGroups groups_of(const std::tuple<int64_t, int64_t, int64_t>& said, int64_t n_experts, int64_t n_chosen) {
+  const auto [n_groups, n_kept, n_best] = said;
+  const bool is_said = n_groups >= 1 && n_kept >= 1 && n_best >= 1 && n_kept <= n_groups;
+  if (!is_said || n_experts % n_groups || n_best > n_experts / n_groups)
+    throw ConfigError(
+        "groups of experts are of one size, some of them are kept, and each has as many as make its score");
+  if (n_chosen > n_kept * (n_experts / n_groups))
+    throw ConfigError("the groups that are kept have the experts of a token");
+  return {n_groups, n_kept, n_best};
+}
+
 void bind_mixture(nb::module_& m) {
   nb::class_<Router>(m, "Router", "By what the tokens of a mixture choose; ``native/experts/experts.h`` says more.")
       .def(
           "__init__",
           [](Router* self, const LinearWeights& weights, int64_t n_chosen, bool is_sigmoid, bool is_normalised,
-             float scale, uintptr_t bias, uintptr_t extra, bool rounds_logits, bool rounds_shares) {
+             float scale, uintptr_t bias, uintptr_t extra, bool rounds_logits, bool rounds_shares,
+             const std::tuple<int64_t, int64_t, int64_t>& groups) {
             if (n_chosen < 1 || n_chosen > weights.n_out) throw ConfigError("a token chooses among all experts");
-            new (self) Router{weights,       at(bias), at<const float>(extra), n_chosen,     is_sigmoid,
-                              is_normalised, scale,    rounds_logits,          rounds_shares};
+            new (self) Router{weights,
+                              at(bias),
+                              at<const float>(extra),
+                              n_chosen,
+                              is_sigmoid,
+                              is_normalised,
+                              scale,
+                              rounds_logits,
+                              rounds_shares,
+                              groups_of(groups, weights.n_out, n_chosen)};
           },
           "weights"_a, "n_chosen"_a, nb::kw_only(), "is_sigmoid"_a, "is_normalised"_a, "scale"_a, "bias"_a, "extra"_a,
-          "rounds_logits"_a, "rounds_shares"_a,
+          "rounds_logits"_a, "rounds_shares"_a, "groups"_a = std::make_tuple(1, 1, 1),
           "Describe a router.\n\n"
           "Args:\n"
           "    weights: plain, from hidden states to a logit for each expert.\n"
@@ -36,9 +59,11 @@ void bind_mixture(nb::module_& m) {
           "    bias: address of what is added to logits, in the type of the rows; 0: none.\n"
           "    extra: address of float32 that is added to scores only to choose; 0: none.\n"
           "    rounds_logits: logits are rounded to the type of the rows.\n"
-          "    rounds_shares: shares are.\n\n"
+          "    rounds_shares: shares are.\n"
+          "    groups: into how many the experts are divided, among how many of them a token chooses, and how many\n"
+          "        of a group's highest scores are summed to say which.\n\n"
           "Raises:\n"
-          "    ConfigError: no experts are chosen, or more than there are.")
+          "    ConfigError: no experts are chosen, or more than there are; or groups do not divide them.")
       .def(
           "choose",
           [](const Router& router, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t experts, uintptr_t shares) {

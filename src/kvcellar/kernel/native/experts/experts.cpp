@@ -325,13 +325,38 @@ void score(const Router& router, float* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] /= total;
 }
 
+// A score by its rank: the highest first, then by number; what is no number last.
+using Ranked = std::pair<float, int64_t>;
+Ranked ranked(float value, int64_t number) { return {value == value ? -value : INFINITY, number}; }
+
+// Drop the experts of all groups but those that are kept; `order` has n, by number.
+void keep_groups(const ExpertGroups& groups, std::vector<Ranked>& order) {
+  if (groups.n_kept == groups.n_groups) return;
+  const int64_t size = static_cast<int64_t>(order.size()) / groups.n_groups;
+  std::vector<Ranked> best, of_groups;
+  for (int64_t g = 0; g < groups.n_groups; ++g) {
+    const auto first = order.begin() + g * size;
+    best.assign(first, first + size);
+    std::partial_sort(best.begin(), best.begin() + groups.n_best, best.end());
+    float sum = 0.f;
+    for (int64_t i = 0; i < groups.n_best; ++i) sum -= best[static_cast<size_t>(i)].first;
+    of_groups.push_back(ranked(sum, g));
+  }
+  std::partial_sort(of_groups.begin(), of_groups.begin() + groups.n_kept, of_groups.end());
+  std::vector<Ranked> kept;
+  for (int64_t i = 0; i < groups.n_kept; ++i) {
+    const auto first = order.begin() + of_groups[static_cast<size_t>(i)].second * size;
+    kept.insert(kept.end(), first, first + size);
+  }
+  order.swap(kept);
+}
+
 // The highest of n scores, what is no number last.
 void take_highest(const Router& router, const float* scores, int64_t n, int64_t* experts, float* shares) {
-  std::vector<std::pair<float, int64_t>> order(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) {
-    const float value = router.extra ? scores[i] + router.extra[i] : scores[i];
-    order[static_cast<size_t>(i)] = {value == value ? -value : INFINITY, i};
-  }
+  std::vector<Ranked> order(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i)
+    order[static_cast<size_t>(i)] = ranked(router.extra ? scores[i] + router.extra[i] : scores[i], i);
+  keep_groups(router.groups, order);
   std::partial_sort(order.begin(), order.begin() + router.n_chosen, order.end());
   float total = 0.f;
   for (int64_t c = 0; c < router.n_chosen; ++c) {

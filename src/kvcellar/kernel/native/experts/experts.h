@@ -34,6 +34,12 @@ struct Experts {
 };
 void run_experts(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out, int n_threads);
 
+// Experts in groups, one behind the other and of one size. A token chooses among those of the `n_kept` groups that are
+// the highest by the sum of their `n_best` highest scores.
+struct ExpertGroups {
+  int64_t n_groups = 1, n_kept = 1, n_best = 1;
+};
+
 // By what a token chooses: softmax or sigmoid of logits, of which the highest are chosen.
 struct Router {
   LinearWeights weights;         // plain [n_experts, hidden]
@@ -44,6 +50,7 @@ struct Router {
   bool is_normalised = false;                         // shares are divided by their sum
   float scale = 1.f;                                  // of shares
   bool rounds_logits = false, rounds_shares = false;  // to the type of the rows
+  ExpertGroups groups;                                // by scores with `extra`
 };
 
 // What tokens x [n_tokens, hidden] choose: experts and shares [n_tokens, n_chosen], the highest first.
