@@ -2,8 +2,9 @@
 
 In an empty folder that is also the home, with a PATH that has no compiler, so that the wheel stands
 for the checkout's folder: all blocks of commands run in one shell, a command that fails ends it,
-and the seconds stand before each. At the end it is said what the installation takes on disk, and
-torch must not be in it.
+and the seconds stand before each. Then tiny models of many families are held to what transformers
+says of them. At the end it is said what the installation takes on disk, and torch must not be in
+it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-ten-minutes.md"
+FAMILIES = ROOT / "tools" / "check_families.py"
 
 CHECKOUT = "path/to/kvcellar"
 """What the page calls the folder that a reader has."""
@@ -35,7 +37,7 @@ set -x
 
 
 def main() -> None:
-    """Run the page; end with the exit code of the command that failed."""
+    """Run the page, and models of many families; end with the exit code of what failed."""
     wheels = [*(ROOT / "dist").glob("kvcellar-*.whl")]
     if not wheels:
         sys.exit("there is no wheel in dist/; make one: python tools/build_wheels.py --here")
@@ -45,6 +47,10 @@ def main() -> None:
         script.write_text(script_of(PAGE.read_text()).replace(CHECKOUT, str(wheels[0])))
         env = environment(folder)
         failed = subprocess.call(["bash", script], cwd=folder, env=env, stdin=subprocess.DEVNULL)
+        if failed:
+            sys.exit(failed)
+        (python,) = folder.glob("*/bin/python")
+        failed = subprocess.call([python, "-P", FAMILIES], cwd=folder, env=env)
         if failed:
             sys.exit(failed)
         (packages,) = folder.glob("*/lib/python*/site-packages")
