@@ -107,8 +107,8 @@ def test_torch_runs_what_native_has_not(llama: Path, asked: Any, why: str) -> No
 
 
 def test_a_family_without_a_plan_is_torchs(tmp_path: Path) -> None:
-    gemma = write_tiny("gemma", tmp_path / "gemma", **SHAPE)
-    choice = choose_backend(LoadOptions(gemma, weights="bf16"))
+    cohere = write_tiny("cohere", tmp_path / "cohere", **SHAPE)
+    choice = choose_backend(LoadOptions(cohere, weights="bf16"))
     assert choice.backend == "torch" and "has no plan yet" in choice.why
 
 
@@ -170,7 +170,7 @@ def test_without_torch_one_sentence_says_what_needs_it_and_how_it_is_had(llama: 
 
 
 def test_whoever_guesses_is_chosen_for_itself(llama: Path, tmp_path: Path) -> None:
-    draft = write_tiny("gemma", tmp_path / "gemma", **SHAPE)
+    draft = write_tiny("cohere", tmp_path / "cohere", **SHAPE)
     options = LoadOptions(llama, weights="bf16", capacity=64, speculate=str(draft))
     host = open_host(options)
     try:

@@ -81,6 +81,13 @@ MAMBA = {
     "residual_multiplier": 0.4,
     "attention_multiplier": 0.2,
 }
+ROUTED_HEADS = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+OLMO_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OTHERS = {
     "gemma-3": ("gemma3_text", {"layer_types": [SLIDES, FULL, SLIDES], "sliding_window": 12}),
     "gemma-2": (
@@ -115,6 +122,25 @@ OTHERS = {
         },
     ),
     "norms-behind": ("olmo2", {}),
+    "window-in-all": ("ministral", {"layer_types": [SLIDES] * 3, "sliding_window": 12}),
+    "biases-before-attention": ("seed_oss", {}),
+    "biases-everywhere": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
+    "turned-within-windows": (
+        "exaone4",
+        {"layer_types": [SLIDES, FULL, SLIDES], "sliding_window": 12},
+    ),
+    "norms-behind-and-windows": (
+        "olmo3",
+        {
+            "layer_types": [SLIDES, FULL, SLIDES],
+            "sliding_window": 12,
+            "rope_parameters": {
+                SLIDES: {"rope_type": "default", "rope_theta": 1e4},
+                FULL: {**OLMO_YARN, "rope_theta": 1e4},
+            },
+        },
+    ),
+    "first-gemma": ("gemma", {}),
     "mixtral": ("mixtral", {"sliding_window": 12}),
     "shared-expert": ("qwen2_moe", {"layer_types": [FULL] * 3, "mlp_only_layers": [1]}),
     "shares-normalised": ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
@@ -126,6 +152,19 @@ OTHERS = {
             "logits_scaling": 2.0,
             "residual_multiplier": 0.4,
             "attention_multiplier": 0.2,
+        },
+    ),
+    "corrected-experts": (
+        "glm4_moe",
+        {**ROUTED_HEADS, "use_qk_norm": True, "attention_bias": True, "n_group": 2},
+    ),
+    "corrected-experts-and-windows": (
+        "dots1",
+        {
+            **ROUTED_HEADS,
+            "layer_types": [FULL, SLIDES, FULL],
+            "sliding_window": 12,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "crossed-experts": ("gpt_oss", {"layer_types": [SLIDES, FULL, SLIDES], "sliding_window": 12}),

@@ -185,9 +185,10 @@ def test_agents_that_fork_go_back_and_sleep_say_what_a_straight_run_says(other, 
         assert end.usage.restored_tokens > 0, "torch goes on from what native has saved"
 
 
-def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypatch, family):
     monkeypatch.delenv(backend_choice.PREFERENCE, raising=False)
-    whole = make_wrapper("qwen3_5", is_tied=False)
+    whole = make_wrapper(family, is_tied=False)
     folder = save_wrapper(whole, tmp_path)
     by_torch = load_model(folder, weights="bf16", backend="torch")
     raw = read_config(folder)
@@ -199,7 +200,7 @@ def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypa
     assert choose_backend(LoadOptions(folder, weights="int8")).backend == "native"
     other_head = raw["text_config"] | {"tie_word_embeddings": not raw.get("tie_word_embeddings")}
     assert plan_by_rules(raw | {"text_config": other_head}) is None, "it is said in two ways"
-    assert text_of(raw | {"text_config": "none"})["model_type"] == "qwen3_5"
+    assert text_of(raw | {"text_config": "none"})["model_type"] == family
     packed = {"quantization_config": {"quant_method": "fp8"}}
     assert plan_by_rules(raw | packed) is None
     assert plan_by_rules(raw | {"architectures": ["Qwen3_5ForSequenceClassification"]}) is None

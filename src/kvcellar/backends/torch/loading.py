@@ -28,7 +28,7 @@ from kvcellar.backends.torch.gpu.transfer.pinned import use_pinned_memory
 from kvcellar.backends.torch.load.card import CardMemory, card_memory
 from kvcellar.backends.torch.load.counting import NOTHING, Counted, count, may_keep
 from kvcellar.backends.torch.load.gguf import makers_of, other_types
-from kvcellar.backends.torch.load.networks import empty_network, load_network
+from kvcellar.backends.torch.load.networks import WrappedText, empty_network, load_network
 from kvcellar.backends.torch.load.weights import DTYPES
 from kvcellar.backends.torch.run.load_adapters import check_adapters, load_adapters, read_adapters
 from kvcellar.backends.torch.run.model import TorchModel
@@ -165,7 +165,9 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
             (network, leader), held, beside = _read_divided(found), None, NO_ADAPTERS
         pictures, no_pictures = _picture_reader(found, network)
     if held is not None and held.plan is not None and not options.is_unchecked:
-        keep_plan(found.raw, held.plan)
+        is_whole = isinstance(network, WrappedText)  # whose parameters have the wrapper's names
+        plan = held.plan.renamed(network.plain_name) if is_whole else held.plan
+        keep_plan(found.raw, plan)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     said = [] if held is None else [_said(found, held)]

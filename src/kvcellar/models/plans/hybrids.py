@@ -54,6 +54,7 @@ class Recurrents:
 
 
 _WRAPPERS = {
+    "qwen3_vl": ("qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
 }
@@ -125,9 +126,7 @@ def as_usual_qwen(raw: Raw) -> Raw:
         every, n_layers = made.get("full_attention_interval", 4), made["num_hidden_layers"]
         kinds = [bool((at + 1) % every) for at in range(n_layers)]
         made["layer_types"] = ["linear_attention" if one else _FULL for one in kinds]
-    if made.get("rope_parameters"):
-        rope = made["rope_parameters"]
-        made["rope_parameters"] = {key: rope[key] for key in rope if key not in _OF_IMAGES}
+    made = {**turned_as_texts(made)}
     if made.get("model_type") == "qwen3_5_moe_text":  # all layers have experts
         made.setdefault("intermediate_size", made["moe_intermediate_size"])
     return {"partial_rotary_factor": 0.25, **made}
@@ -135,6 +134,15 @@ def as_usual_qwen(raw: Raw) -> Raw:
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Fields by which tokens of images are turned: those of texts have one position in each section."""
+
+
+def turned_as_texts(raw: Raw) -> Raw:
+    """Return a config without the fields by which tokens of images alone are turned."""
+    made = dict(raw)
+    for name in ("rope_parameters", "rope_scaling"):
+        if made.get(name):
+            made[name] = {key: one for key, one in made[name].items() if key not in _OF_IMAGES}
+    return made
 
 
 _GRANITES_KINDS = {"mamba": "linear_attention", "attention": _FULL}

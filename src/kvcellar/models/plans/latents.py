@@ -64,10 +64,9 @@ def as_usual_latents(raw: Raw) -> Raw:
     """Return a config of a family with latents with the fields that others have.
 
     Raises:
-        ValueError: heads share what is expanded, or experts are chosen in another way.
+        ValueError: heads share what is expanded; or as of ``as_usual_routed``.
     """
     made = dict(raw)
-    n_layers = made["num_hidden_layers"]
     made["head_dim"] = made["qk_rope_head_dim"]
     if made.get("num_key_value_heads") not in (None, made["num_attention_heads"]):
         raise ValueError("no rule for heads that share what is expanded")
@@ -76,12 +75,25 @@ def as_usual_latents(raw: Raw) -> Raw:
         made["v_head_dim"] = made["hidden_size"] // made["num_attention_heads"]
     if made["model_type"] in ("minicpm3", "youtu"):  # which have no experts
         return made
+    return as_usual_routed(made)
+
+
+def as_usual_routed(raw: Raw) -> Raw:
+    """Return a config of a family of DeepSeek's mixtures with the fields that others have.
+
+    Raises:
+        ValueError: experts are chosen in another way.
+    """
+    made = dict(raw)
+    n_layers = made["num_hidden_layers"]
     if made["model_type"] == "deepseek_v2":
         method = made.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise ValueError("no rule for such a way to choose experts")
         if method == "greedy":
             made["n_group"] = made["topk_group"] = 1
+    if made["model_type"] == "glm4_moe":
+        made.setdefault("partial_rotary_factor", 0.5)
     if not (made["n_group"] and made["topk_group"]):
         raise ValueError("nobody says which groups of experts there are")
     if made["model_type"] == "glm4_moe_lite":  # which says it of each layer

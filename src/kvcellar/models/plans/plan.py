@@ -25,7 +25,7 @@ from kvcellar.models.known import keep, read_kept
 from kvcellar.models.latents import Latents
 from kvcellar.models.plans.recurrent import RecurrentPlan, recurrent_plan
 
-VERSION = 5
+VERSION = 6
 """Version of how plans are made and written; those of another one are made again."""
 
 
@@ -311,6 +311,23 @@ class ModelPlan:
         for one in self.layers:
             names += () if one.recurrent is None else one.recurrent.tensors
         return tuple(dict.fromkeys(names))
+
+    def renamed(self, name: Callable[[str], str]) -> ModelPlan:
+        """Return the plan with other names of tensors.
+
+        Args:
+            name: from a name to its other one; it is asked for words of a plan, too, such as how
+                rotary numbers lie, and has to leave them.
+        """
+
+        def other(value: Any) -> Any:
+            if isinstance(value, str):
+                return name(value)
+            if isinstance(value, dict):
+                return {key: other(one) for key, one in value.items()}
+            return [other(one) for one in value] if isinstance(value, list | tuple) else value
+
+        return self.from_json(other(self.to_json()))
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object, for ``from_json``."""

@@ -16,6 +16,12 @@ import numpy as np
 from kvcellar.models.facts import LayerFacts, ModelFacts, Rope, StateFacts
 from kvcellar.models.files.formats import MXFP4
 from kvcellar.models.fingerprint import VOLATILE
+from kvcellar.models.plans.dense import (
+    as_usual_first_gemma,
+    as_usual_internlm3,
+    as_usual_olmo3,
+    rope_but_where_all_is_seen,
+)
 from kvcellar.models.plans.hybrids import (
     OF_GRANITE,
     OF_LFM2,
@@ -39,6 +45,7 @@ from kvcellar.models.plans.hybrids import (
     rope_if_said,
     rope_or_none,
     text_of,
+    turned_as_texts,
 )
 from kvcellar.models.plans.latents import (
     OF_DEEPSEEK_V2,
@@ -50,6 +57,7 @@ from kvcellar.models.plans.latents import (
     SPARED_BY_LATENTS,
     Latent,
     as_usual_latents,
+    as_usual_routed,
     scale_of_latents,
 )
 from kvcellar.models.plans.mixtures import OF_GPT_OSS, OF_QWEN, READ, Mixtures
@@ -90,6 +98,18 @@ def _all_slide(raw: Raw) -> list[str]:
     if raw.get("layer_types") is not None:
         raise ValueError("no rule for layers of several kinds")
     return [_SLIDING if raw["sliding_window"] else _FULL] * raw["num_hidden_layers"]
+
+
+def _as_said(raw: Raw) -> list[str]:
+    """Return the kinds of layers of a family whose configs name them all.
+
+    Raises:
+        ValueError: there are others, or not as many as layers.
+    """
+    found = list(raw["layer_types"])
+    if len(found) != raw["num_hidden_layers"] or not {*found} <= {_SLIDING, _FULL}:
+        raise ValueError("layers of kinds that no rule knows")
+    return found
 
 
 def _all_but(period: int) -> Callable[[Raw], list[str]]:
@@ -136,6 +156,10 @@ def _of_gemma(raw: Raw, head_dim: int) -> _Factors:
     )
 
 
+def _of_first_gemma(raw: Raw, head_dim: int) -> _Factors:
+    return _of_gemma({**raw, "query_pre_attn_scalar": head_dim}, head_dim)
+
+
 def _of_latents(raw: Raw, head_dim: int) -> _Factors:
     return _Factors(scale_of_latents(raw))
 
@@ -178,7 +202,8 @@ class _Family:
         norms: of a layer, by the names of a plan.
         offset: what is added to the weights of norms.
         in_floats: true if norms round once.
-        head_norms: true if the heads of Q and K are normed, each or, where the next is true, all.
+        head_norms: field that says if the heads of Q and K are normed, or what is so of all; each
+            is, or, where the next is true, all are together.
         norms_together: true if all heads are normed together.
         act: field that says which activation there is, and that where nothing is said.
         is_joined: true if Q, K and V are one matrix, and gate and up another.
@@ -207,7 +232,7 @@ class _Family:
     norms: Mapping[str, str] = field(default_factory=lambda: _BEFORE)
     offset: float = 0.0
     in_floats: bool = False
-    head_norms: bool = False
+    head_norms: str | bool = False
     norms_together: bool = False
     act: tuple[str, str] = ("hidden_act", "silu")
     is_joined: bool = False
@@ -296,19 +321,30 @@ _OF_LFM2: dict[str, Any] = {
     },
 }
 
+_BY_SIGMOIDS = Mixtures(
+    has_dense=True,
+    shared="shared_experts",
+    has_share=False,
+    is_sigmoid=True,
+    correction="gate.e_score_correction_bias",
+    rounds_shares=False,
+    rounds_logits=False,
+    scale="routed_scaling_factor",
+)
+
 _OF_SIGMOIDS: dict[str, Any] = {
     **_OF_LATENTS,
-    "mixtures": Mixtures(
-        has_dense=True,
-        shared="shared_experts",
-        has_share=False,
-        is_sigmoid=True,
-        correction="gate.e_score_correction_bias",
-        rounds_shares=False,
-        rounds_logits=False,
-        scale="routed_scaling_factor",
-    ),
+    "mixtures": _BY_SIGMOIDS,
     "latents": OF_DEEPSEEK_V3,
+}
+
+_OF_GLM_4_MOE: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "is_tied": False,
+    "mixtures": _BY_SIGMOIDS,
+    "as_usual": as_usual_routed,
+    "reads": READ | OF_QWEN | READ_BY_ROUTED | {"partial_rotary_factor", "use_qk_norm"},
+    "spares": SPARED_BY_LATENTS,
 }
 
 _FAMILIES = {
@@ -316,6 +352,65 @@ _FAMILIES = {
     "mistral": _Family("MistralForCausalLM", kinds=_all_slide),
     "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": _Family("Qwen3ForCausalLM", "attention_bias", "attention_bias", head_norms=True),
+    "qwen3_vl_text": _Family(
+        "Qwen3VLForConditionalGeneration",
+        "attention_bias",
+        "attention_bias",
+        head_norms=True,
+        as_usual=turned_as_texts,
+    ),
+    "ministral": _Family("MinistralForCausalLM", kinds=_as_said),
+    "seed_oss": _Family(
+        "SeedOssForCausalLM",
+        "attention_bias",
+        "attention_out_bias",
+        "mlp_bias",
+        is_tied=False,
+        reads=frozenset(("attention_out_bias",)),
+        spares=frozenset(("residual_dropout",)),
+    ),
+    "internlm3": _Family(
+        "LlamaForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        is_tied=False,
+        as_usual=as_usual_internlm3,
+        reads=frozenset(("bias", "qkv_bias")),
+    ),
+    "exaone4": _Family(
+        "Exaone4ForCausalLM",
+        norms=_BEHIND,
+        head_norms=True,
+        kinds=_as_said,
+        ropes=rope_but_where_all_is_seen,
+        reads=frozenset(("sliding_window_pattern",)),
+    ),
+    "olmo3": _Family(
+        "Olmo3ForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        norms=_BEHIND,
+        in_floats=True,
+        head_norms=True,
+        norms_together=True,
+        is_tied=False,
+        kinds=_as_said,
+        ropes=rope_by_kind(_as_said),
+        as_usual=as_usual_olmo3,
+    ),
+    "gemma": _Family(
+        "GemmaForCausalLM",
+        **_OF_GEMMA
+        | {
+            "norms": _BEFORE,
+            "factors": _of_first_gemma,
+            "act": ("hidden_act", "gelu_pytorch_tanh"),
+        },
+        as_usual=as_usual_first_gemma,
+        reads=frozenset(("use_bidirectional_attention",)),
+        spares=frozenset(("hidden_activation",)),
+    ),
     "gemma2": _Family(
         "Gemma2ForCausalLM",
         **_OF_GEMMA,
@@ -457,6 +552,14 @@ _FAMILIES = {
         latents=OF_DEEPSEEK_V2,
     ),
     "deepseek_v3": _Family("DeepseekV3ForCausalLM", **_OF_SIGMOIDS),
+    "glm4_moe": _Family("Glm4MoeForCausalLM", **_OF_GLM_4_MOE, head_norms="use_qk_norm"),
+    "dots1": _Family(
+        "Dots1ForCausalLM",
+        **_OF_GLM_4_MOE,
+        o_bias="attention_bias",
+        head_norms=True,
+        kinds=_as_said,
+    ),
     "glm4_moe_lite": _Family("Glm4MoeLiteForCausalLM", **_OF_SIGMOIDS),
     "youtu": _Family(
         "YoutuForCausalLM",
@@ -552,6 +655,9 @@ _FAMILIES = {
 
 _HEADS = {
     "qwen3": None,
+    "gemma": 256,
+    "internlm3": 128,
+    "seed_oss": 128,
     "gemma2": 256,
     "gemma3_text": 256,
     "gpt_oss": 64,
@@ -809,7 +915,7 @@ class _Names:
         """Plan attention, as fields of a layer."""
         family, q_norm, k_norm = self._family, None, None
         qkv = ("qkv_proj",) if family.is_joined else ("q_proj", "k_proj", "v_proj")
-        if family.head_norms:
+        if self._has(family.head_norms):
             q_norm, k_norm = (
                 self.norm(f"{at}.{family.named(one)}") for one in ("q_norm", "k_norm")
             )

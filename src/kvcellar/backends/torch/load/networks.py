@@ -416,6 +416,14 @@ class WrappedText(nn.Module):
         """Language model without its head."""
         return self.whole.get_submodule(self._path)
 
+    def plain_name(self, name: str) -> str:
+        """Return what a parameter of this module is called in a model that reads text alone."""
+        within = name.removeprefix("whole.")
+        language_model = f"{self._path}."
+        if within.startswith(language_model):
+            return f"model.{within.removeprefix(language_model)}"
+        return within
+
     @property
     def base_model(self) -> Any:
         """Language model without its head, by transformers' name."""
