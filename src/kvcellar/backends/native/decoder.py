@@ -90,8 +90,7 @@ def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.Deco
 def _ordered(one: LayerPlan) -> tuple[LinearPlan, Sequence[IntArray | None]]:
     """Return a layer's first matrices, and which of their rows the kernel has; None: all."""
     if one.recurrent is not None:
-        is_ordered = one.recurrent.by_key_heads
-        return one.qkv, orders_by_key_heads(one.recurrent) if is_ordered else ()
+        return one.qkv, orders_by_key_heads(one.recurrent, len(one.qkv.weights))
     if one.latent is not None:
         return one.qkv, orders_of_latents(one.latent)
     if not one.is_gated:

@@ -13,6 +13,7 @@ from typing import Any
 from kvcellar.backends.native.decoder import NativeDecoder
 from kvcellar.backends.native.hybrid import HybridDecoder
 from kvcellar.backends.native.pools import SideForm, forms_of
+from kvcellar.backends.native.recurrent import in_parts
 from kvcellar.backends.native.runner import NativeRunner
 from kvcellar.backends.native.shapes import check_shapes
 from kvcellar.backends.native.tensors import TYPES, ExpertRows, Tensors, tensors_of
@@ -30,6 +31,7 @@ from kvcellar.models.files.checkpoint import (
 )
 from kvcellar.models.files.generation import sampling_defaults
 from kvcellar.models.files.hub import find_checkpoint, is_local
+from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.model import DeviceMemory, LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.picture_facts import has_pictures, text_alone
@@ -128,7 +130,7 @@ def _planned(folder: Path, options: LoadOptions) -> tuple[dict[str, Any], ModelP
             f"{'file' if folder.is_file() else 'bf16'} --max-tokens 1"
         )
     check_tokenizer_files(folder)
-    return raw, plan
+    return raw, in_parts(plan, read_gguf(folder).tensors) if folder.is_file() else plan
 
 
 def _types(folder: Path, raw: Mapping[str, Any], options: LoadOptions) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.native.weights import WeightHolder
 from kvcellar.kernel import recurrent
+from kvcellar.models.gguf.names import stored_name
+from kvcellar.models.plans.plan import LayerPlan, LinearPlan, ModelPlan
 from kvcellar.models.plans.recurrent import CONVOLUTION, DELTA, RecurrentPlan
 from kvcellar.types import IntArray
 
@@ -122,11 +125,41 @@ def _address(name: str | None, holder: WeightHolder) -> int:
     return 0 if name is None else holder.keep(holder.small(name)).ctypes.data
 
 
-def orders_by_key_heads(plan: RecurrentPlan) -> tuple[IntArray, IntArray]:
-    """Return where a delta rule's q, k, v and gates are in the outputs of its first matrix.
+def in_parts(plan: ModelPlan, there: Collection[str]) -> ModelPlan:
+    """Return a plan for a GGUF file that has two matrices where a delta rule's first is one.
 
-    Those lie by key heads, as do, in its second matrix, betas and what decays are made of.
+    Args:
+        plan: of the model; one without such delta rules is returned as it is.
+        there: names of the file's tensors.
     """
+    return replace(plan, layers=tuple(_layer_in_parts(one, there) for one in plan.layers))
+
+
+def _layer_in_parts(one: LayerPlan, there: Collection[str]) -> LayerPlan:
+    joined, *others = one.qkv.weights
+    is_joined = one.recurrent is None or not one.recurrent.by_key_heads
+    if is_joined or stored_name(joined, there) in there:
+        return one
+    parts = [joined.replace(".in_proj_qkvz.", f".in_proj_{part}.") for part in ("qkv", "z")]
+    weights = (*parts, *others)
+    return replace(one, qkv=LinearPlan(weights, (None,) * len(weights)))
+
+
+def orders_by_key_heads(plan: RecurrentPlan, n_matrices: int) -> tuple[IntArray | None, ...]:
+    """Return which outputs of a module's first matrices the kernel has, and in which order.
+
+    Where they lie by key heads, the first has q, k, v and gates, and the last betas and what decays
+    are made of. Of three, the first two have q, k and v, and gates, as the kernel has them.
+
+    Args:
+        plan: of the module.
+        n_matrices: how many there are.
+
+    Returns:
+        Of each matrix its order, None: that of the kernel; nothing where all have that.
+    """
+    if not plan.by_key_heads:
+        return ()
     n_heads, n_keys, k_dim, v_dim = plan.heads
     each = n_heads // n_keys
     found = []
@@ -134,4 +167,4 @@ def orders_by_key_heads(plan: RecurrentPlan) -> tuple[IntArray, IntArray]:
         places = np.arange(n_keys * sum(sizes)).reshape(n_keys, -1)
         parts = np.split(places, np.cumsum(sizes)[:-1], axis=1)
         found.append(np.concatenate([part.reshape(-1) for part in parts]))
-    return found[0], found[1]
+    return (None, None, found[1]) if n_matrices == 3 else (found[0], found[1])

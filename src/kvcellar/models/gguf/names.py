@@ -54,6 +54,8 @@ _NAMES = {
     "conv.conv": ("shortconv.conv",),
     "conv.out_proj": ("shortconv.out_proj",),
     "shared_mlp.output_linear": ("ffn_down", "ffn_down_shexp"),
+    "linear_attn.in_proj_qkvz": ("ssm_in",),
+    "linear_attn.in_proj_ba": ("ssm_ba",),
     "linear_attn.in_proj_qkv": ("attn_qkv",),
     "linear_attn.in_proj_z": ("attn_gate",),
     "linear_attn.in_proj_a": ("ssm_alpha",),
