@@ -63,6 +63,7 @@ HYBRIDS = (
     "scan",
 )
 LATENTS = ("latents-in-pairs", "latents-parted", "latents-multiplied", "latents-and-groups")
+OTHERWISE = ("pairs-that-turn", "queries-that-grow")
 NEAR = {"atol": 2e-4, "rtol": 0}
 
 Loaded = Callable[[str], tuple[Oracle, LoadedModel]]
@@ -82,7 +83,7 @@ def both(other: Any) -> Loaded:
     return load
 
 
-@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS, *OTHERWISE))
 def test_the_nodes_of_a_tree_go_on_from_their_parents(both, family):
     oracle, ours = both(family)
     config = kv.make_config(ours.params, 64, "float32")
@@ -100,7 +101,7 @@ def test_the_nodes_of_a_tree_go_on_from_their_parents(both, family):
         np.testing.assert_allclose(got, oracle.logits((*prompt, 9, 6, 3, 7))[-1], **NEAR)
 
 
-@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS, *OTHERWISE))
 def test_a_forward_that_is_taken_back_leaves_the_states_as_they_were(both, family):
     oracle, ours = both(family)
     config = kv.make_config(ours.params, 64, "float32")
@@ -113,7 +114,7 @@ def test_a_forward_that_is_taken_back_leaves_the_states_as_they_were(both, famil
         np.testing.assert_allclose(got, oracle.logits(IDS[:5])[3:], **NEAR)
 
 
-@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS, *OTHERWISE))
 def test_tokens_of_one_sequence_may_be_spread_over_a_batch(both, family):
     oracle, ours = both(family)
     config = kv.make_config(ours.params, 64, "float32")
@@ -125,7 +126,7 @@ def test_tokens_of_one_sequence_may_be_spread_over_a_batch(both, family):
         np.testing.assert_allclose(got[[2, 4]], oracle.logits((2, 7)), **NEAR)
 
 
-@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS, *OTHERWISE))
 @pytest.mark.parametrize(
     "make", [kv.make_decode_session, kv.make_paged_session, kv.make_tree_session]
 )
@@ -139,7 +140,7 @@ def test_any_cache_stands_behind_it(both, make, family):
     assert np.abs(quantised - got).max() <= 0.2 * np.abs(got).max()
 
 
-@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS, *OTHERWISE))
 def test_inputs_of_layers_are_had_with_wanted_rows_alone(both, family):
     oracle, ours = both(family)
     with kv.make_seq_session("native", kv.make_config(ours.params, 64, "float32")) as session:
@@ -153,7 +154,7 @@ def test_inputs_of_layers_are_had_with_wanted_rows_alone(both, family):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS, *OTHERWISE))
 def test_agents_that_fork_go_back_and_sleep_say_what_a_straight_run_says(other, tmp_path, family):
     folder, texts = other(family), ("One line.", "Another.", "And a last one.")
     greedy: Any = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -425,7 +426,7 @@ def test_a_plan_whose_sizes_do_not_fit_each_other_is_none(other):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS))
+@pytest.mark.parametrize("family", (*HYBRIDS, *LATENTS, *OTHERWISE))
 def test_an_agent_goes_from_native_to_torch_and_back(other, tmp_path, family):
     folder = other(family)
     texts = [f"{text} of which some blocks of tokens are made." for text in ("One", "Two", "Ten")]

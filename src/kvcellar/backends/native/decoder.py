@@ -60,10 +60,11 @@ class Rotations:
 def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.DecoderLayer:
     """Hold the weights of a layer, and describe it to the kernel."""
     rope = None if one.rope is None else plan.ropes[one.rope]
+    n_turned = 0 if rope is None else 2 * len(rope.frequencies)
     mixture = one.mixture
     share = None if mixture is None else mixture.share
     return layers.DecoderLayer(
-        holder.linear(*_ordered(one)),
+        holder.linear(*_ordered(one, n_turned)),
         holder.linear(one.o),
         None if one.gate_up is None else holder.linear(one.gate_up),
         None if one.down is None else holder.linear(one.down),
@@ -78,7 +79,7 @@ def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.Deco
         attended=holder.norm(one.attended),
         mixed=holder.norm(one.mixed),
         norms_together=one.norms_together,
-        n_turned=0 if rope is None else 2 * len(rope.frequencies),
+        n_turned=n_turned,
         rope=one.rope or 0,
         residual=one.residual,
         gate=experts.Gate(*one.gate),
@@ -87,15 +88,24 @@ def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.Deco
     )
 
 
-def _ordered(one: LayerPlan) -> tuple[LinearPlan, Sequence[IntArray | None]]:
+def _halves(n_heads: int, dim: int, n_turned: int) -> IntArray:
+    """Return which numbers of heads, neighbours of which turn, come as halves that do."""
+    first = np.arange(n_turned).reshape(-1, 2).T.reshape(-1)
+    of_head = np.concatenate((first, np.arange(n_turned, dim)))
+    return (dim * np.arange(n_heads)[:, None] + of_head).reshape(-1)
+
+
+def _ordered(one: LayerPlan, n_turned: int) -> tuple[LinearPlan, Sequence[IntArray | None]]:
     """Return a layer's first matrices, and which of their rows the kernel has; None: all."""
     if one.recurrent is not None:
         return one.qkv, orders_by_key_heads(one.recurrent, len(one.qkv.weights))
     if one.latent is not None:
         return one.qkv, orders_of_latents(one.latent)
+    n_heads, n_kv_heads, dim = one.heads
+    if one.turns_pairs:
+        return one.qkv, (*(_halves(n, dim, n_turned) for n in (n_heads, n_kv_heads)), None)
     if not one.is_gated:
         return one.qkv, ()
-    n_heads, _, dim = one.heads
     q, gates = np.arange(2 * n_heads * dim).reshape(n_heads, 2, dim).swapaxes(0, 1)
     (first, *more), (bias, *biases) = one.qkv.weights, one.qkv.biases
     both = LinearPlan((first, *more, first), (bias, *biases, bias))

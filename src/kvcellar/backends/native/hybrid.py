@@ -24,11 +24,12 @@ Array = NDArray[Any]
 class Attention:
     """Attention of a layer, between the linear layers before it and the one behind."""
 
-    def __init__(self, plan: LayerPlan, holder: WeightHolder) -> None:
-        """Describe a layer's attention."""
+    def __init__(self, plan: LayerPlan, holder: WeightHolder, n_turned: int) -> None:
+        """Describe a layer's attention, in whose heads so many numbers turn."""
         n_heads, n_kv_heads, dim = plan.heads
         inner, n_kv = n_heads * dim, n_kv_heads * dim
         self._plan, self._dtype, self._inner = plan, holder.dtype, inner
+        self._paired = n_turned if plan.turns_pairs else 0
         self._starts = 0, inner, inner + n_kv, inner + 2 * n_kv
         self.n_in = inner + 2 * n_kv + inner * plan.is_gated
         """Numbers of a token that the linear layers before say."""
@@ -37,16 +38,22 @@ class Attention:
             inner, 1, 0, 0, eps=0.0, gates_first=False, is_sigmoid=True, rounds=False
         )
 
-    def run(self, step: tuple[Any, ...], rows: Array) -> Array:
+    def run(self, step: tuple[Any, ...], rows: Array, growth: FloatArray | None = None) -> Array:
         """Store K and V of a batch's tokens, and attend.
 
         Args:
             step: what the cache has compiled for the layer.
-            rows: ``[T, n_in]``: q and k, turned, v, and gates where there are some.
+            rows: ``[T, n_in]``: q and k, turned, v, and gates where there are some; changed.
+            growth: ``[T, 1]``, by which queries are multiplied; None: by nothing.
 
         Returns:
             ``[T, n_heads * head_dim]``, for the linear layer behind.
         """
+        if self._paired:
+            self._pair(rows)
+        if growth is not None:
+            queries = rows[:, : self._inner]
+            queries[:] = typed(floats(queries) * growth, queries.dtype)
         plan, pool, to_exact, exact, softcap = step
         (n, stride), one, dim = rows.shape, self._plan, self._plan.heads[2]
         given = dim, stride
@@ -62,14 +69,34 @@ class Attention:
             self._gate.run(n, self._dtype, out, gates, stride, out)
         return said
 
+    def _pair(self, rows: Array) -> None:
+        """Put numbers of heads that turned as halves where they lie as neighbours."""
+        n_heads, n_kv_heads, dim = self._plan.heads
+        heads = rows[:, : self._starts[2]].reshape(len(rows), n_heads + n_kv_heads, dim)
+        turned = heads[..., : self._paired]
+        pairs = turned.reshape(*turned.shape[:-1], 2, -1).swapaxes(-1, -2)
+        turned[:] = pairs.reshape(turned.shape)
 
-def _between(one: LayerPlan, holder: WeightHolder) -> Attention | LatentAttention | Recurrent:
+
+def floats(x: Array) -> FloatArray:
+    """Return numbers of the model's type, bfloat16 as its bits, in float32."""
+    return from_bfloat16_bits(x) if x.dtype == np.uint16 else x
+
+
+def typed(x: FloatArray, dtype: Any) -> Array:
+    """Return numbers in the model's type, bfloat16 as its bits."""
+    return to_bfloat16_bits(x) if dtype == np.uint16 else x
+
+
+def _between(
+    one: LayerPlan, holder: WeightHolder, n_turned: int
+) -> Attention | LatentAttention | Recurrent:
     """Make what a layer has between the linear layers before and the one behind."""
     if one.recurrent is not None:
         return Recurrent(one.recurrent, holder, holder.order_of_inputs(one.o))
     if one.latent is not None:
         return LatentAttention(one.latent, one.scale, holder)
-    return Attention(one, holder)
+    return Attention(one, holder, n_turned)
 
 
 class HybridDecoder(NativeDecoder):
@@ -79,7 +106,8 @@ class HybridDecoder(NativeDecoder):
         """Hold the weights of a planned model; errors as of :class:`NativeDecoder`."""
         super().__init__(plan, holder)
         self._plan = plan
-        self._between = [_between(one, holder) for one in plan.layers]
+        n_turned = {None: 0} | {n: 2 * len(one.frequencies) for n, one in enumerate(plan.ropes)}
+        self._between = [_between(one, holder, n_turned[one.rope]) for one in plan.layers]
 
     def forward(
         self,
@@ -90,6 +118,9 @@ class HybridDecoder(NativeDecoder):
         feature_layers: Sequence[int] = (),
     ) -> tuple[FloatArray, FloatArray]:
         """Run the tokens; see :meth:`NativeDecoder.forward`."""
+        growth = self._growth(positions)
+        if growth is None and not self._plan.is_hybrid:
+            return super().forward(cache, ids, positions, rows, feature_layers)
         n_tokens = len(ids)
         steps = iter(cache.compiled_steps(n_tokens, positions))
         has_states = any(isinstance(one, Recurrent) for one in self._between)
@@ -110,35 +141,39 @@ class HybridDecoder(NativeDecoder):
             elif isinstance(between, LatentAttention):
                 said = between.run(next(steps), joined, (cos, sin))
             else:
-                said = between.run(next(steps), joined)
+                said = between.run(next(steps), joined, growth)
             layer.after(at, said.ctypes.data, n_tokens, at)
             inputs.append(x.copy() if number + 1 in feature_layers else x[:0])
         logits = self._logits(x[rows])
-        features = [self._floats(inputs[number]) for number in feature_layers]
+        features = [floats(inputs[number]) for number in feature_layers]
         cache.steps.wrote_all()
         none = np.empty((n_tokens, 0), np.float32)
         return logits, np.concatenate([none, *features], axis=1)
+
+    def _growth(self, positions: IntArray) -> FloatArray | None:
+        """Return by what queries at positions are multiplied, ``[T, 1]``; None: by nothing."""
+        if self._plan.query_growth is None:
+            return None
+        times, stretch = self._plan.query_growth
+        if positions.max(initial=0) < stretch:
+            return None
+        found = (1 + times * np.log1p(positions // stretch)).astype(np.float32)[:, None]
+        return floats(typed(found, self._row_type))
 
     def _looked_up(self, ids: IntArray) -> Array:
         """Return rows of tokens ``[T, hidden_size]`` in the model's type."""
         x = np.empty((len(ids), self.hidden_size), self._row_type)
         self._embedding.look_up(ids, x)
         scale = self._factors["embedding_scale"]
-        return x if scale == 1.0 else self._typed(self._floats(x) * np.float32(scale))
+        return x if scale == 1.0 else typed(floats(x) * np.float32(scale), self._row_type)
 
     def _logits(self, x: Array) -> FloatArray:
         """Return logits ``[R, vocab_size]`` of rows that the last layer has said."""
         logits = np.empty((len(x), self.vocab_size), self._row_type)
         if len(x):
-            normed = self._typed(self._normed(self._floats(x)))
+            normed = typed(self._normed(floats(x)), self._row_type)
             head = self._parts[2]
             head.linear(normed.ctypes.data, len(x), self.holder.dtype, logits.ctypes.data)
         scale, cap = self._factors["logit_scale"], self._factors["logit_cap"]
-        found = self._floats(logits) * np.float32(scale)
+        found = floats(logits) * np.float32(scale)
         return np.tanh(found / np.float32(cap)) * np.float32(cap) if cap else found
-
-    def _floats(self, x: Array) -> FloatArray:
-        return from_bfloat16_bits(x) if x.dtype == np.uint16 else x
-
-    def _typed(self, x: FloatArray) -> Array:
-        return to_bfloat16_bits(x) if self._row_type == np.uint16 else x

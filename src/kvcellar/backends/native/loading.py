@@ -91,7 +91,8 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
     report(0.92, "loading weights")
     tensors = tensors_of(folder, plan)
     check_shapes(plan, tensors)
-    kind = HybridDecoder if plan.is_hybrid else NativeDecoder
+    is_in_parts = plan.is_hybrid or plan.query_growth is not None
+    kind = HybridDecoder if is_in_parts else NativeDecoder
     decoder = kind(plan, WeightHolder(tensors, weights, dtype))
     check_vocabulary(tokenizer, plan.facts.vocab_size, folder)
     report(1.0, "ready")

@@ -41,6 +41,15 @@ _OF_WRAPPERS = {
 }
 """Beginnings of names in files of multimodal models, and in a plan of their text."""
 
+_NORMS = {
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    }
+}
+"""Architecture of GGUF -> its norms around parts of a layer, and what others call those places."""
+
 _GATE_UP = "gate_up_proj"
 
 _PACKED = {_GATE_UP: "input_linear.weight", "down_proj": "output_linear.weight"}
@@ -372,13 +381,16 @@ class GgufTensors:
             )
         self._file, self._is_turned = file, family.is_turned
         self._offset = family.norm_offset
+        self._norms = _NORMS.get(file.architecture, {})
         of_states = [one.recurrent for one in plan.layers if one.recurrent is not None]
         self._tiled = of_states[0] if of_states and file.architecture in TILED else None
         self._heads = {"attn_q": heads[0][0], "attn_k": heads[0][1]}
 
     def _tensor(self, name: str) -> tuple[GgufTensor, int]:
         """Return a tensor, and its heads where their rows are stored in pairs that turn, else 0."""
-        found = stored_name(name, self._file.tensors)
+        module = name.split(".")[-2] if "." in name else ""
+        usual = name.replace(f".{module}.", f".{self._norms.get(module, module)}.")
+        found = stored_name(usual, self._file.tensors)
         tensor = self._file.tensors.get(found)
         if tensor is None:
             raise ModelError(

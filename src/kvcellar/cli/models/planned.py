@@ -65,6 +65,9 @@ def _lines(plan: ModelPlan, *, is_learnt: bool) -> Iterator[tuple[str, str]]:
     times = f", times {plan.logit_scale:g}" if plan.logit_scale != 1 else ""
     cap = f", capped at {plan.logit_cap:g}" if plan.logit_cap is not None else ""
     yield "head", f"{_linear(plan.head)}{times}{cap}"
+    if plan.query_growth is not None:
+        share, stretch = plan.query_growth
+        yield "queries", f"times 1 + {share:g} * log(1 + position // {stretch})"
     for number, rope in enumerate(plan.ropes):
         first, last = max(rope.frequencies), min(rope.frequencies)
         pairs = f"{len(rope.frequencies)} pairs, {first:g} to {last:g} radians per position"
@@ -108,7 +111,8 @@ def _attention(layer: LayerPlan) -> str:
         return _latent(layer.latent, layer)
     n_heads, n_kv_heads, head_dim = layer.heads
     normed = "" if layer.q_norm is None else ", normed"
-    turned = "not turned" if layer.rope is None else f"turned by RoPE {layer.rope}"
+    pairs = " in pairs" if layer.turns_pairs else ""
+    turned = "not turned" if layer.rope is None else f"turned{pairs} by RoPE {layer.rope}"
     sinks = ", sinks" if layer.sinks else ""
     gated = ", with a gate" if layer.is_gated else ""
     return (

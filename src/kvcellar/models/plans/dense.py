@@ -16,6 +16,11 @@ def as_usual_first_gemma(raw: Raw) -> Raw:
     return {**raw, "hidden_act": "gelu_pytorch_tanh"} if act == "gelu" else raw
 
 
+def as_usual_glm(raw: Raw) -> Raw:
+    """Return a config of GLM with what its class takes where nothing is said."""
+    return {"attention_bias": True, "partial_rotary_factor": 0.5, **raw}
+
+
 def as_usual_internlm3(raw: Raw) -> Raw:
     """Return a config of InternLM3 with the fields that others have.
 
@@ -61,3 +66,11 @@ def rope_but_where_all_is_seen(raw: Raw, head_dim: int) -> Ropes | None:
     if found is None or raw.get("sliding_window") is None:
         return found
     return found[0], tuple(0 if one == "sliding_attention" else None for one in raw["layer_types"])
+
+
+def rope_of_ministral3(raw: Raw, head_dim: int) -> Ropes | None:
+    """Return rotary positions of Ministral 3, among whose fields is how queries grow."""
+    rope = dict(raw["rope_parameters"])
+    for name in ("llama_4_scaling_beta", "max_position_embeddings"):
+        rope.pop(name, None)
+    return one_rope({**raw, "rope_parameters": rope}, head_dim)

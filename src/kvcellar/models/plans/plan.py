@@ -196,6 +196,7 @@ class LayerPlan:
             nothing then. None: there is attention.
         latent: attention over latents; what is said of heads is nothing then, too. None: K and V
             are cached as they are.
+        turns_pairs: true if neighbours of a head turn against each other, and not halves.
     """
 
     before: NormPlan | None
@@ -219,6 +220,7 @@ class LayerPlan:
     is_gated: bool = False
     recurrent: RecurrentPlan | None = None
     latent: LatentPlan | None = None
+    turns_pairs: bool = False
 
     @property
     def linears(self) -> tuple[LinearPlan, ...]:
@@ -263,6 +265,8 @@ class ModelPlan:
         rounds_scale: true if that factor is rounded to the type of the rows.
         logit_scale: factor on logits.
         logit_cap: ``cap * tanh(logit / cap)`` is said of what that makes; None: there is no cap.
+        query_growth: of two numbers, a and n: a query at position p is multiplied by
+            ``1 + a * log(1 + p // n)``; None: by nothing.
     """
 
     facts: ModelFacts
@@ -275,6 +279,7 @@ class ModelPlan:
     rounds_scale: bool = False
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    query_growth: tuple[float, int] | None = None
 
     @property
     def mixtures(self) -> tuple[MixturePlan, ...]:
@@ -283,8 +288,13 @@ class ModelPlan:
 
     @property
     def is_hybrid(self) -> bool:
-        """True if there are recurrent layers, or attention with a gate or over latents."""
-        return any(one.recurrent or one.is_gated or one.latent for one in self.layers)
+        """True if there is more in a layer than a call of the kernel for all of them has.
+
+        That are recurrent layers, attention with a gate or over latents, and neighbours that turn.
+        """
+        return any(
+            one.recurrent or one.is_gated or one.latent or one.turns_pairs for one in self.layers
+        )
 
     @property
     def expansions(self) -> tuple[str, ...]:
@@ -344,7 +354,7 @@ class ModelPlan:
             known = {one.name for one in fields(cls)}
             if value.keys() != known:
                 raise TypeError(f"a plan has the fields {sorted(known)}, not {sorted(value)}")
-            cap = value["logit_cap"]
+            cap, growth = value["logit_cap"], value["query_growth"]
             made = cls(
                 facts=ModelFacts.from_json(value["facts"]),
                 embedding=str(value["embedding"]),
@@ -356,7 +366,10 @@ class ModelPlan:
                 rounds_scale=bool(value["rounds_scale"]),
                 logit_scale=float(value["logit_scale"]),
                 logit_cap=None if cap is None else float(cap),
+                query_growth=None if growth is None else (float(growth[0]), int(growth[1])),
             )
+            if made.query_growth is not None and made.query_growth[1] < 1:
+                raise TypeError("queries grow with stretches of no positions")
             if any(one.rope not in (None, *range(len(made.ropes))) for one in made.layers):
                 raise TypeError("a layer is turned by what is not there")
             keeps_states = [one.recurrent is not None for one in made.layers]

@@ -18,9 +18,11 @@ from kvcellar.models.files.formats import MXFP4
 from kvcellar.models.fingerprint import VOLATILE
 from kvcellar.models.plans.dense import (
     as_usual_first_gemma,
+    as_usual_glm,
     as_usual_internlm3,
     as_usual_olmo3,
     rope_but_where_all_is_seen,
+    rope_of_ministral3,
 )
 from kvcellar.models.plans.hybrids import (
     OF_GRANITE,
@@ -137,10 +139,19 @@ class _Factors:
     rounds_embedding: bool = False
     logits: float = 1.0
     logit_cap: float | None = None
+    query_growth: tuple[float, int] | None = None
 
 
 def _plain(raw: Raw, head_dim: int) -> _Factors:
     return _Factors(head_dim**-0.5)
+
+
+def _of_ministral3(raw: Raw, head_dim: int) -> _Factors:
+    rope = raw["rope_parameters"]
+    stretch = rope["original_max_position_embeddings"]
+    if type(stretch) is not int or stretch < 1:
+        raise ValueError("no rule for queries that grow otherwise")
+    return _Factors(head_dim**-0.5, query_growth=(float(rope["llama_4_scaling_beta"]), stretch))
 
 
 def _of_gemma(raw: Raw, head_dim: int) -> _Factors:
@@ -223,6 +234,7 @@ class _Family:
         as_usual: makes of a config one with the fields of others.
         norms_of_states: norms of recurrent layers, where they are others.
         latents: layers attend over latents, of a config; None: no layer does.
+        turns_pairs: true if neighbours of a head turn against each other.
     """
 
     network: str
@@ -252,6 +264,7 @@ class _Family:
     as_usual: Callable[[Raw], Raw] = dict
     norms_of_states: Mapping[str, str] | None = None
     latents: Latent | None = None
+    turns_pairs: bool = False
 
     def named(self, usual: str) -> str:
         """Return what the family calls a module."""
@@ -360,6 +373,46 @@ _FAMILIES = {
         as_usual=turned_as_texts,
     ),
     "ministral": _Family("MinistralForCausalLM", kinds=_as_said),
+    "ministral3": _Family(
+        "Ministral3ForCausalLM",
+        is_tied=False,
+        kinds=_all_slide,
+        ropes=rope_of_ministral3,
+        factors=_of_ministral3,
+    ),
+    "glm": _Family(
+        "GlmForCausalLM",
+        "attention_bias",
+        is_tied=False,
+        joins_mlp=True,
+        turns_pairs=True,
+        as_usual=as_usual_glm,
+        reads=frozenset(("partial_rotary_factor",)),
+    ),
+    "glm4": _Family(
+        "Glm4ForCausalLM",
+        "attention_bias",
+        norms={
+            "before": "input_layernorm",
+            "attended": "post_self_attn_layernorm",
+            "between": "post_attention_layernorm",
+            "mixed": "post_mlp_layernorm",
+        },
+        is_tied=False,
+        joins_mlp=True,
+        turns_pairs=True,
+        as_usual=as_usual_glm,
+        reads=frozenset(("partial_rotary_factor",)),
+    ),
+    "ernie4_5": _Family(
+        "Ernie4_5ForCausalLM",
+        "use_bias",
+        "use_bias",
+        "use_bias",
+        is_tied=True,
+        turns_pairs=True,
+        reads=frozenset(("use_bias",)),
+    ),
     "seed_oss": _Family(
         "SeedOssForCausalLM",
         "attention_bias",
@@ -656,6 +709,10 @@ _FAMILIES = {
 _HEADS = {
     "qwen3": None,
     "gemma": 256,
+    "glm": 128,
+    "glm4": 128,
+    "ernie4_5": 128,
+    "ministral3": 128,
     "internlm3": 128,
     "seed_oss": 128,
     "gemma2": 256,
@@ -805,6 +862,7 @@ def _plan(raw: Raw) -> ModelPlan | None:
         rounds_scale=factors.rounds_embedding,
         logit_scale=factors.logits,
         logit_cap=factors.logit_cap,
+        query_growth=factors.query_growth,
     )
 
 
@@ -930,6 +988,7 @@ class _Names:
             "rope": rope,
             "sinks": f"{at}.sinks" if family.has_sinks else None,
             "is_gated": family.is_gated,
+            "turns_pairs": family.turns_pairs and rope is not None,
         }
 
     def _latent(self, at: str, found: Latent, scale: float) -> dict[str, Any]:
