@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -27,6 +28,7 @@ from kvcellar.kernel import levels
 from kvcellar.models import LoadedModel, LoadOptions, backend_choice, load_model
 from kvcellar.models.backend_choice import choose_backend
 from kvcellar.models.files.checkpoint import read_config
+from kvcellar.models.files.configs import whole_config
 from kvcellar.models.gguf.reader import read_gguf
 from kvcellar.models.plans.hybrids import text_of
 from kvcellar.models.plans.plan import ModelPlan, kept_plan
@@ -186,7 +188,7 @@ def test_agents_that_fork_go_back_and_sleep_say_what_a_straight_run_says(other, 
         assert end.usage.restored_tokens > 0, "torch goes on from what native has saved"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "gemma3", "mistral3"])
 def test_text_of_a_multimodal_model_is_planned_and_read(home, tmp_path, monkeypatch, family):
     monkeypatch.delenv(backend_choice.PREFERENCE, raising=False)
     whole = make_wrapper(family, is_tied=False)
@@ -472,3 +474,23 @@ def test_rows_of_one_matrix_that_are_anothers_are_refused_by_name(
     rewrite(folder / "model.safetensors", move)
     with pytest.raises(ModelError, match=r"is \[\d+, \d+\]( and \[\d+, \d+\])+, .* asks for "):
         load_model(folder, dtype="float32", backend="native")
+
+
+def test_what_a_file_of_gemma_3_leaves_to_its_class_is_taken():
+    said = json.loads((Path(__file__).parent / "configs" / "gemma-3-12b-it.json").read_text())
+    text = whole_config(said).get_text_config(decoder=True)
+    whole = {**text.to_dict(), "model_type": text.model_type}
+    spare = {"chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id"}
+    spare |= {"output_attentions", "output_hidden_states", "problem_type", "return_dict"}
+    plan = plan_by_rules({key: one for key, one in whole.items() if key not in spare})
+    assert plan is not None and plan == plan_by_rules(said)
+    assert "tie_word_embeddings" not in said and plan.head.weights == (plan.embedding,)
+    assert len(plan.layers) == 48 and plan.layers[0].heads == (16, 8, 256)
+
+
+def test_whether_the_head_of_mistral_3_is_its_embedding_has_to_be_said(tmp_path):
+    raw = read_config(save_wrapper(make_wrapper("mistral3", is_tied=False), tmp_path))
+    assert plan_by_rules(raw) is not None
+    text = {key: raw["text_config"][key] for key in raw["text_config"] if "tie_word" not in key}
+    del raw["tie_word_embeddings"]
+    assert plan_by_rules({**raw, "text_config": text}) is None

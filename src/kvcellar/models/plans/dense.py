@@ -16,6 +16,27 @@ def as_usual_first_gemma(raw: Raw) -> Raw:
     return {**raw, "hidden_act": "gelu_pytorch_tanh"} if act == "gelu" else raw
 
 
+_OF_GEMMA3 = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+
+def as_usual_gemma3(raw: Raw) -> Raw:
+    """Return a config of Gemma 3 with what its class takes where nothing is said.
+
+    Files of models that read pictures as well say little more of their text than its widths.
+    """
+    return {**_OF_GEMMA3, **raw}
+
+
 def as_usual_glm(raw: Raw) -> Raw:
     """Return a config of GLM with what its class takes where nothing is said."""
     return {"attention_bias": True, "partial_rotary_factor": 0.5, **raw}

@@ -53,21 +53,26 @@ class Recurrents:
         return max(n_keys or plan.conv_shape[0], plan.inner)
 
 
-_WRAPPERS = {
-    "qwen3_vl": ("qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
-    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+_WRAPPERS: dict[str, tuple[tuple[str, ...], str, bool | None]] = {
+    "gemma3": (("gemma3_text",), "Gemma3ForConditionalGeneration", True),
+    "mistral3": (("mistral", "ministral3"), "Mistral3ForConditionalGeneration", None),
+    "qwen3_vl": (("qwen3_vl_text",), "Qwen3VLForConditionalGeneration", False),
+    "qwen3_5": (("qwen3_5_text",), "Qwen3_5ForConditionalGeneration", False),
+    "qwen3_5_moe": (("qwen3_5_moe_text",), "Qwen3_5MoeForConditionalGeneration", False),
 }
-"""Multimodal families whose text is known by rules -> the text's family, and their own network."""
+"""Multimodal families whose text is known by rules -> families that the text may be of, their own
+network, and if the head is the embedding where nothing is said; None: it has to be said."""
 
 
 def text_of(raw: Raw) -> Raw:
     """Return the config of a multimodal model's text, where rules know it; others as they are."""
-    text, is_tied = raw.get("text_config"), raw.get("tie_word_embeddings", False)
-    kind, network = _WRAPPERS.get(raw.get("model_type", ""), ("", ""))
-    if not kind or not isinstance(text, Mapping) or raw.get("quantization_config"):
+    text, found = raw.get("text_config"), _WRAPPERS.get(raw.get("model_type", ""))
+    if found is None or not isinstance(text, Mapping) or raw.get("quantization_config"):
         return raw
-    if raw.get("architectures") not in (None, [network]):
+    kinds, network, is_usually_tied = found
+    kind, is_tied = text.get("model_type", kinds[0]), raw.get("tie_word_embeddings")
+    is_tied = is_usually_tied if is_tied is None else is_tied
+    if kind not in kinds or raw.get("architectures") not in (None, [network]):
         return raw
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         return raw

@@ -18,6 +18,7 @@ from kvcellar.models.files.formats import MXFP4
 from kvcellar.models.fingerprint import VOLATILE
 from kvcellar.models.plans.dense import (
     as_usual_first_gemma,
+    as_usual_gemma3,
     as_usual_glm,
     as_usual_internlm3,
     as_usual_olmo3,
@@ -477,6 +478,7 @@ _FAMILIES = {
         head_norms=True,
         kinds=_all_but(6),
         ropes=rope_by_kind(_all_but(6)),
+        as_usual=as_usual_gemma3,
         reads=_READ_BY_GEMMAS | {"rope_local_base_freq"},
         spares=_SPARED_BY_GEMMAS,
     ),
