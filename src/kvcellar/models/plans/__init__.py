@@ -2,5 +2,5 @@
 
 Imports facts of models; no backend comes in: backends learn plans, and run models by them.
 
-Start with ``plan.py``; ``rules.py`` makes plans of the families whose configs say all of them.
+Start with ``plan.py``; ``rules.py`` makes plans by configs alone, of the families of ``families.py``.
 """
