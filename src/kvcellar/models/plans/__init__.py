@@ -2,5 +2,5 @@
 
 Imports facts of models; no backend comes in: backends learn plans, and run models by them.
 
-Start with ``plan.py``; ``rules.py`` makes plans by configs alone, of the families of ``families.py``.
+Start with ``plan.py``; ``rules.py`` makes plans by a config, of the families of ``families.py``.
 """
