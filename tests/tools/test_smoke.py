@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 
 from tests.tools.scripts import load_script
 
@@ -54,3 +55,10 @@ def test_there_are_programs_but_no_compiler(tmp_path):
         "ld",
     ):
         assert shutil.which(name, path=path) is None
+
+
+def test_families_are_checked_by_a_script_that_needs_the_package_alone():
+    lines = smoke.FAMILIES.read_text().splitlines()
+    brought = [line.split()[1] for line in lines if line.startswith(("import ", "from "))]
+    others = {one.split(".")[0] for one in brought} - sys.stdlib_module_names
+    assert others == {"numpy", "safetensors", "tokenizers"}, "packages that kvcellar brings"
