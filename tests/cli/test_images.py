@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 import kvcellar as kv
 from kvcellar.cli import app
-from kvcellar.errors import ConfigError, PictureError
+from kvcellar.cli.common.terminal import print_line
+from kvcellar.cli.talk import chat, talking
+from kvcellar.errors import ConfigError, KVCellarError, PictureError, PromptError
+from kvcellar.hosting.pictures import HostLooks
 from tests.vision_checkpoints import make_picture, make_vision_checkpoint
 
 SHORT = ("--max-tokens", "4", "--temperature", "0", "--dtype", "float32")
@@ -63,6 +68,101 @@ def test_a_pipe_that_names_no_picture_ends_before_it_is_answered_without(model: 
     typed = "/image none.png\nWhat?\n"
     said = run("chat", model, *SHORT, "--json", stdin=typed, is_refused=True)
     assert "none.png" in said and "cannot be read" in said
+
+
+def test_undo_gives_the_pictures_of_a_turn_back(model: str, files: list[str]) -> None:
+    typed = f"/image {files[0]}\nWhat?\n/undo\n/image {files[1]}\nWhat?\n/undo\n/image\nWhat?\n"
+    agents = ("agents", "chat", "viewer", "--model", model)
+    for args in (("chat", model), agents):
+        result = CliRunner().invoke(app, [*args, *SHORT, "--json"], input=typed)
+        assert result.exit_code == 0, result.output
+        one, both, none = map(json.loads, result.stdout.splitlines())
+        n_one, n_both, n_none = (o["usage"]["prompt_tokens"] for o in (one, both, none))
+        assert n_none + 12 < n_one and n_one + 12 < n_both
+    message = json.loads(run("agents", "show", "viewer", "--json"))["messages"][0]
+    assert "pictures" not in message
+    last = CliRunner().invoke(app, [*agents, *SHORT], input="/undo\n/undo\n")
+    assert last.exit_code == 0
+    assert json.loads(run("agents", "show", "viewer", "--json"))["messages"] == []
+
+
+class _Server:
+    """A server that has a model, and keeps what was asked of it."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, refuses: KVCellarError | None = None) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.refuses = refuses
+
+    def ask(self, verb: str, tell: Any = None, **given: Any) -> Any:
+        if verb == "model":
+            return {"name": "seeing", "has_template": True, "resumes": "", "weights": "none"} | {
+                "sampling": {}
+            }
+        self.asked.append(given["messages"][-1])
+        if self.refuses is not None and "images" in given["messages"][-1]:
+            raise self.refuses
+        return {"text": "yes", "reasoning": ""}
+
+
+def _at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (talking, chat):
+        monkeypatch.setattr(module, "is_interactive", lambda: True)
+        monkeypatch.setattr(module, "print_note", print_line)
+
+
+def _talked(server: Any, typed: str, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """Type into a chat with a server as at a terminal."""
+    _at_a_terminal(monkeypatch)
+    monkeypatch.setattr(chat, "running_server", lambda *args, **more: (server, "seeing"))
+    monkeypatch.setattr(chat, "show_end", lambda value: None)
+    result = CliRunner().invoke(app, ["chat"], input=typed)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_undo_says_which_pictures_go_with_the_next_message(
+    files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = _Server()
+    typed = f"/image {files[0]}\n/image {files[1]}\nWhat?\n/undo\nAnd so?\n/undo\n/image\nNo.\n"
+    said = _talked(server, typed, monkeypatch).stderr
+    assert "took back: What?; its 2 pictures go with the next message, /image leaves" in said
+    assert [one["content"] for one in server.asked] == ["What?", "And so?", "No."]
+    assert (
+        server.asked[0]["images"] == server.asked[1]["images"] and "images" not in server.asked[2]
+    )
+
+
+@pytest.mark.parametrize(
+    "refusal", [PictureError("it cannot be read"), PromptError("there is no room")]
+)
+def test_a_picture_that_is_refused_is_set_aside_and_text_goes_on(
+    refusal: KVCellarError, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = _Server(refusal)
+    typed = f"/image {files[0]}\nWhat?\nThen text.\n/image again\nWhat?\n/image again\n"
+    said = _talked(server, typed, monkeypatch).stderr
+    assert "1 picture was set aside, and what you say next goes without it; /image again " in said
+    assert ["images" in one for one in server.asked] == [True, False, True]
+    assert said.count("1 picture goes with the next message") == 3
+
+
+def test_a_picture_that_the_model_cannot_encode_leaves_no_turn_behind_it(
+    model: str, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: HostLooks, name: str) -> Any:
+        raise PictureError("the model cannot read it")
+
+    monkeypatch.setattr(HostLooks, "encode", refuse)
+    _at_a_terminal(monkeypatch)
+    typed = f"/image {files[0]}\nWhat?\nThen text.\n"
+    result = CliRunner().invoke(app, ["chat", model, *SHORT, "--json"], input=typed)
+    assert result.exit_code == 0, result.output
+    assert "the model cannot read it" in result.stderr and "was set aside" in result.stderr
+    (answer,) = [json.loads(one.lstrip("> ")) for one in result.stdout.splitlines() if "ids" in one]
+    assert answer["usage"]["prompt_tokens"] < 40
 
 
 def test_an_address_is_no_file(model: str) -> None:

@@ -128,15 +128,14 @@ def chat_command(
             return value
 
         def undo() -> str:
-            agents.ask("rewind", agent_id=agent_id, position=None, turn=-1)
-            return "took back the last turn"
+            said = agents.ask("take_back", agent_id=agent_id)
+            if said is None:
+                return "there is no turn to take back"
+            return f"took back: {said['text']}{pictures.give_back(said['images'])}"
 
-        commands = {
-            "/image": pictures.command(),
-            "/undo": Command("take back the last turn", undo),
-        }
+        commands = {"/undo": Command("take back the last turn", undo)}
         way_back = f"`kvcellar agents chat {agent_id}` goes on with it"
-        talk(Talk(say, _show_end, commands, way_back), as_json=as_json)
+        talk(Talk(say, _show_end, pictures, commands, way_back), as_json=as_json)
 
 
 def _show_end(value: Mapping[str, Any]) -> None:

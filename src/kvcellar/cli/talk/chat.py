@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,7 @@ from kvcellar.cli.store.store import StorePlace
 from kvcellar.cli.talk.generate import followed, show_end, told_prefill
 from kvcellar.cli.talk.session import Bound, bound_model
 from kvcellar.cli.talk.talking import ChosenImages, Command, Talk, talk
-from kvcellar.errors import ModelError
+from kvcellar.errors import ModelError, PictureError
 from kvcellar.models.files.places import full_path
 from kvcellar.models.options import DEMO
 from kvcellar.models.sizes.snapshots import what_resumes
@@ -117,14 +118,13 @@ class _Chat(ABC):
     def talk(self, model: str) -> Talk:
         """Return the conversation as one talks with it."""
         commands = {
-            "/image": self._chosen.command(),
             "/undo": Command("take back the last turn", self.undo),
             "/reset": Command("start again", self.reset),
         }
         way_back = (
             f"this chat is not kept; `kvcellar agents chat NAME --model {model}` has one that is"
         )
-        return Talk(self.say, show_end, commands, way_back)
+        return Talk(self.say, show_end, self._chosen, commands, way_back)
 
 
 class _OwnChat(_Chat):
@@ -137,8 +137,8 @@ class _OwnChat(_Chat):
         super().__init__()
         self._bound = bound
         self._eyes = eyes_of(bound.model)
-        self._held: list[Picture] = []
-        """Pictures that were said, which are at hand for as long as they are held."""
+        self._held: list[list[Picture]] = []
+        """Pictures of each turn, which are at hand for as long as they are held."""
         self._reading = reading_for(bound.model.tokenizer)
         self._params = params
         self._conversation = Conversation(
@@ -174,20 +174,26 @@ class _OwnChat(_Chat):
             message_of=None if reading is None else reading.kept,
             pictures=[one.name for one in pictures],
         )
-        self._held += pictures
+        self._held.append(pictures)
         self._chosen.clear()
         if reading is not None:
             reading.begin(self._bound.model.tokenizer, self._conversation.tokens)
-        return followed(events, ReadAnswer(reading), self._params, tell)
+        try:
+            return followed(events, ReadAnswer(reading), self._params, tell)
+        except PictureError:  # the model cannot read it, so no turn could go on behind it
+            self.undo()
+            raise
 
     def undo(self) -> str:
         """Take back the last turn; see the class above."""
         said = self._conversation.undo()
         if said is None:
             return "there is no turn to take back"
+        pictures = [base64.b64encode(one.data).decode() for one in self._held.pop()]
         return (
             f"took back: {said} ({self._conversation.cached_tokens} of "
             f"{len(self._conversation.tokens)} tokens are still cached)"
+            f"{self._chosen.give_back(pictures)}"
         )
 
     def reset(self) -> str:
@@ -270,9 +276,9 @@ class _ServersChat(_Chat):
         """Take back the last turn; see the class above."""
         if len(self._messages) == len(self._opening):
             return "there is no turn to take back"
-        said = str(self._messages[-2]["content"])
+        said = self._messages[-2]
         del self._messages[-2:]
-        return f"took back: {said}"
+        return f"took back: {said['content']}{self._chosen.give_back(said.get('images', ()))}"
 
     def reset(self) -> str:
         """Start again; see the class above."""

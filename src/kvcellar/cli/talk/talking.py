@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,47 @@ class Command:
     do_with: Callable[[str], str] | None = None
 
 
+_AGAIN = "again"
+
+
 class ChosenImages:
-    """Pictures that were named and go with the next message, whatever becomes of one before it."""
+    """Pictures that go with the next message; and those that were set aside when one was refused.
+
+    They are kept as their files in base64.
+    """
 
     def __init__(self) -> None:
         """None is named yet."""
         self._data: list[str] = []
+        self._aside: list[str] = []
 
     def command(self) -> Command:
         """Return the command that names one."""
         says = "a picture that goes with the next message; without FILE: none does"
         return Command(says, self._none, "FILE", self._add)
+
+    def give_back(self, data: Sequence[str]) -> str:
+        """Choose the pictures of a turn that was taken back again; return what is said of that."""
+        self._data[:0] = data
+        if not data:
+            return ""
+        it = "its picture goes" if len(data) == 1 else f"its {len(data)} pictures go"
+        return f"; {it} with the next message, /image leaves {_it(data)} out"
+
+    def set_aside(self) -> str:
+        """Have no picture go with the next message, since this one was refused; say so.
+
+        Returns:
+            A sentence; empty: none was chosen.
+        """
+        if not self._data:
+            return ""
+        self._aside, self._data = self._data, []
+        n = len(self._aside)
+        return (
+            f"{n} picture{'s were' if n > 1 else ' was'} set aside, and what you say next goes "
+            f"without {_it(self._aside)}; /image {_AGAIN} chooses {_it(self._aside)} again"
+        )
 
     def listed(self) -> list[str]:
         """Return the files in base64."""
@@ -80,14 +110,24 @@ class ChosenImages:
     def _add(self, file: str) -> str:
         if len(file) > 1 and file[0] == file[-1] and file[0] in "\"'":  # as terminals drop one
             file = file[1:-1]
+        if file == _AGAIN and self._aside:
+            self._data, self._aside = self._data + self._aside, []
+            return self._said()
         try:
             self._data += read_images([Path(file)])
         except PictureError as error:
             if not is_interactive():  # nobody is there to look
                 raise
             return str(error)
+        return self._said()
+
+    def _said(self) -> str:
         n = len(self._data)
         return f"{n} picture{'s go' if n > 1 else ' goes'} with the next message"
+
+
+def _it(pictures: Sequence[str]) -> str:
+    return "it" if len(pictures) == 1 else "them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +138,14 @@ class Talk:
         say: called with a message and whom to tell the answer; returns what ``--json`` prints of
             it.
         show_end: shows what an answer took.
-        commands: by name, with the slash, what else may be typed.
+        images: that go with what is said next.
+        commands: by name, with the slash, what may be typed besides.
         way_back: said when one leaves.
     """
 
     say: Callable[[str, ShownAnswer], dict[str, Any]]
     show_end: Callable[[Mapping[str, Any]], None]
+    images: ChosenImages
     commands: Mapping[str, Command]
     way_back: str
 
@@ -133,15 +175,14 @@ def talk(with_whom: Talk, *, as_json: bool) -> None:
 
 def _obey(with_whom: Talk, word: str, behind: str) -> None:
     """Do a command. Its help is printed in a pipe, too, beside the answers."""
+    commands = {"/image": with_whom.images.command(), **with_whom.commands}
     if word == "/help":
-        own = (
-            (f"{name} {one.takes}".strip(), one.says) for name, one in with_whom.commands.items()
-        )
+        own = ((f"{name} {one.takes}".strip(), one.says) for name, one in commands.items())
         for name, says in (*own, *_HELP_OF_ALL):
             sys.stderr.write(f"{name:<12}{says}\n")
         sys.stderr.flush()
-    elif word in with_whom.commands:
-        command = with_whom.commands[word]
+    elif word in commands:
+        command = commands[word]
         do_with = command.do_with
         print_note(do_with(behind) if behind and do_with is not None else command.do())
     else:
@@ -164,7 +205,10 @@ def _answer(with_whom: Talk, message: str, as_json: bool) -> None:
     except PromptError as error:
         if not is_interactive():
             raise
-        print_error(f"{error}, or {', or '.join(with_whom.commands)}")
+        ways = [] if isinstance(error, PictureError) else with_whom.commands
+        print_error(", or ".join((str(error), *ways)))
+        if aside := with_whom.images.set_aside():
+            print_note(aside)
     except KVCellarError as error:  # what was said before is worth more than an end
         if not is_interactive():
             raise

@@ -8,6 +8,8 @@ save is as ``{"report": [share, what]}``.
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,11 +22,12 @@ from kvcellar.engine import (
     Generation,
     Request,
 )
-from kvcellar.errors import EngineClosedError, ModelError, PromptError
+from kvcellar.errors import EngineClosedError, ModelError, PictureError, PromptError
 from kvcellar.history import History
 from kvcellar.hosting.given_pictures import read_pictures, with_pictures
 from kvcellar.pictures.given import decode_picture
 from kvcellar.pictures.picture import Picture
+from kvcellar.pictures.placed_text import pictures_of
 from kvcellar.server.commands.asked import generation_object, params_of
 from kvcellar.server.commands.thoughts import ReadAnswer, reading_for, stops_for
 from kvcellar.valid import valid_text
@@ -119,6 +122,30 @@ async def rewind(
     if position is None and turn is None:
         turn = -1
     return (await agents.lifecycle.rewind(agent_id, position=position, turn=turn)).as_json()
+
+
+async def take_back(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[str, Any] | None:
+    """Go back to before the last turn, and return what was said in it; None: there is none.
+
+    That is the ``text`` of its last message of the user, and in ``images`` the files of the
+    pictures before it, in base64, as ``turn`` takes them; without those that are not here any more.
+    """
+    agent = await agents.directory.find(agent_id)
+    if not agent.turns:
+        return None
+    own, digest = agent.messages[agent.turns[-1].n_messages :], agent.history_digest
+    asked = next((one for one in reversed(own) if one.get("role") == "user"), {"content": ""})
+    images = await asyncio.to_thread(_files_of, agents, [name for name, _ in pictures_of(asked)])
+    await agents.lifecycle.rewind(agent_id, turn=-1, follows=digest)
+    return {"text": asked["content"], "images": images}
+
+
+def _files_of(agents: AgentManager, names: Sequence[str]) -> list[str]:
+    found = []
+    for name in names:
+        with contextlib.suppress(PictureError):
+            found.append(base64.b64encode(agents.models.shelf.get(name).data).decode())
+    return found
 
 
 async def rename(agents: AgentManager, tell: Tell, *, agent_id: str, title: str) -> dict[str, Any]:
@@ -362,6 +389,7 @@ VERBS: Mapping[str, Verb] = {
     "ensure": ensure,
     "fork": fork,
     "rewind": rewind,
+    "take_back": take_back,
     "rename": rename,
     "keep": keep,
     "pause": pause,
