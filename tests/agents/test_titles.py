@@ -25,6 +25,17 @@ def test_a_title_is_the_first_words_said_cut_behind_a_word():
     assert said_title(user(parts)) == "What is it?"
 
 
+def test_a_chat_of_pictures_alone_is_called_by_their_number():
+    pictures = [{"name": f"{n:020x}", "at": 0} for n in range(3)]
+
+    def shown(n, text=""):
+        return {"role": "user", "content": text, "pictures": pictures[:n]}
+
+    assert said_title([shown(1), {"role": "assistant", "content": "A tree."}]) == "a picture"
+    assert said_title([shown(3)]) == "3 pictures"
+    assert said_title([shown(3), *user("Which?")]) == "Which?", "as soon as there are words"
+
+
 def test_what_clients_wrap_around_a_persons_words_is_no_title():
     wrapped = "<environment_context>\n<cwd>/src</cwd>\n</environment_context>"
     assert said_title(user(wrapped, "Mend the test.")) == "Mend the test."

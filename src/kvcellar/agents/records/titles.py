@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcellar.errors import AgentNameError
+from kvcellar.pictures.placed_text import pictures_of
 
 MOST_CHARS = 200
 """Characters of a title that a person gives."""
@@ -39,6 +40,8 @@ def checked_title(title: str) -> str:
 def said_title(messages: Sequence[Mapping[str, Any]], n_shared: int = 0) -> str:
     """Return the first words of a conversation, cut at the end of a word; empty: none were said.
 
+    Where there are pictures and no words, they are counted.
+
     Args:
         messages: of the conversation.
         n_shared: messages that were there when it was forked: its own words go first.
@@ -50,7 +53,8 @@ def said_title(messages: Sequence[Mapping[str, Any]], n_shared: int = 0) -> str:
                 words = text[: 4 * _SHORT].split()
                 if words:
                     return _shortened(" ".join(words))
-    return ""
+    n = sum(len(pictures_of(one)) for one in messages if one.get("role") == "user")
+    return "" if not n else "a picture" if n == 1 else f"{n} pictures"
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
