@@ -362,6 +362,66 @@ def test_no_picture_makes_a_control_token_of_what_is_around_it(text: str) -> Non
     assert len(pictures_in(np.array(ids, np.int64))) == len(places)
 
 
+RESULTS = {
+    "json": "{{ m.content | tojson }}",
+    "texts": "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endif %}",
+    "parts": "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ '<picture>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}",
+}
+"""How templates write results of tools."""
+
+
+@pytest.mark.parametrize("way", RESULTS)
+def test_a_picture_of_a_result_is_read_there_or_in_a_message_of_the_user_behind(way: str) -> None:
+    from kvcellar.models.text.prompts import encode, render
+    from tests.models.tiny_checkpoints import make_tokenizer
+    from tests.pictures.fakes import FakeReader
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<pad>", "<picture>"]})
+    tokenizer.chat_template = (
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'tool' %}RESULT{% else %}PLAIN"
+            "{% endif %}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}"
+            "<|end|>{% endfor %}"
+        )
+        .replace("RESULT", RESULTS[way])
+        .replace("PLAIN", RESULTS["parts"])
+    )
+    looks: Any = FakeReader()
+    looks.token_id = tokenizer.convert_tokens_to_ids("<pad>")
+    looks.look = lambda name: FakeReader.look(looks, {CAT.name: CAT, DOG.name: DOG}[name])
+    call = {"id": "a12345678", "function": {"name": "see", "arguments": {}}}
+    results = [
+        {"role": "tool", "content": "OneTwo", "pictures": [{"name": CAT.name, "at": 3}]},
+        {"role": "tool", "content": "", "pictures": [{"name": DOG.name, "at": 0}]},
+    ]
+    messages = [
+        said("look", DOG),
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        *results,
+    ]
+    behind = {"role": "assistant", "content": "Seen."}
+    first = render(tokenizer, messages, looks=looks, is_asking=False)
+    rendered = render(tokenizer, [*messages, behind], looks=looks, is_asking=False)
+    ids = encode(tokenizer, rendered)
+    names = [one.name for one in pictures_in(np.array(ids, np.int64))]
+    assert names == [DOG.name, CAT.name, DOG.name]
+    assert rendered.text.startswith(first.text), "what follows changes nothing"
+    rows = "[" + "<pad>" * FakeReader.look(looks, CAT).n_rows + "]"
+    if way == "parts":
+        assert f"<|tool|>One{rows}Two<|end|><|tool|>[" in rendered.text and not rendered.notes
+    else:
+        line = "[image: shown below]"
+        quote = '"' if way == "json" else ""
+        assert f"<|tool|>{quote}One{line}Two{quote}<|end|><|tool|>{quote}{line}{quote}<|end|>" in (
+            rendered.text
+        )
+        assert f"<|end|><|user|>{rows}[" in rendered.text
+        assert any("read in a message of the user behind" in note for note in rendered.notes)
+
+
 def test_pictures_go_with_their_messages_where_a_template_has_these_moved() -> None:
     from kvcellar.models.text.pictures import marked_pictures, picture_parts
 

@@ -121,6 +121,30 @@ def takes(template: str, words: tuple[tuple[str, str], ...], name: str) -> bool:
     return True
 
 
+@lru_cache(maxsize=64)
+def has_result_pictures_moved(
+    template: str, words: tuple[tuple[str, str], ...], written: str
+) -> bool:
+    """Return true if a template writes results of tools, and no pictures in them.
+
+    Such a one writes them as JSON, or their text alone.
+
+    Args:
+        template: Jinja.
+        words: the special tokens that the template may name.
+        written: what it writes for a picture.
+
+    Raises:
+        TemplateLimitError: it takes more time, memory or output than is allowed.
+    """
+    if not takes(template, words, "result"):
+        return False
+    parts = [{"type": "image"}, {"type": "text", "text": "kvfound"}]
+    probe = [_USER, _calling(_ONE), {**_result("a23456789", ""), "content": parts}]
+    text = _written(template, words, probe)
+    return written not in text or "kvfound" not in text
+
+
 def _texts_of(message: Message) -> list[str]:
     calls = message.get("tool_calls") or ()
     said = [message["content"]] if message["content"] else []

@@ -22,6 +22,10 @@ LINE = "[image: left out, this model reads text alone]"
 """Line that a model without pictures reads in place of one."""
 
 
+_BELOW = "[image: shown below]"
+"""Stands in the result of a tool for a picture that follows it."""
+
+
 def names_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the pictures in a conversation, in their order.
 
@@ -71,6 +75,32 @@ def _lines(parts: Sequence[str]) -> str:
             text += "\n"
         text += part
     return text
+
+
+def behind_results(messages: Sequence[Message], mark: str) -> list[Message]:
+    """Return messages with the pictures of tools' results in a message of the user behind these.
+
+    For a template that writes results as JSON, or leaves pictures out there: a line stands where
+    each of them was.
+
+    Args:
+        messages: with a mark in the content for each picture, and its number.
+        mark: of pictures.
+    """
+    found: list[Message] = []
+    held: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") != "tool" and held:
+            found.append({"role": "user", "content": "".join(held)})
+            held = []
+        if message.get("role") == "tool" and isinstance(content, str) and mark in content:
+            pieces = content.split(mark)
+            held += [f"{mark}{number}{mark}" for number in pieces[1::2]]
+            pieces[1::2] = [_BELOW] * len(pieces[1::2])
+            message = {**message, "content": "".join(pieces)}
+        found.append(message)
+    return [*found, {"role": "user", "content": "".join(held)}] if held else found
 
 
 def picture_parts(messages: Sequence[Message], mark: str, order: list[int]) -> list[Message]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvcellar.models.seeing import Look
 from kvcellar.models.text.controls import controls_of, free_mark, is_rendered_here
 from kvcellar.models.text.fitting import (
     fit,
+    has_result_pictures_moved,
     in_parts,
     reads_parts_alone,
     reads_thoughts,
@@ -27,6 +28,7 @@ from kvcellar.models.text.fitting import (
     thinking_in_parts,
 )
 from kvcellar.models.text.pictures import (
+    behind_results,
     left_out,
     marked_pictures,
     names_in,
@@ -175,7 +177,7 @@ def render(
         is_begun = is_asking and begun_of(said) is not None
         write = _continued if is_begun else _apply
         order: list[int] = []
-        pictures = (picture_mark, order)
+        pictures = _Marked(picture_mark, order, looks.written if names and looks else "")
         text, notes = write(tokenizer, said, rest[0], rest[1], is_asking, pictures)
     except TemplateLimitError:
         raise
@@ -260,13 +262,37 @@ def _encoded(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
     return controls.encode(rendered.marked or rendered.text, rendered.mark)
 
 
+class _Marked(NamedTuple):
+    """Pictures of a conversation on its way into a template.
+
+    Attributes:
+        mark: stands in texts before and behind the number of each; empty: there are none.
+        order: gets their numbers in the order in which the template is given them.
+        written: what the template writes for one.
+    """
+
+    mark: str
+    order: list[int]
+    written: str
+
+    def is_in(self, message: Mapping[str, Any]) -> bool:
+        """Return true if the text of a message has the mark of one."""
+        return bool(self.mark) and self.mark in str(message.get("content") or "")
+
+
+_MOVED = (
+    "the model's chat template takes no pictures in results of tools; they are read in a message "
+    "of the user behind them"
+)
+
+
 def _continued(
     tokenizer: PromptTokenizer,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     template_kwargs: Mapping[str, Any],
     is_asking: bool,
-    pictures: tuple[str, list[int]],
+    pictures: _Marked,
 ) -> tuple[str, tuple[str, ...]]:
     """Write a conversation up to the end of its last answer, which is read as it was sent.
 
@@ -296,16 +322,15 @@ def _apply(
     tools: list[dict[str, Any]] | None,
     template_kwargs: Mapping[str, Any],
     is_asking: bool,
-    pictures: tuple[str, list[int]],
+    pictures: _Marked,
 ) -> tuple[str, tuple[str, ...]]:
     """Render a conversation by ``apply_chat_template``, made so that the template takes it.
 
-    Where a text has the mark of pictures, the template is given a part for each; the list beside
-    the mark gets their numbers in the order in which it is given them.
+    Where a text has the mark of pictures, the template is given a part for each.
     """
     if not is_rendered_here(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
-        messages = picture_parts(messages, *pictures)
+        messages = picture_parts(messages, pictures.mark, pictures.order)
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=is_asking, tokenize=False, **more
         )
@@ -317,11 +342,16 @@ def _apply(
     special = {k: v for k, v in known.special_tokens_map.items() if isinstance(v, str)}
     words = tuple(special.items())
     said = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    moved: tuple[str, ...] = ()
+    if any(m.get("role") == "tool" and pictures.is_in(m) for m in said) and (
+        has_result_pictures_moved(template, words, pictures.written)
+    ):
+        said, moved = behind_results(said, pictures.mark), (_MOVED,)
     said, notes = fit(said, lambda name: takes(template, words, name))
     has_thoughts = any(message.get("reasoning_content") for message in said)
     if has_thoughts and reads_thoughts(template, words) == "parts":
         said = [thinking_in_parts(message) for message in said]
-    said = picture_parts(said, *pictures)
+    said = picture_parts(said, pictures.mark, pictures.order)
     if reads_parts_alone(template, words):
         said = [in_parts(message) for message in said]
     job = {
@@ -330,4 +360,5 @@ def _apply(
         "chat_template": template,
         "add_generation_prompt": is_asking,
     }
-    return ask_renderer({**known.special_tokens_map, **template_kwargs, **job}), notes
+    text = ask_renderer({**known.special_tokens_map, **template_kwargs, **job})
+    return text, (*moved, *notes)
