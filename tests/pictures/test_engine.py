@@ -199,6 +199,41 @@ def test_others_go_on_while_a_picture_is_encoded() -> None:
         assert list(late[0].token_ids) == said_after(prompt, 4)
 
 
+def test_a_picture_on_its_way_holds_no_place_that_a_text_could_use() -> None:
+    config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=2)
+    with host_of(config=config) as host:
+        forward, widest = host.engine.cache.begin_step, []
+
+        def counted(counts: Any) -> Any:
+            widest.append(len(counts))
+            return forward(counts)
+
+        host.engine.cache.begin_step = counted  # type: ignore[method-assign]
+        reader_of(host).may_encode.clear()
+        late: list[FinishEvent] = []
+        done = threading.Event()
+
+        def take(event: FinishEvent) -> None:
+            late.append(event)
+            if len(late) == 5:
+                done.set()
+
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        prompts = [[*b"before ", *tokens_of(host, i), *b"behind"] for i in (0, 1, 2)]
+        ids = [host.service.submit_quietly(Request(p, params), take).result() for p in prompts]
+        texts = [[*b"one"], [*b"two"], [*b"three"], [*b"four"]]
+        for text, end in zip(texts, ends_of(host, texts, 8), strict=True):
+            assert list(end.token_ids) == said_after(text, 8)
+        assert not late
+        more = [[*b"five"], [*b"six"]]
+        reader_of(host).may_encode.set()
+        ids += [host.service.submit_quietly(Request(p, params), take).result() for p in more]
+        assert done.wait(60)
+        said = {event.request_id: list(event.token_ids) for event in late}
+        assert [said[i] for i in ids] == [said_after(p, 8) for p in (*prompts, *more)]
+        assert max(widest) == 2, "no step has more sequences than were allowed"
+
+
 def test_a_picture_that_cannot_be_encoded_ends_its_request_alone() -> None:
     with host_of() as host:
         reader_of(host).error = PictureError("too narrow for this model")

@@ -32,7 +32,7 @@ class Limits:
 
     Attributes:
         max_num_batched_tokens: tokens in one forward.
-        max_num_seqs: sequences that run at a time.
+        max_num_seqs: sequences in one forward. Those that await a picture run beside them.
         max_positions: tokens of a sequence that may be computed, whatever the cache holds; None: as
             many as it has cells.
     """
@@ -226,7 +226,11 @@ class Scheduler:
         if self.rows is None or not any(sequence.pictures for sequence in running):
             return self.policy.allot(running, budget)
         self.rows.begin_step()
-        able = [one for one in list(running) if not one.pictures or self._n_ready(one, 1)]
+        for one in list(running):
+            one.awaits_rows = bool(one.pictures) and not self._n_ready(one, 1)
+        able = [one for one in running if not one.awaits_rows]
+        if len(able) > self.limits.max_num_seqs:  # others came while these had to wait
+            able = sorted(able, key=lambda s: s.last_step)[: self.limits.max_num_seqs]
         found: list[BatchPart] = []
         left, is_beyond = budget, False
         for part in self.policy.allot(able, budget):
@@ -316,7 +320,7 @@ class Scheduler:
             return
         self.waiting.sort(key=lambda s: s.order)
         for sequence in list(self.waiting):
-            if len(self.running) >= self.limits.max_num_seqs:
+            if sum(not s.awaits_rows for s in self.running) >= self.limits.max_num_seqs:
                 return
             if self._awaits_prefix(sequence):
                 continue
@@ -436,7 +440,7 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence) -> None:
         """Take a sequence that has left the cache from the running to the waiting."""
         self.running.remove(sequence)
-        sequence.draft = NO_DRAFT
+        sequence.draft, sequence.awaits_rows = NO_DRAFT, False
         sequence.n_preemptions += 1
         sequence.publish_at.clear()
         self.waiting.append(sequence)
