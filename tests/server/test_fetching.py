@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
+import httpx
 import pytest
 
 from kvcellar.errors import ConfigError
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError
 from kvcellar.server.state.fetching import MOST_REDIRECTS, Fetcher, is_public
+from kvcellar.server.state.picture_desk import PictureDesk
 from tests.pictures.fakes import make_seeing_host, picture_file
 from tests.server.live import serving
 
@@ -29,6 +32,7 @@ class Elsewhere:
     def __init__(self, answers, **addresses):
         self.answers, self.addresses = answers, addresses
         self.asked, self.resolved, self.connected = [], [], []
+        self.readers, self.n_closed = [], 0
 
     async def resolve(self, host, port):
         self.resolved.append((host, port))
@@ -40,6 +44,7 @@ class Elsewhere:
     async def connect(self, address, port, server):
         self.connected.append((address, port, server))
         reader = asyncio.StreamReader()
+        self.readers.append(reader)
         elsewhere = self
 
         class Writer:
@@ -56,7 +61,7 @@ class Elsewhere:
                 pass
 
             def close(self):
-                pass
+                elsewhere.n_closed += 1
 
             async def wait_closed(self):
                 pass
@@ -253,6 +258,52 @@ def test_what_does_not_come_in_time_is_left():
     assert "0.05 s" in str(error)
 
 
+def test_the_time_of_a_fetch_begins_with_the_fetch():
+    there = Elsewhere({"/never": None, "/a": http(FILE)})
+
+    async def resolve(host, port):
+        if host == "late.example":
+            await asyncio.sleep(0.2)
+        return await there.resolve(host, port)
+
+    async def ask():
+        hosts = ["a.example", "late.example"]
+        fetcher = Fetcher(hosts, resolve=resolve, connect=there.connect, within_s=1.0)
+        slow = [asyncio.create_task(fetcher.fetch("http://a.example/never")) for _ in range(4)]
+        while len(there.connected) < 4:
+            await asyncio.sleep(0)
+        found = await fetcher.fetch("http://late.example/a")
+        said = await asyncio.gather(*slow, return_exceptions=True)
+        assert all("did not come within 1 s" in str(error) for error in said)
+        return found
+
+    assert asyncio.run(ask()) == FILE
+
+
+def test_who_waits_too_long_for_others_is_told_that_and_not_that_nothing_came():
+    there = Elsewhere({"/never": None})
+
+    async def ask():
+        fetcher = Fetcher(["a.example"], resolve=there.resolve, connect=there.connect, turn_s=0.05)
+        slow = [asyncio.create_task(fetcher.fetch("http://a.example/never")) for _ in range(4)]
+        while len(there.connected) < 4:
+            await asyncio.sleep(0)
+        for url, status, code in (
+            ("http://a.example/never", 429, "fetch_busy"),
+            ("http://b.example/never", 400, "fetch_not_allowed"),
+        ):
+            with pytest.raises(ApiError, match=r"others were being fetched|alone") as error:
+                await fetcher.fetch(url)
+            assert (error.value.status, error.value.code) == (status, code)
+        for one in slow:
+            one.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        there.answers["/never"] = http(FILE)
+        assert await fetcher.fetch("http://a.example/never") == FILE, "their turns are free again"
+
+    asyncio.run(ask())
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -341,3 +392,104 @@ def test_this_machine_is_refused_though_its_name_is_allowed(tmp_path):
         there.answers["/b.png"] = http(b"<svg/>")
         bad = ask("http://a.example/b.png")
         assert bad.status_code == 400 and bad.json()["error"]["code"] == "invalid_image"
+
+
+@pytest.fixture
+def fetching(tmp_path):
+    """A server that fetches from a host that never answers, with time."""
+    there = Elsewhere({"/never.png": None})
+    with serving(
+        tmp_path,
+        load=lambda path, progress: make_seeing_host(path),
+        offered={"seeing": "seeing"},
+        allowed_fetches=("a.example",),
+    ) as live:
+        live.service.pictures.fetcher = Fetcher(
+            ["a.example"], resolve=there.resolve, connect=there.connect, within_s=600
+        )
+        live.host()
+        yield live, there
+
+
+PART = {"type": "image_url", "image_url": {"url": "http://a.example/never.png"}}
+ITEM = {"type": "input_image", "image_url": "http://a.example/never.png"}
+BLOCK = {"type": "image", "source": {"type": "url", "url": "http://a.example/never.png"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [ITEM]}]}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [BLOCK]}], "max_tokens": 2},
+        ),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "", "images": [ITEM["image_url"]]}]},
+        ),
+        ("/tokenize", {"messages": [{"role": "user", "content": [PART]}]}),
+    ],
+)
+def test_a_fetch_ends_when_its_client_leaves(fetching, path, body):
+    live, there = fetching
+    for is_streamed in (False, True):
+        more = {} if path == "/tokenize" else {"stream": is_streamed}
+        n_asked = len(there.asked)
+        asked = threading.Thread(
+            target=leaving, args=(live, path, {"model": "seeing", **body, **more})
+        )
+        asked.start()
+        live.until(lambda n=n_asked: len(there.asked) > n, "the fetch")
+        assert there.n_closed == n_asked
+        asked.join()
+        live.until(lambda n=n_asked: there.n_closed > n, "the end of the fetch")
+        live.until(live.is_still, "the end of the request")
+
+
+def leaving(live, path, body):
+    """Ask, and leave when nothing has come for a while."""
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(live.url + path, json=body, timeout=httpx.Timeout(60, read=1))
+
+
+def test_a_turn_that_goes_on_without_its_client_fetches_on(fetching):
+    live, there = fetching
+    live.post("/v1/agents", {"id": "eye"})
+    body = {"text": "What?", "images": ["http://a.example/never.png"], "max_tokens": 2}
+    leaving(live, "/v1/agents/eye/generate", {**body, "background": True, "stream": True})
+    assert there.n_closed == 0
+    there.readers[0].feed_data(http(FILE))
+    there.readers[0].feed_eof()
+    live.until(lambda: live.get("/v1/agents/eye")["n_turns"] == 1, "the turn")
+    leaving_again = {**body, "images": ["http://a.example/other.png"]}
+    there.answers["/other.png"] = None
+    leaving(live, "/v1/agents/eye/generate", leaving_again)
+    live.until(lambda: there.n_closed == 2, "the end of the fetch")
+
+
+def test_pictures_are_decoded_one_at_a_time_whoever_leaves_meanwhile():
+    async def ask():
+        desk, running, most = PictureDesk(Fetcher()), [], []
+        may_end = threading.Event()
+
+        def work():
+            running.append(1)
+            most.append(len(running))
+            may_end.wait(60)
+            running.pop()
+
+        first = asyncio.create_task(desk.alone(work))
+        while not running:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(desk.alone(work))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        assert len(most) == 1
+        may_end.set()
+        await second
+        assert most == [1, 1]
+
+    asyncio.run(ask())

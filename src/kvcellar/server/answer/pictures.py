@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from starlette.requests import Request
+
 from kvcellar.agents import ModelHost
 from kvcellar.errors import PictureError
 from kvcellar.pictures.picture import Picture
@@ -21,7 +23,8 @@ from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import NAME_DIGITS
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.errors import ApiError
-from kvcellar.server.state.service import Service
+from kvcellar.server.state.service import Service, service_of
+from kvcellar.server.stream.streams import until_gone
 
 MOST_PICTURES = 256
 """Pictures in one request."""
@@ -65,35 +68,55 @@ class CanIgnore(Protocol):
 
 
 async def take_pictures(
-    service: Service,
+    request: Request,
     model: str | None,
     sent: Iterable[SentPicture],
     salt: str,
     body: CanIgnore | None = None,
+    *,
+    is_kept: bool = False,
 ) -> LeftOut:
     """Read the pictures of a request, which has links in their places then.
 
     Args:
-        service: whose model reads them.
+        request: that has them.
         model: a name that is offered; None: the default.
         sent: all pictures of the request.
         salt: of whoever has sent it.
         body: says that wishes are not honoured.
+        is_kept: whether what was asked is done although its client leaves.
 
     Returns:
         What was left out of the request, nothing yet, with the pictures by their links; without
         any where the model reads text alone.
 
     Raises:
-        ApiError: 400, one of them cannot be read or fetched; nothing was changed.
+        ApiError: 400, one of them cannot be read or fetched; 429, there is too much to fetch;
+            nothing was changed.
+        ClientGone: nobody waits for them any more; what was being fetched is not.
     """
-    listed, left_out = list(sent), LeftOut()
+    service, listed, left_out = service_of(request), list(sent), LeftOut()
     if not listed:
         return left_out
+    work = _read_all(service, model, listed, salt)
+    pictures = await (work if is_kept else until_gone(request, work))
+    for one, picture in zip(listed, pictures, strict=False):
+        link = link_of(service, picture.name, salt)
+        left_out.pictures[link] = picture
+        one.put(link)
+        if body is not None and one.what_for is not None:
+            body.ignore(one.what_for)
+    return left_out
+
+
+async def _read_all(
+    service: Service, model: str | None, listed: Sequence[SentPicture], salt: str
+) -> list[Picture]:
+    """Read the pictures of a request; none where the model reads text alone."""
     async with service.models.registry.use(service.models.resolve(model)) as host:
         shelf = shelf_of(host)
         if shelf is None:
-            return left_out
+            return []
         if len(listed) > MOST_PICTURES:
             raise ApiError(
                 400,
@@ -103,14 +126,7 @@ async def take_pictures(
                 param=listed[0].param,
             )
         with service.admitted():
-            pictures = await _all_taken(service, listed, salt, shelf)
-    for one, picture in zip(listed, pictures, strict=True):
-        link = link_of(service, picture.name, salt)
-        left_out.pictures[link] = picture
-        one.put(link)
-        if body is not None and one.what_for is not None:
-            body.ignore(one.what_for)
-    return left_out
+            return await _all_taken(service, listed, salt, shelf)
 
 
 async def _all_taken(
@@ -123,8 +139,8 @@ async def _all_taken(
     except TimeoutError:
         raise ApiError(
             400,
-            f"the {len(sent)} pictures of the request took longer than {ALL_S:g} s; send fewer, or "
-            f"smaller ones",
+            f"the {len(sent)} pictures of the request took longer than {ALL_S:g} s, with the wait "
+            f"for others; send fewer, or smaller ones, or ask again when the server has less to do",
             "too_many_images",
             param=sent[0].param,
         ) from None
@@ -144,7 +160,7 @@ async def _taken(service: Service, one: SentPicture, salt: str, shelf: PictureSh
             name = name_in(service, one.source, salt)
             if name is None:
                 raise PictureError(f"there is no picture {one.source[:80]!r}; send its file")
-            return await asyncio.to_thread(shelf.get, name)
+            return await service.pictures.find(name, shelf)
         return await service.pictures.read(one.source, salt, shelf)
     except PictureError as error:
         raise ApiError(400, str(error), "invalid_image", param=one.param) from error

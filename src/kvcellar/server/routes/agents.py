@@ -346,7 +346,9 @@ async def generate(request: Request, agent_id: OwnAgent, body: GenerateRequest) 
     images = body.images if body.images is not None else []
     sent = [SentPicture(s, "images", partial(images.__setitem__, i)) for i, s in enumerate(images)]
     model = service.models.public(info.model)
-    read = await take_pictures(service, model, sent, salt_of(agent_id))
+    read = await take_pictures(
+        request, model, sent, salt_of(agent_id), is_kept=bool(body.background)
+    )
     if images and not read.pictures:
         raise ApiError(
             400,

@@ -73,7 +73,7 @@ async def count(request: Request, body: CountRequest) -> dict[str, int]:
     service = service_of(request)
     whose = whose_of(request, body.agent_id, salt=body.cache_salt)
     thread = await thread_of(service, body, whose.salt)
-    left_out = await take_pictures(service, body.model, _pictures(body), whose.salt)
+    left_out = await take_pictures(request, body.model, _pictures(body), whose.salt)
     tools = _tools(body)
     question = Question(
         _messages(service, body, tools, left_out, thread)[0],
@@ -98,7 +98,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         salt=body.cache_salt,
     )
     thread = await thread_of(service, body, whose.salt)
-    left_out = await take_pictures(service, body.model, _pictures(body), whose.salt, body)
+    left_out = await take_pictures(request, body.model, _pictures(body), whose.salt, body)
     question = _question(service, body, whose, thread, left_out)
     message_id = new_id(PREFIX)
     if body.stream:

@@ -40,7 +40,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = service_of(request)
     path = service.models.resolve(body.model)
     async with service.models.registry.use(path) as host:
-        tokens = await _tokens_of(service, host, body, salt_for(request))
+        tokens = await _tokens_of(request, host, body, salt_for(request))
         pieces = token_bytes(host.tokenizer)
         said: dict[str, Any] = {"count": len(tokens), "max_model_len": host.context}
     if body.with_pieces:
@@ -52,12 +52,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 async def _tokens_of(
-    service: Service, host: ModelHost, body: TokenizeRequest, salt: str
+    request: Request, host: ModelHost, body: TokenizeRequest, salt: str
 ) -> list[int]:
+    service = service_of(request)
     tokenizer = _tokenizer_of(service, host)
     if body.messages is not None:
         pictures = chat_pictures(body.messages)
-        left_out = await take_pictures(service, body.model, pictures, salt, body)
+        left_out = await take_pictures(request, body.model, pictures, salt, body)
         messages = plain_messages(body.messages, left_out)
         tools = tools_of(body.tools)
         thinking = Thinking(body.chat_template_kwargs or {})

@@ -127,7 +127,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         request, body.agent_id, body.session_id, body.prompt_cache_key, salt=body.cache_salt
     )
     pictures = chat_pictures(body.messages)
-    read = await take_pictures(service, body.model, pictures, whose.salt, body)
+    read = await take_pictures(request, body.model, pictures, whose.salt, body)
     questions = [_question(service, body, i, whose, read) for i in range(body.n or 1)]
     if questions[0].whose.name is not None and len(questions) > 1:
         raise ApiError(

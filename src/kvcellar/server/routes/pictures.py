@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Query
@@ -40,14 +39,13 @@ async def get_picture(
     salt = salt_for(request)
     if may_see(service, name, seen, salt):
         try:
-            picture = await asyncio.to_thread(service.models.registry.shelf.get, name)
+            picture = await service.pictures.find(name, service.models.registry.shelf)
         except PictureError:
             pass
         else:
             if not salt:
                 return Response(picture.data, media_type=picture.media_type, headers=_HEADERS)
             # of whose file it is, nobody else finds out what else is in it
-            async with service.pictures.turn:
-                data = await asyncio.to_thread(picture.as_png)
+            data = await service.pictures.alone(picture.as_png)
             return Response(data, media_type="image/png", headers=_HEADERS)
     raise ApiError(404, f"there is no picture {name[:80]!r} here", "picture_not_found")

@@ -26,7 +26,10 @@ from kvcellar.server.origins import checked_host
 from kvcellar.version import __version__
 
 FETCH_S = 10.0
-"""Seconds that a picture may take, with all that it is redirected to."""
+"""Seconds that a picture may take from when it is asked for, with all that it is redirected to."""
+
+TURN_S = 20.0
+"""Seconds that a picture may wait until others have been fetched."""
 
 MOST_REDIRECTS = 3
 MOST_URL = 8192
@@ -54,6 +57,7 @@ class Fetcher:
         resolve: Resolve | None = None,
         connect: Connect | None = None,
         within_s: float = FETCH_S,
+        turn_s: float = TURN_S,
         most_bytes: int = MOST_BYTES,
     ) -> None:
         """Fetch from hosts alone that are allowed.
@@ -62,7 +66,8 @@ class Fetcher:
             allowed: ``HOST``, with the ports of http and https, or ``HOST:PORT``.
             resolve: finds addresses of names; None: as the system does.
             connect: connects to an address; None: by a socket.
-            within_s: seconds that one picture may take.
+            within_s: seconds that one picture may take from when it is asked for.
+            turn_s: seconds that it may wait until others have been fetched.
             most_bytes: of one picture.
 
         Raises:
@@ -71,17 +76,29 @@ class Fetcher:
         self._allowed = [checked_host(one) for one in allowed]
         self._resolve = resolve or _resolved
         self._connect = connect or _connected
-        self._within_s, self._most_bytes = within_s, most_bytes
+        self._within_s, self._turn_s, self._most_bytes = within_s, turn_s, most_bytes
         self._turns = asyncio.Semaphore(_MOST_AT_A_TIME)
 
     async def fetch(self, url: str) -> bytes:
         """Return what is at an address.
 
         Raises:
-            ApiError: 400, nobody has allowed it, or it cannot be had.
+            ApiError: 400, nobody has allowed it, or it cannot be had; 429, others had to be first.
         """
+        self._checked(_parts_of(url))  # who is refused waits for nobody
         try:
-            async with asyncio.timeout(self._within_s), self._turns:
+            async with asyncio.timeout(self._turn_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise ApiError(
+                429,
+                f"a picture was to be fetched, and {_MOST_AT_A_TIME} others were being fetched for "
+                f"{self._turn_s:g} s; ask again in a moment, or send the picture itself",
+                "fetch_busy",
+                retry_after_s=self._within_s,
+            ) from None
+        try:
+            async with asyncio.timeout(self._within_s):
                 for _ in range(MOST_REDIRECTS + 1):
                     found = await self._once(_parts_of(url))
                     if isinstance(found, bytes):
@@ -96,6 +113,8 @@ class Fetcher:
                 raise _failed(f"it is redirected more than {MOST_REDIRECTS} times")
         except TimeoutError:
             raise _failed(f"it did not come within {self._within_s:g} s") from None
+        finally:
+            self._turns.release()
 
     async def _once(self, parts: SplitResult) -> bytes | str:
         """Ask once: return what came, or where else it is.

@@ -183,7 +183,7 @@ async def _pictures(
         for i, source in enumerate(images)
     ]
     model = service.models.public(path_of(service, body.model))
-    return await take_pictures(service, model, sent, whose_of(request, body.agent_id).salt, body)
+    return await take_pictures(request, model, sent, whose_of(request, body.agent_id).salt, body)
 
 
 def _with_pictures(text: str, images: Sequence[str] | None, left_out: LeftOut) -> PicturedText:

@@ -60,14 +60,14 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
     before: list[dict[str, Any]] = []
     if body.conversation_id is not None:
         whose = await _in_conversation(service, value, whose)
-        left_out = await _add_known(service, value, before)
+        left_out = await _add_known(request, value, before)
         return _question(service, body, before, whose, left_out)
     previous = None
     if body.previous_response_id is not None:
         previous = await stored_response(service, body.previous_response_id, whose.salt)
         value.before = [*previous.items, *previous.response["output"]]
         value.added = previous.added
-    left_out = await _add_known(service, value, before)
+    left_out = await _add_known(request, value, before)
     if previous is not None:
         n_system = n_system_of(before)
         before[n_system:n_system] = previous.added
@@ -80,7 +80,7 @@ async def question_of(request: Request, value: ResponseValue) -> Question:
 
 
 async def _add_known(
-    service: Service, value: ResponseValue, messages: list[dict[str, Any]]
+    request: Request, value: ResponseValue, messages: list[dict[str, Any]]
 ) -> LeftOut:
     """Add the items before those of the request, once the pictures of all of them are read.
 
@@ -93,8 +93,8 @@ async def _add_known(
         value.before = copy.deepcopy(value.before)
         known = read_items(value.before)
     pictures = [*_pictures(known, value.before), *_pictures(sent)]
-    left_out = await take_pictures(service, body.model, pictures, value.salt, body)
-    _add_items(messages, known, service.signer, left_out)
+    left_out = await take_pictures(request, body.model, pictures, value.salt, body)
+    _add_items(messages, known, service_of(request).signer, left_out)
     return left_out
 
 
