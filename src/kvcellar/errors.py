@@ -90,6 +90,35 @@ class PictureError(PromptError):
     """A picture cannot be read, is larger than is allowed, or is not here any more."""
 
 
+class PictureLostError(PictureError):
+    """A picture has to be read that is not here any more. Nothing was changed.
+
+    Attributes:
+        name: of the picture.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Say which."""
+        super().__init__(
+            f"the picture {name} is not here any more; send the message that has it again"
+        )
+        self.name = name
+
+    def say_turn(self, agent_id: str, n_before: int) -> None:
+        """Name the turn that it stands in, and both ways out.
+
+        Args:
+            agent_id: whose turn.
+            n_before: turns before that.
+        """
+        turns = f"{n_before} turn{'s' * (n_before != 1)}"
+        self.args = (
+            f"the picture {self.name} in turn {n_before + 1} of agent {agent_id!r} has to be read "
+            f"and is not here any more; send it again with what you say next, or rewind to before "
+            f"it, to the first {turns}",
+        )
+
+
 class GrammarError(PromptError):
     """No grammar can be made of what an answer has to be. Nothing was begun.
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from kvcellar.agents import AgentManager
-from kvcellar.errors import ModelError, PromptError, StoreError
+from kvcellar.errors import ModelError, PictureLostError, PromptError, StoreError
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import pictures_in
 from kvcellar.store.store import PICTURES_BETWEEN
+from kvcellar.store.values.facts import BadFactError
 from tests.agents.fakes import LETTERS, manager, run, tokens_of, turn
 from tests.agents.fakes import eager as eager
 from tests.engine.fakes import FULL_PARAMS, logits_of
@@ -281,15 +282,67 @@ def test_a_turn_whose_picture_cannot_be_written_says_so(
         assert agents.store.picture(CAT.name) == CAT.data
 
 
-def test_a_picture_that_is_lost_is_asked_for_by_name(tmp_path: Path) -> None:
+def lose(store: Path, *folders: str) -> None:
+    for folder in folders:
+        for file in (store / folder).iterdir():
+            file.unlink()
+
+
+def test_an_agent_goes_on_without_a_picture_that_was_lost_while_k_and_v_are_there(
+    tmp_path: Path,
+) -> None:
     with manager(tmp_path, make_seeing_host) as agents:
         run(agents.lifecycle.create("eye"))
         run(look(agents, "eye", "who is this?", CAT))
-    for folder in ("blocks", "pictures"):
-        for file in (tmp_path / folder).iterdir():
-            file.unlink()
-    with manager(tmp_path, make_seeing_host) as agents, pytest.raises(Exception, match=CAT.name):
-        run(turn(agents, "eye", "are you sure?"))
+    lose(tmp_path, "pictures")
+    for text in ("are you sure?", "really?"):
+        with manager(tmp_path, make_seeing_host) as agents:
+            n = len(tokens_of(agents, "eye"))
+            end = run(look(agents, "eye", text))
+            assert end.usage.cached_tokens + end.usage.restored_tokens >= n - 1
+            assert encoded(agents) == [] and seen(agents, "eye") == [CAT.name]
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.fork("eye", "other"))
+        run(look(agents, "other", "and this?", DOG))
+        assert seen(agents, "other") == [CAT.name, DOG.name]
+        assert encoded(agents) == [DOG.name]
+
+
+def test_a_picture_that_has_to_be_read_and_is_lost_is_named_with_its_turn_and_the_ways_out(
+    tmp_path: Path,
+) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "hello"))
+        run(look(agents, "eye", "who is this?", CAT))
+        run(agents.lifecycle.fork("eye", "back"))
+    lose(tmp_path, "pictures", "blocks")
+    with manager(tmp_path, make_seeing_host) as agents:
+        for _ in range(2):
+            end = run(turn(agents, "eye", "are you sure?"))
+            assert isinstance(end.finish.error, PictureLostError)
+            said = str(end.finish.error)
+            assert f"the picture {CAT.name} in turn 2 of agent 'eye'" in said
+            assert "send it again" in said and "to the first 1 turn" in said
+        run(look(agents, "eye", "here it is", CAT))
+        assert encoded(agents) == [CAT.name] and agents.store.picture(CAT.name) == CAT.data
+    lose(tmp_path, "pictures", "blocks")
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.rewind("back", turn=1))
+        run(look(agents, "back", "something else"))
+
+
+def test_what_an_agent_remembers_of_a_picture_is_checked(tmp_path: Path) -> None:
+    from kvcellar.agents.records.looks import looks_as_json, looks_of
+    from kvcellar.models.seeing import Look
+
+    known = {CAT.name: Look("[" + "<pad>" * 5000 + "]", 5000, (50, 100)), DOG.name: Look("x", 3)}
+    kept = looks_as_json(known, [CAT.name, DOG.name, "0" * 20])
+    assert looks_of(kept) == known and len(str(kept)) < 400
+    packed = kept[CAT.name][0]
+    for bad in ([], [packed, 1, 2], ["?", 1, 2, 3], [packed[:8], 1, 2, 3], [packed, -1, 2, 3], 5):
+        with pytest.raises(BadFactError):
+            looks_of({CAT.name: bad})
 
 
 def test_a_text_model_is_told_of_pictures_in_a_line(tmp_path: Path) -> None:

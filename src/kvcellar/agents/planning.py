@@ -15,6 +15,7 @@ from typing import Any
 
 from kvcellar.agents.kv.residence import ProgressFn
 from kvcellar.agents.records.agent import AgentRecord
+from kvcellar.agents.records.looks import recalled
 from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.agents.text.match_messages import Joined
 from kvcellar.agents.text.reading import Reading, worded
@@ -27,6 +28,7 @@ from kvcellar.hosting.messages import Messages
 from kvcellar.hosting.models import model_notes
 from kvcellar.hosting.text_limits import refuse_text
 from kvcellar.hosting.volatile import RuleChange, apply_rules, keep_known
+from kvcellar.models.seeing import Look
 from kvcellar.models.text.pictures import names_in
 from kvcellar.models.text.prompts import encode, render
 from kvcellar.pictures.picture import Picture
@@ -147,6 +149,8 @@ class PlannedTurn:
     rules: tuple[RuleChange, ...] = ()
     notes: tuple[str, ...] = ()
     notice: str | None = None
+    looks: dict[str, Look] = field(default_factory=dict, repr=False)
+    """What stands in it for its pictures, by their names."""
     pictures: tuple[Picture, ...] = field(default=(), repr=False)
     """Pictures in it that are in memory, so that they stay there until it has ended."""
 
@@ -196,13 +200,14 @@ def plan_turn(
     n_said = min(n_matched, len(said))
     ruled = keep_known(sent, known, n_said, rules)
     kwargs = dict(kwargs_of(turn.template_kwargs, agent, host))
+    looks = recalled(host.looks, agent)
     rendered = render(
         host.tokenizer,
         ruled.messages,
         ruled.tools,
         template_kwargs=kwargs,
         control_tokens_in_text=control_tokens_in_text,
-        looks=host.looks,
+        looks=looks,
     )
     refuse_text(host.tokenizer, rendered.text, host.context)
     prompt = History(encode(host.tokenizer, rendered))
@@ -216,7 +221,7 @@ def plan_turn(
         prompt,
         agent.tokens.common_prefix(prompt),
         control_tokens_in_text,
-        host.looks,
+        looks,
     )
     n_known = 0  # messages whose tokens can be the history's: none with other tools, nor the last
     changed: str | None = "tools"
@@ -243,6 +248,7 @@ def plan_turn(
         changed or _what_differs(agent, host, prefixes, is_taken_otherwise),
         ruled.changes,
         rendered.notes,
+        looks=dict(rendered.pictures),
         pictures=() if host.looks is None else host.shelf.held(names_in(ruled.messages)),
     )
 
@@ -387,6 +393,7 @@ def record_turn(
         answer = {"role": "assistant", "content": text} if reading is None else reading.kept(text)
         agent.messages = planned.messages.plus([answer])
         agent.tools, agent.template_kwargs = planned.tools, planned.template_kwargs
+        agent.looks = planned.looks
     n_prompt = len(planned.prompt)
     reason, finish = event.reason, event.finish
     is_full = finish is not None and finish.cause in ("context_full", "cache_full")

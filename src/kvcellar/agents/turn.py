@@ -29,6 +29,7 @@ from kvcellar.agents.planning import PlannedTurn, Turn, kwargs_of, plan_turn, re
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.checking import check_said
+from kvcellar.agents.records.looks import recalled, say_turn
 from kvcellar.agents.records.names import derived_id, salt_of
 from kvcellar.agents.text.live_text import LiveEvent, LiveText, Over
 from kvcellar.agents.text.match_messages import continues, join, n_matched
@@ -40,6 +41,7 @@ from kvcellar.errors import (
     EngineClosedError,
     HistoryChangedError,
     MovedOnError,
+    PictureLostError,
     PromptError,
     StoreError,
 )
@@ -441,7 +443,7 @@ class Turns:
             template_kwargs=kwargs,
             is_asking=is_asking,
             control_tokens_in_text=self.control_tokens_in_text,
-            looks=host.looks,
+            looks=recalled(host.looks, agent),
         )
         refuse_text(host.tokenizer, rendered.text, host.context, times=MOST_COUNTED)
         return History(encode(host.tokenizer, rendered))
@@ -569,6 +571,8 @@ class RunningTurn:
 
     def _on_finish(self, event: FinishEvent) -> None:
         """Record the turn. In the engine's thread: what it computed is still in the cache."""
+        if isinstance(event.error, PictureLostError):
+            say_turn(event.error, self._agent)
         with self._lock:
             self._is_over, self._agent.live.request_id = True, None
         try:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from weakref import WeakValueDictionary
 
-from kvcellar.errors import PictureError
+from kvcellar.errors import PictureLostError
 from kvcellar.pictures.picture import Picture
 
 MOST_NAMES = 1 << 14
@@ -94,7 +94,7 @@ class PictureShelf:
         """Return a picture.
 
         Raises:
-            PictureError: it is neither on the shelf nor saved.
+            PictureLostError: it is neither on the shelf nor saved.
         """
         with self._lock:
             found = self._held.get(name)
@@ -103,9 +103,7 @@ class PictureShelf:
                 return found
         data = self._find(name)
         if data is None:
-            raise PictureError(
-                f"the picture {name} is not here any more; send the message that has it again"
-            )
+            raise PictureLostError(name)
         return self.add(replace(Picture.read(data), name=name))  # whoever saved it knows its name
 
     def _touch(self, picture: Picture) -> None:

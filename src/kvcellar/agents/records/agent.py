@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcellar.agents.records.checking import KIND, VERSION, checked_facts, is_agent, key_of
 from kvcellar.agents.records.durable_marks import Mark, next_serial
+from kvcellar.agents.records.looks import looks_as_json, looks_of
 from kvcellar.agents.records.misses import Miss
 from kvcellar.agents.records.names import is_chosen, model_tag, reference_name
 from kvcellar.agents.records.titles import said_title
@@ -17,6 +18,8 @@ from kvcellar.errors import AgentError, MovedOnError
 from kvcellar.history import History
 from kvcellar.hosting.fair_lock import Gate
 from kvcellar.hosting.messages import Messages
+from kvcellar.models.seeing import Look
+from kvcellar.models.text.pictures import names_in
 from kvcellar.pictures.tokens import usable
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.values.references import SERIAL
@@ -65,6 +68,8 @@ class AgentRecord:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments that the chat template was given beside messages and tools."""
+    looks: dict[str, Look] = field(default_factory=dict)
+    """What stands in its prompts for its pictures, by their names; never changed in its place."""
     turns: tuple[TurnRecord, ...] = ()
     parent: str | None = None
     parent_position: int | None = None
@@ -240,7 +245,7 @@ class AgentRecord:
         """Take over what was said to another, of which no token is this one's yet."""
         self.messages, self.tools = plain(other.messages), other.tools
         self.given_title = other.given_title
-        self.template_kwargs = other.template_kwargs
+        self.template_kwargs, self.looks = other.template_kwargs, {}
         self.tokens, self.turns, self.is_rewound = History(), (), False
         self.miss = Miss("other model", len(other.tokens), 0)
         self.advance()
@@ -249,6 +254,7 @@ class AgentRecord:
         """Take over what another has said, under the own name."""
         self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
         self.messages, self.template_kwargs = other.messages, other.template_kwargs
+        self.looks = other.looks
         self.miss, self.used_s = other.miss, time.time()
         self.n_stored = other.n_stored
         self.is_rewound = other.is_rewound
@@ -366,6 +372,7 @@ class AgentRecord:
             "stops": list(self.stops),
             "tools": self.tools,
             "template_kwargs": self.template_kwargs,
+            "looks": looks_as_json(self.looks, names_in(self.messages)),
             "turns": [_turn_as_json(turn) for turn in self.turns],
             "created_s": self.created_s,
             "used_s": self.used_s,
@@ -393,6 +400,7 @@ class AgentRecord:
         self.messages = Messages(value["messages"])
         self.given_title = value.get("title", "")
         self.tools, self.template_kwargs = value["tools"], value.get("template_kwargs", {})
+        self.looks = looks_of(value.get("looks", {}))
         self.turns = tuple(map(_turn_of, value["turns"]))
         self.parent, self.parent_position = ref.parent, ref.parent_position
         self.parent_created_s = value.get("parent_created_s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvcellar.agents.records.looks import looks_of
 from kvcellar.agents.records.misses import CAUSES
 from kvcellar.agents.records.titles import MOST_CHARS
 from kvcellar.errors import KVCellarError, PictureError, PromptError, StoreError
@@ -176,6 +177,7 @@ def _check(facts: dict[str, Any], n_tokens: int) -> None:
         for i, tool in enumerate(items(facts["tools"], "tools")):
             object_of(tool, f"tools[{i}]")
     object_of(facts.get("template_kwargs", {}), "template_kwargs")
+    looks_of(object_of(facts.get("looks", {}), "looks"))
     for i, turn in enumerate(items(facts["turns"], "turns")):
         _check_turn(turn, f"turns[{i}]", n_tokens)
     for name in ("created_s", "used_s"):
