@@ -160,6 +160,38 @@ def test_a_picture_that_lies_in_a_conversation_is_read(seeing):
     assert listed[0]["content"][0]["image_url"] == f"/v1/pictures/{NAME}"
 
 
+def test_a_conversation_keeps_its_pictures_by_their_links(seeing, live):
+    file = picture_file(79)
+    name = Picture.read(file).name
+    part = {"type": "input_image", "image_url": url_of(file), "detail": "auto"}
+    message = {"type": "message", "role": "user", "content": [part]}
+    output = {"type": "computer_screenshot", "image_url": url_of(file)}
+    screen = {"type": "computer_call_output", "call_id": "a", "output": output}
+    for server in (seeing, live):
+        talk = server.post("/v1/conversations", {"items": [message]})["id"]
+        (shown,) = server.post(f"/v1/conversations/{talk}/items", {"items": [screen]})["data"]
+        assert shown["output"]["image_url"].startswith(f"/v1/pictures/{name}")
+        listed = server.get(f"/v1/conversations/{talk}/items?order=asc")["data"]
+        assert listed[0]["content"][0]["image_url"].startswith(f"/v1/pictures/{name}")
+        assert server.service.store.picture(name) == file
+        assert b"base64" not in server.service.store.document(talk)
+        bad = {"items": [{**message, "content": [{**part, "image_url": url_of(b"none")}]}]}
+        answer = server.http.post(f"/v1/conversations/{talk}/items", json=bad)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_image"
+        assert answer.json()["error"]["param"] == "items"
+        assert len(server.get(f"/v1/conversations/{talk}/items?order=asc")["data"]) == 2
+        body = {"conversation": talk, "input": "What is it?", "max_output_tokens": 4}
+        said = said_by(server, agent_of(server.post(RESPONSES, body)))
+        if server is seeing:
+            assert said[0]["pictures"] == placed((name, 0))
+        else:
+            assert said[0]["content"] == LINE
+    far = {**part, "image_url": "https://a.example/far.png"}
+    talk = seeing.post("/v1/conversations", {"items": [{**message, "content": [far]}]})["id"]
+    (item,) = seeing.get(f"/v1/conversations/{talk}/items")["data"]
+    assert item["content"][0]["image_url"] == "https://a.example/far.png"
+
+
 def test_a_picture_of_messages_is_read_also_in_results_of_tools(seeing):
     image = {
         "type": "image",

@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import NAME_DIGITS
 from kvcellar.server.answer.media import LeftOut
 from kvcellar.server.errors import ApiError
+from kvcellar.server.state.picture_desk import is_address
 from kvcellar.server.state.service import Service, service_of
 from kvcellar.server.stream.streams import until_gone
 
@@ -109,6 +111,27 @@ async def take_pictures(
     return left_out
 
 
+async def keep_pictures(request: Request, sent: Iterable[SentPicture], salt: str) -> None:
+    """Store the pictures of what is kept for a client, whoever will read it; it has links then.
+
+    Those by address stay that: they are fetched when they are read.
+
+    Raises:
+        ApiError: 400, one of them cannot be read; nothing was changed.
+        StoreError: one could not be written.
+    """
+    service = service_of(request)
+    listed = [one for one in sent if one.source and not is_address(one.source)]
+    if not listed or find_spec("PIL") is None:  # then no model here reads any
+        return
+    shelf = service.models.registry.shelf
+    pictures = await until_gone(request, _taken_in(service, listed, salt, shelf))
+    for picture in {one.name: one for one in pictures}.values():
+        await asyncio.to_thread(service.store.put_picture, picture.name, picture.data)
+    for one, picture in zip(listed, pictures, strict=True):
+        one.put(link_of(service, picture.name, salt))
+
+
 async def _read_all(
     service: Service, model: str | None, listed: Sequence[SentPicture], salt: str
 ) -> list[Picture]:
@@ -117,25 +140,25 @@ async def _read_all(
         shelf = shelf_of(host)
         if shelf is None:
             return []
-        if len(listed) > MOST_PICTURES:
-            raise ApiError(
-                400,
-                f"the request has {len(listed)} pictures and the limit is {MOST_PICTURES}; leave "
-                f"the oldest out",
-                "too_many_images",
-                param=listed[0].param,
-            )
-        with service.admitted():
-            return await _all_taken(service, listed, salt, shelf)
+        return await _taken_in(service, listed, salt, shelf)
 
 
-async def _all_taken(
+async def _taken_in(
     service: Service, sent: Sequence[SentPicture], salt: str, shelf: PictureShelf
 ) -> list[Picture]:
     """Read pictures one after the other, until they have taken too long."""
+    if len(sent) > MOST_PICTURES:
+        raise ApiError(
+            400,
+            f"the request has {len(sent)} pictures and the limit is {MOST_PICTURES}; leave the "
+            f"oldest out",
+            "too_many_images",
+            param=sent[0].param,
+        )
     try:
-        async with asyncio.timeout(ALL_S):
-            return [await _taken(service, one, salt, shelf) for one in sent]
+        with service.admitted():
+            async with asyncio.timeout(ALL_S):
+                return [await _taken(service, one, salt, shelf) for one in sent]
     except TimeoutError:
         raise ApiError(
             400,

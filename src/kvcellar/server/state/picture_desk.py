@@ -22,6 +22,11 @@ _FETCHED_S = 3600.0
 """Seconds in which what was fetched from an address stands for what is there."""
 
 
+def is_address(source: str) -> bool:
+    """Return true if a picture is to be fetched from where its request says."""
+    return re.match(r"https?:", source[:6].lower()) is not None
+
+
 class PictureDesk:
     """Reads the pictures of requests, one at a time, and remembers what it has fetched.
 
@@ -42,7 +47,7 @@ class PictureDesk:
             PictureError: it cannot be read.
             ApiError: 400, it cannot be fetched; 429, too many others are being fetched.
         """
-        if re.match(r"https?:", source[:6].lower()):
+        if is_address(source):
             return await self._fetch(source, salt, shelf)
         return await self.alone(lambda: shelf.read(decode_picture(source), salt))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,9 +13,11 @@ from starlette.requests import Request
 
 from kvcellar.agents import without_salt
 from kvcellar.errors import UnknownAgentError
+from kvcellar.server.answer.pictures import keep_pictures
 from kvcellar.server.errors import ApiError
 from kvcellar.server.front.bodies import BodyRoute
 from kvcellar.server.routes.responses.pages import Limit, Order, page_of
+from kvcellar.server.routes.responses.pictures import pictures_of_items
 from kvcellar.server.routes.responses.value import sent_item
 from kvcellar.server.schemas.conversations import (
     ConversationRequest,
@@ -53,7 +56,7 @@ async def stored_conversation(
 async def create_conversation(request: Request, body: ConversationRequest) -> dict[str, Any]:
     """Make a conversation; its agent is made with the first response in it."""
     service = service_of(request)
-    items = _with_ids(body.items or ())
+    items = await _kept(request, body.items or ())
     now, salt = int(time.time()), salt_for(request)
     stored = StoredConversation(new_id(PREFIX), now, body.metadata or {}, items, salt)
     await service.stored_conversations.keep(stored)
@@ -107,7 +110,7 @@ async def add_items(request: Request, conversation_id: str, body: ItemsRequest) 
     """Put items behind those of a conversation; return the new ones."""
     service = service_of(request)
     stored = await stored_conversation(service, conversation_id, salt_for(request))
-    new = _with_ids(body.items)
+    new = await _kept(request, body.items)
     stored.items += new
     await service.stored_conversations.keep(stored)
     return page_of(new, len(new), "asc", None)
@@ -139,8 +142,15 @@ def _place_of(stored: StoredConversation, item_id: str) -> int:
     raise ApiError(404, message, "item_not_found")
 
 
-def _with_ids(given: Sequence[Item | OtherItem]) -> list[dict[str, Any]]:
-    """Return items as they were sent, each with an id that no other has."""
+async def _kept(request: Request, given: Sequence[Item | OtherItem]) -> list[dict[str, Any]]:
+    """Return items as they are kept: each with an id that no other has, and links to its pictures.
+
+    Raises:
+        ApiError: 400, one of the pictures cannot be read.
+        StoreError: one could not be written.
+    """
+    sent = (replace(one, param="items") for one in pictures_of_items(given))
+    await keep_pictures(request, sent, salt_for(request))
     made = [item.model_dump(exclude_none=True, exclude={"id"}) for item in given]
     return [sent_item(item, new_id("")) for item in made]
 

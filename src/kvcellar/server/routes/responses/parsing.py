@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -15,16 +14,17 @@ from kvcellar.dialects.messages import read_arguments
 from kvcellar.grammar.form import ResponseFormat
 from kvcellar.pictures.placed_text import PicturedText, joined, of_message
 from kvcellar.server.answer.dialogue import Question
-from kvcellar.server.answer.media import PICTURES, THOUGHT, LeftOut
+from kvcellar.server.answer.media import THOUGHT, LeftOut
 from kvcellar.server.answer.parsing import most_of, sampling_of, text_of, tool_choice_of, whose_of
 from kvcellar.server.answer.pictures import SentPicture, take_pictures
 from kvcellar.server.answer.thinking import Thinking
 from kvcellar.server.answer.tools import Toolbox, told
 from kvcellar.server.errors import ApiError
 from kvcellar.server.routes.responses.conversations import stored_conversation
+from kvcellar.server.routes.responses.pictures import SCREENS, pictures_of_items, pictures_of_other
 from kvcellar.server.routes.responses.references import sent_items
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
-from kvcellar.server.schemas.responses import Item, ItemPart, OtherItem, ResponseRequest, read_items
+from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
 from kvcellar.server.state.conversations import Whose
 from kvcellar.server.state.service import Service, service_of
 from kvcellar.server.state.signing import Signer
@@ -32,9 +32,6 @@ from kvcellar.server.state.stored import StoredResponse
 
 _COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
 """Items that stand for others, by what they seal."""
-
-_SCREENS = ("computer_screenshot", *PICTURES)
-"""Pictures in what comes of tools that are not run here."""
 
 _INSTRUCTIONS = "instructions"
 """Marks the system message that belongs to one response alone."""
@@ -89,55 +86,13 @@ async def _add_known(
     """
     body, known = value.body, read_items(value.before)
     sent = [] if isinstance(body.input, str) else body.input
-    if any(_pictures(known)):  # which are links from now on, but not in what is stored
+    if any(pictures_of_items(known)):  # which are links from now on, but not in what is stored
         value.before = copy.deepcopy(value.before)
         known = read_items(value.before)
-    pictures = [*_pictures(known, value.before), *_pictures(sent)]
+    pictures = [*pictures_of_items(known, value.before), *pictures_of_items(sent)]
     left_out = await take_pictures(request, body.model, pictures, value.salt, body)
     _add_items(messages, known, service_of(request).signer, left_out)
     return left_out
-
-
-def _pictures(
-    items: Sequence[Item | OtherItem], values: Sequence[dict[str, Any]] = ()
-) -> Iterator[SentPicture]:
-    """Yield the pictures of items.
-
-    Args:
-        items: as they are read.
-        values: as they are stored, which get the links, too.
-    """
-    for number, item in enumerate(items):
-        stored = values[number] if values else {}
-        if isinstance(item, OtherItem):
-            output = (item.model_extra or {}).get("output")
-            if item.type.endswith("_output"):
-                yield from _pictures_of_other(output)
-            continue
-        for field in ("content", "output"):
-            parts, kept = getattr(item, field), stored.get(field)
-            for i, part in enumerate(parts if isinstance(parts, list) else ()):
-                if part.type not in PICTURES:
-                    continue
-                also = kept[i] if isinstance(kept, list) else {}
-                wish = "input_image.detail" if part.detail not in (None, "auto") else None
-
-                def put(link: str, part: ItemPart = part, also: dict[str, Any] = also) -> None:
-                    part.image_url = link
-                    if also:
-                        also["image_url"] = link
-
-                yield SentPicture(part.picture, "input", put, wish)
-
-
-def _pictures_of_other(output: Any) -> Iterator[SentPicture]:
-    """Yield the pictures in what came of a tool that is not run here, such as a screen."""
-    parts = output if isinstance(output, list) else [output]
-    for part in parts:
-        if isinstance(part, dict) and part.get("type") in _SCREENS and part.get("image_url"):
-            source = part["image_url"]
-            given = source if isinstance(source, str) else None
-            yield SentPicture(given, "input", partial(part.__setitem__, "image_url"))
 
 
 async def _in_conversation(service: Service, value: ResponseValue, whose: Whose) -> Whose:
@@ -343,7 +298,7 @@ def _add_call(messages: list[dict[str, Any]], item: Item) -> None:
 def _add_told(messages: list[dict[str, Any]], item: OtherItem, left_out: LeftOut) -> None:
     """Add what a tool that is not run here did, to the answer, or what came of it, behind it."""
     fields = item.model_extra or {}
-    links = [_link_of(one) for one in _pictures_of_other(fields.get("output"))]
+    links = [_link_of(one) for one in pictures_of_other(fields.get("output"))]
     read = [left_out.shown("input_image", link)[0] for link in links if link in left_out.pictures]
     said = PicturedText(told(item.type, _without_screens(fields) if read else fields))
     if item.type.endswith(("_output", "_response", "_result")):
@@ -365,7 +320,7 @@ def _without_screens(fields: Mapping[str, Any]) -> dict[str, Any]:
     output = fields.get("output")
     if isinstance(output, list):
         kept = [
-            one for one in output if not isinstance(one, dict) or one.get("type") not in _SCREENS
+            one for one in output if not isinstance(one, dict) or one.get("type") not in SCREENS
         ]
         return {**fields, "output": kept or None}
     return {**fields, "output": None}
