@@ -15,7 +15,9 @@ from kvcellar.cli import app
 from kvcellar.cli.common.terminal import print_line
 from kvcellar.cli.talk import chat, talking
 from kvcellar.errors import ConfigError, KVCellarError, PictureError, PromptError
+from kvcellar.hosting.given_pictures import reads_text_alone
 from kvcellar.hosting.pictures import HostLooks
+from kvcellar.models.picture_facts import text_alone
 from tests.vision_checkpoints import make_picture, make_vision_checkpoint
 
 SHORT = ("--max-tokens", "4", "--temperature", "0", "--dtype", "float32")
@@ -201,6 +203,35 @@ def test_what_is_no_picture_is_refused_by_name(
     blind = [part if part != model else "demo" for part in asked]
     said = run(*blind, "--image", files[0], is_refused=True)
     assert "text alone" in said or "template" in said
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "What?"), ("agents", "generate", "a", "b")])
+def test_a_backend_that_reads_none_is_refused_with_the_one_that_does(
+    command: tuple[str, ...], model: str, files: list[str]
+) -> None:
+    given = ("--image", files[0], "--backend", "native")
+    name = ("--model", model, "--create") if command[0] == "agents" else (model,)
+    for installed in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not installed:
+                patch.setattr("kvcellar.cli.common.images.find_spec", lambda name: None)
+            said = run(*command, *name, *given, is_refused=True)
+        assert "pictures are read on torch" in said and "leave --backend native out" in said
+        assert ("install" in said) != installed and "plan" not in said
+
+
+def test_a_model_that_could_read_pictures_says_why_it_does_not() -> None:
+    said = str(reads_text_alone("m", 2, text_alone_of("native")))
+    assert said == (
+        "model 'm' reads no pictures here: the backend native reads text alone; choose the backend "
+        "torch for pictures, or leave the 2 pictures out"
+    )
+
+
+def text_alone_of(backend: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcellar.models.picture_facts.has_pictures", lambda folder, raw: True)
+        return text_alone(Path(), {}, backend)
 
 
 def test_pictures_are_said_in_python(model: str, files: list[str], tmp_path: Path) -> None:

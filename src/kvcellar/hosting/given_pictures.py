@@ -23,12 +23,23 @@ def read_pictures(host: ModelHost, given: Sequence[Given]) -> list[Picture]:
         PictureError: one cannot be read, or the model reads text alone; nothing was changed.
     """
     if given and not host.reads_pictures:
-        raise reads_text_alone(host.name, len(given))
+        raise reads_text_alone(host.name, len(given), host.no_pictures)
     return [host.shelf.read(bytes_of(one)) for one in given]
 
 
-def reads_text_alone(model: str, n: int) -> PictureError:
-    """Return a refusal of ``n`` pictures by a model that reads none."""
+def reads_text_alone(model: str, n: int, why: str = "") -> PictureError:
+    """Return a refusal of ``n`` pictures by a model that reads none.
+
+    Args:
+        model: its name.
+        n: pictures that were given.
+        why: as ``LoadedModel.no_pictures`` says it; empty: nobody would think that it reads any.
+    """
+    if why:
+        return PictureError(
+            f"model {model!r} reads no pictures here: {why}, or leave the {n} "
+            f"picture{'s' * (n > 1)} out"
+        )
     return PictureError(
         f"model {model!r} reads text alone; leave the {n} picture{'s' * (n > 1)} out, or ask a "
         f"model that reads pictures"

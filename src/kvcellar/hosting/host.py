@@ -72,6 +72,7 @@ class ModelHost:
         pooling: how these vectors are pooled where a request does not say.
         shelf: pictures by name, whoever sent them.
         looks: what the model makes of them; None: it reads text alone.
+        no_pictures: why it does, where one might think otherwise; else empty.
         adapters: the same model with each of its adapters, by the adapter's name: hosts with a name
             and key of their own and this one's engine.
     """
@@ -95,6 +96,7 @@ class ModelHost:
     pooling: Pooling = "mean"
     shelf: PictureShelf = field(default_factory=PictureShelf)
     looks: HostLooks | None = None
+    no_pictures: str = ""
     adapters: Mapping[str, ModelHost] = field(default_factory=dict)
     _on_close: ExitStack = field(default_factory=ExitStack)
 
@@ -252,6 +254,7 @@ def open_host(
             pooling=pooling_of(loaded.path),
             shelf=shelf,
             looks=looks,
+            no_pictures=loaded.no_pictures,
             _on_close=stack.pop_all(),
         )
     host.adapters = {

@@ -44,7 +44,7 @@ def generate_command(
     not in a pipe.
     """
     said = sys.stdin.read().removesuffix("\n") if text == "-" else text
-    pictures = {"images": read_images(images)} if images else {}
+    pictures = {"images": read_images(images, loading.backend)} if images else {}
     with asked_agents(
         store,
         loading,

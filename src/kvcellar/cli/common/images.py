@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcellar.errors import PictureError
+from kvcellar.installed import pip_command
 from kvcellar.pictures.given import file_of
 
 if TYPE_CHECKING:
@@ -17,12 +18,28 @@ if TYPE_CHECKING:
     from kvcellar.pictures.picture import Picture
 
 
-def read_images(files: Sequence[Path] | None) -> list[str]:
+_TEXT_ALONE = ("native", "mlx", "executorch")
+"""Backends that read no pictures, whatever the model."""
+
+
+def read_images(files: Sequence[Path] | None, backend: str | None = None) -> list[str]:
     """Return the files of pictures in base64.
 
+    Args:
+        files: their paths; None: there are none.
+        backend: that was chosen to run the model; None: none was.
+
     Raises:
-        PictureError: one cannot be read, or is no picture, as far as can be told here.
+        PictureError: one cannot be read, or is no picture, as far as can be told here; or the
+            backend reads none.
     """
+    if files and backend in _TEXT_ALONE:
+        lacks = find_spec("torch") is None
+        raise PictureError(
+            f"pictures are read on torch, and the backend {backend} reads text alone; leave "
+            f"--backend {backend} out, or choose --backend torch"
+            + (f", once it is installed: {pip_command('torch')}" if lacks else "")
+        )
     return [base64.b64encode(_looked_at(file)).decode() for file in files or ()]
 
 
@@ -65,5 +82,5 @@ def shelved(model: LoadedModel, eyes: HostLooks | None, images: Sequence[str]) -
     from kvcellar.pictures.given import decode_picture
 
     if eyes is None:
-        raise reads_text_alone(model.name, len(images))
+        raise reads_text_alone(model.name, len(images), model.no_pictures)
     return [eyes.shelf.read(decode_picture(one)) for one in images]

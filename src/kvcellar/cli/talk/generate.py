@@ -89,7 +89,7 @@ def generate_command(
     if images and chat is False:
         raise ConfigError("a picture goes into a message of a chat template; leave --raw out")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    pictures = read_images(images)
+    pictures = read_images(images, loading.backend)
     server = running_server(
         StorePlace(store=store), is_alone=alone, model=model and full_path(model), loading=loading
     )
