@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -26,10 +27,14 @@ MOST_BYTES = 32 << 20
 """Bytes of a picture's file, at most."""
 
 MOST_PIXELS = 32 << 20
-"""Pixels of a picture, at most, which is more than 8K has: some 300 MB while it is read."""
+"""Pixels of a picture, at most, which is more than 8K has: some 300 MB while it is read,
+and 500 of a WebP."""
 
-_STRIP = 256
-"""Rows of pixels that are made bytes at a time."""
+_STRIP = 1 << 20
+"""Pixels that are made bytes, or laid over white, at a time."""
+
+_ORIENTATION = 0x0112
+"""Where EXIF says how the camera was held."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -69,8 +74,7 @@ class Picture:
         width, height = pixels.size
         size = f"{width}x{height}".encode()
         digest = blake2b(digest_size=16, key=size, person=b"picture")
-        for top in range(0, height, _STRIP):
-            strip = (0, top, width, min(top + _STRIP, height))
+        for strip in _strips(pixels):
             digest.update(pixels.crop(strip).tobytes())
         return cls(digest.hexdigest()[:NAME_DIGITS], data, media_type, width, height)
 
@@ -91,7 +95,7 @@ def _opened(data: bytes) -> tuple[Any, str]:
     Raises:
         PictureError: it is no picture, or has too many pixels.
     """
-    image_module, errors = _pillow()
+    image_module = _pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own bound is another one
@@ -101,7 +105,7 @@ def _opened(data: bytes) -> tuple[Any, str]:
             f"a picture of more pixels than Pillow opens was sent; at most {MOST_PIXELS:,} pixels "
             f"are read, make it smaller"
         ) from error
-    except errors as error:
+    except Exception as error:  # what it raises for bad files is of any kind
         raise PictureError(
             f"the {len(data):,} bytes that were sent for a picture are no PNG, JPEG, WebP or GIF "
             f"file that can be read; send one of these"
@@ -111,7 +115,7 @@ def _opened(data: bytes) -> tuple[Any, str]:
             f"a picture of {image.width} by {image.height} pixels was sent; at most "
             f"{MOST_PIXELS:,} pixels are read, make it smaller"
         )
-    return image, FORMATS[image.format]
+    return image, FORMATS.get(image.format, "image/jpeg")  # cameras put several JPEGs into one
 
 
 def _upright(image: Any) -> Any:
@@ -120,29 +124,65 @@ def _upright(image: Any) -> Any:
     Raises:
         PictureError: its data are damaged.
     """
-    from PIL import ImageOps
-
-    _, errors = _pillow()
-    image_module = _pillow()[0]
+    image_module = _pillow()
     try:
-        image.seek(0)
-        image.load()
-        image = ImageOps.exif_transpose(image)
-        if image.mode[0] in "IF":  # of more than 8 bits, which Pillow would cut off
-            image = image_module.fromarray((np.asarray(image) // 256).astype(np.uint8))
-        if image.has_transparency_data:
-            clear = image.convert("RGBA")
-            image = image_module.new("RGBA", clear.size, "white")
-            image.alpha_composite(clear)
-        return image.convert("RGB")
-    except errors as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what stands beside its pixels
+            image.seek(0)
+            image.load()
+            image = _turned(image)
+            if image.mode[0] in "IF":  # of more than 8 bits, which Pillow would cut off
+                image = image_module.fromarray((np.asarray(image) // 256).astype(np.uint8))
+            if image.has_transparency_data:
+                return _over_white(image)
+            return image if image.mode == "RGB" else image.convert("RGB")
+    except Exception as error:  # its decoders raise all kinds
         raise PictureError(
-            f"the picture that was sent is damaged ({type(error).__name__}: {error}); send it again"
+            f"the picture that was sent is damaged ({type(error).__name__}: {str(error)[:200]}); "
+            f"send it again"
         ) from error
 
 
-def _pillow() -> tuple[Any, tuple[type[BaseException], ...]]:
-    """Import Pillow; return its module of images, and what it raises for bad files.
+def _turned(image: Any) -> Any:
+    """Turn a decoded image as its camera held it; one that says nothing readable stays."""
+    turns = _pillow().Transpose
+    how = {
+        2: turns.FLIP_LEFT_RIGHT,
+        3: turns.ROTATE_180,
+        4: turns.FLIP_TOP_BOTTOM,
+        5: turns.TRANSPOSE,
+        6: turns.ROTATE_270,
+        7: turns.TRANSVERSE,
+        8: turns.ROTATE_90,
+    }
+    try:
+        turn = how.get(image.getexif().get(_ORIENTATION))
+    except Exception:  # damaged beside its pixels
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
+def _over_white(image: Any) -> Any:
+    """Return an image with clear places in RGB over white: strip by strip, in little memory."""
+    image_module = _pillow()
+    flat = image_module.new("RGB", image.size)
+    for strip in _strips(image):
+        part = image.crop(strip).convert("RGBA")
+        white = image_module.new("RGBA", part.size, "white")
+        white.alpha_composite(part)
+        flat.paste(white.convert("RGB"), strip[:2])
+    return flat
+
+
+def _strips(image: Any) -> Iterator[tuple[int, int, int, int]]:
+    """Yield boxes of an image from its top to its bottom, as wide as it."""
+    n = max(1, _STRIP // image.width)
+    for top in range(0, image.height, n):
+        yield 0, top, image.width, min(top + n, image.height)
+
+
+def _pillow() -> Any:
+    """Import Pillow; return its module of images.
 
     Raises:
         PictureError: it is not installed.
@@ -154,6 +194,4 @@ def _pillow() -> tuple[Any, tuple[type[BaseException], ...]]:
             f"pictures are read by Pillow, which is not installed; install it with: "
             f"{pip_command('torch')}"
         ) from error
-    # What its decoders raise for damaged files is of many kinds.
-    bad = OSError, SyntaxError, ValueError, EOFError, KeyError, IndexError, TypeError
-    return Image, (*bad, OverflowError, MemoryError, Image.DecompressionBombError)
+    return Image
