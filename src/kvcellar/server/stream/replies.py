@@ -23,9 +23,22 @@ _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Headers that have proxies, nginx among them, pass on each piece as it comes."""
 
 
+_LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u0085\u2028\u2029"}
+"""Characters at which some clients end a line, and how JSON has them within one."""
+
+
+def json_line(value: Any) -> bytes:
+    """Write a value as JSON that is one line for every client, without an end."""
+    line = to_json(value)
+    for char, escaped in _LINE_ENDS.items():
+        if char in line:
+            line = line.replace(char, escaped)
+    return line
+
+
 def frame(data: Any, event: str | None = None) -> bytes:
     """Write one server-sent event; data that is no text becomes JSON."""
-    text = data.encode() if isinstance(data, str) else to_json(data)
+    text = data.encode() if isinstance(data, str) else json_line(data)
     head = f"event: {event}\n".encode() if event is not None else b""
     return b"%sdata: %s\n\n" % (head, text)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from kvcellar.agents import AgentUsage, ModelHost
@@ -25,7 +25,7 @@ from kvcellar.server.errors import as_api_error, error_body
 from kvcellar.server.routes.ollama.models import now
 from kvcellar.server.schemas.ollama import OllamaBody, OllamaChatRequest
 from kvcellar.server.state.service import service_of
-from kvcellar.server.stream.replies import Frames
+from kvcellar.server.stream.replies import Frames, json_line
 
 _NS = 10**9
 
@@ -194,7 +194,7 @@ class RawFrames(Frames[Pieces]):
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    return to_json(value) + b"\n"
+    return json_line(value) + b"\n"
 
 
 def _call(call: Call, index: int) -> dict[str, Any]:
