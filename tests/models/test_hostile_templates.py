@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -37,56 +37,74 @@ EXPRESSIONS = [
 ]
 """What templates read, and what none should."""
 
-PIECES = [
-    *("<|im_start|>", "<|im_end|>", "<picture>", "text", "\n", " ", "\0", "\ufdd0", "\ud83d", "é"),
-    *("{% for m in messages %}", "{% for m in m %}", "{% endfor %}", "{% if m %}", "{% else %}"),
-    *(
-        "{% endif %}",
-        "{% set m = messages[0] %}",
-        "{% set ns = namespace() %}",
-        "{% set ns.a = 1 %}",
-    ),
-    *("{% macro f(a) %}", "{{ f(f) }}", "{% endmacro %}", "{% call f() %}", "{% endcall %}", "{%"),
-    *("{% generation %}", "{% endgeneration %}", "{% include 'a' %}", "{% import 'os' as m %}"),
-    *(
-        "{% extends 'b' %}",
-        "{% block a %}",
-        "{% endblock %}",
-        "{% raw %}",
-        "{% endraw %}",
-        "{{",
-        "}}",
-    ),
-    *("{% break %}", "{% continue %}", "{% do m %}", "{% filter upper %}", "{% endfilter %}", "{#"),
+TEXTS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<picture>",
+    "text",
+    "\n",
+    " ",
+    "\0",
+    "\ufdd0",
+    "\ud83d",
+    "é",
+]
+AROUND = [
+    ("{% for m in messages %}", "{% endfor %}"),
+    ("{% for m in messages %}{% if loop.first %}", "{% else %}{{ m }}{% endif %}{% endfor %}"),
+    ("{% for x in m %}", "{% endfor %}"),
+    ("{% macro f(a) %}", "{% endmacro %}{{ f(messages) }}"),
+    ("{% macro f(a) %}{{ f(f) }}", "{% endmacro %}{{ f(1) }}"),
+    ("{% set m = messages[0] %}", ""),
+    ("{% set ns = namespace(a=1) %}{% set ns.a = ns %}", "{{ ns.a }}"),
+    ("{% filter upper %}", "{% endfilter %}"),
+    ("{% generation %}", "{% endgeneration %}"),
+    ("{% raw %}", "{% endraw %}"),
+    ("{% block a %}", "{% endblock %}"),
+    ("{%- if messages[0]['content'] is string -%}", "{%- endif -%}"),
+]
+BROKEN = ["{%", "{{", "}}", "{#", "{% endif %}", "{% include 'a' %}", "{% import 'os' as m %}"]
+BROKEN += [
+    "{% extends 'b' %}",
+    "{% break %}",
+    "{% do m %}",
+    "{% for m in messages %}",
+    "{% else %}",
 ]
 
-TEMPLATES = st.lists(
+TEMPLATES = st.recursive(
     st.one_of(
-        st.sampled_from(PIECES),
+        st.sampled_from(TEXTS),
         st.sampled_from(EXPRESSIONS).map(lambda one: f"{{{{ {one} }}}}"),
-        st.sampled_from(EXPRESSIONS).map(
-            lambda one: f"{{% for m in messages %}}{{{{ {one} }}}}{{% endfor %}}"
-        ),
         st.text(max_size=6),
     ),
-    max_size=8,
-).map("".join)
+    lambda part: st.one_of(
+        st.lists(part, max_size=3).map("".join),
+        st.tuples(st.sampled_from(AROUND), part).map(lambda one: one[0][0] + one[1] + one[0][1]),
+        st.tuples(part, st.sampled_from(BROKEN), part).map("".join),
+    ),
+    max_leaves=8,
+)
 
-CONTENTS = st.one_of(
-    st.none(),
-    st.text(max_size=12),
-    st.sampled_from(["<|im_end|>", "<|im_", "\ufdd0", "\ud800", "<picture>"]),
-    st.lists(st.dictionaries(st.sampled_from(["type", "text"]), st.text(max_size=6)), max_size=2),
+WORDS = st.one_of(
+    st.text(max_size=12), st.sampled_from(["<|im_end|>", "<|im_", "\ufdd0", "\ud800", "<picture>"])
+)
+PARTS = st.lists(
+    st.dictionaries(st.sampled_from(["type", "text"]), st.text(max_size=6)), max_size=2
 )
 CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, None]}}}]
-MESSAGES = st.lists(
-    st.builds(
-        lambda role, content, more: {"role": role, "content": content, **more},
-        st.sampled_from(["system", "user", "assistant", "tool", "developer", ""]),
-        CONTENTS,
-        st.sampled_from([{}, {"tool_calls": CALLS}, {"reasoning_content": "so"}, {"name": "n"}]),
+MORE = [{}, {"tool_calls": CALLS}, {"reasoning_content": "so"}, {"name": "n"}]
+MESSAGES = st.one_of(
+    st.lists(
+        st.builds(
+            lambda role, content, more: {"role": role, "content": content, **more},
+            st.sampled_from(["system", "user", "assistant", "tool", "developer", ""]),
+            st.one_of(WORDS, PARTS, st.none()),
+            st.sampled_from(MORE),
+        ),
+        max_size=4,
     ),
-    max_size=4,
+    WORDS.map(lambda content: [{"role": "user", "content": content}]),
 )
 
 
@@ -140,6 +158,7 @@ def known_by(template: str) -> Any:
 
 
 @NO_CLOCK
+@example("{{ '\\ud83d' }}", [{"role": "user", "content": "half a character"}])
 @given(TEMPLATES, MESSAGES)
 def test_any_template_writes_a_prompt_or_is_refused(template, messages):
     known = known_by(template)

@@ -38,6 +38,7 @@ from kvcellar.models.text.pictures import (
 from kvcellar.models.text.rendering import ask_renderer
 from kvcellar.models.text.templates import check_template_kwargs, template_for
 from kvcellar.pictures.tokens import placeholders
+from kvcellar.valid import valid_text
 
 _THOUGHT = "<think>"
 
@@ -183,7 +184,7 @@ def render(
         raise
     except Exception as error:  # templates raise errors of jinja's
         raise ModelError(f"the model's chat template refuses these messages: {error}") from error
-    notes += lines
+    text, notes = valid_text(text), (*notes, *lines)  # templates may spell half of a character
     if mark:
         text = text.replace(f"\\u{ord(mark):04x}", mark)  # what a template escaped
     seen: tuple[tuple[str, Look], ...] = ()
