@@ -282,6 +282,22 @@ def test_a_turn_whose_picture_cannot_be_written_says_so(
         assert agents.store.picture(CAT.name) == CAT.data
 
 
+def test_undo_brings_a_turn_back_with_its_pictures(tmp_path: Path) -> None:
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        run(look(agents, "eye", "who is this?", CAT))
+        before = agents.directory.agent("eye").messages
+        for drop in (agents.lifecycle.rewind("eye", turn=0), agents.lifecycle.delete("eye")):
+            run(drop)
+            agents.store.gc(grace_s=0)
+            run(agents.dropped.undo("eye"))
+            assert agents.directory.agent("eye").messages == before
+            assert agents.store.picture(CAT.name) == CAT.data
+    lose(tmp_path, "pictures")
+    with manager(tmp_path, make_seeing_host) as agents:  # what it remembers of it came back too
+        run(look(agents, "eye", "are you sure?"))
+
+
 def lose(store: Path, *folders: str) -> None:
     for folder in folders:
         for file in (store / folder).iterdir():

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from kvcellar.agents import open_host
+from kvcellar.errors import PictureLostError
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import NAME_DIGITS, placeholders
 from kvcellar.store.disk.exchange import REFERENCE, reference_of
@@ -158,6 +159,29 @@ def test_a_picture_that_lies_in_a_conversation_is_read(seeing):
     assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
     listed = seeing.get(f"{RESPONSES}/{second['id']}/input_items?order=asc")["data"]
     assert listed[0]["content"][0]["image_url"] == f"/v1/pictures/{NAME}"
+
+
+def test_a_stored_response_is_gone_on_from_though_its_picture_was_lost(seeing):
+    file = picture_file(80)
+    name = Picture.read(file).name
+    part = {"type": "input_image", "image_url": url_of(file), "detail": "auto"}
+    body = {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 4}
+    first = seeing.post(RESPONSES, body)
+    for lost in (seeing.service.store.path / "pictures").glob(f"{name}-*"):
+        lost.unlink()
+    shelf, looks = seeing.service.models.registry.shelf, seeing.host().looks
+    with shelf._lock:
+        del shelf._kept[name]
+        shelf._n_bytes -= len(file)
+    looks._known.clear()
+    with pytest.raises(PictureLostError):
+        shelf.get(name)
+    more = {"previous_response_id": first["id"], "max_output_tokens": 4}
+    second = seeing.post(RESPONSES, {"input": "What is it?", **more})
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 12
+    link = {**part, "image_url": f"/v1/pictures/{name}"}
+    response = seeing.http.post(RESPONSES, json={"input": [{"role": "user", "content": [link]}]})
+    assert response.status_code == 400 and "not here any more" in response.text
 
 
 def test_a_conversation_keeps_its_pictures_by_their_links(seeing, live):

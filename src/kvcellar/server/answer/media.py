@@ -29,18 +29,20 @@ class LeftOut(Counter[str]):
     """Counts of what was left out of the messages of one request, by kind.
 
     Attributes:
-        pictures: those that were not, by their links, for as long as the request is answered.
+        pictures: names of those that were not, by their links.
+        held: those of them that are here, for as long as the request is answered.
     """
 
     def __init__(self) -> None:
         """Leave nothing out yet."""
         super().__init__()
-        self.pictures: dict[str, Picture] = {}
+        self.pictures: dict[str, str] = {}
+        self.held: list[Picture] = []
 
     def anew(self) -> LeftOut:
         """Return the same pictures, and that nothing was left out."""
         found = LeftOut()
-        found.pictures = self.pictures
+        found.pictures, found.held = self.pictures, self.held
         return found
 
     def shown(self, part: str, link: str | None, name: object = None) -> tuple[PicturedText, bool]:
@@ -51,9 +53,9 @@ class LeftOut(Counter[str]):
             link: of a picture.
             name: of its file, where it has one.
         """
-        picture = self.pictures.get(link or "")
-        if picture is not None and part in PICTURES:
-            return picture_alone(picture.name), False
+        known = self.pictures.get(link or "")
+        if known is not None and part in PICTURES:
+            return picture_alone(known), False
         return PicturedText(self.line(part, name)), True
 
     def line(self, part: str, name: object = None) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 
 from kvcellar.agents import ModelHost
-from kvcellar.errors import PictureError
+from kvcellar.errors import PictureError, PictureLostError
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.placed_text import PICTURES
 from kvcellar.pictures.shelf import PictureShelf
@@ -53,12 +53,15 @@ class SentPicture:
         param: the field of the request that it is in.
         put: takes the link that the request has in its place.
         what_for: how it is wished to be read, in a field that nobody here honours.
+        is_known: whether its link is of what is stored here: where the picture was lost, an agent
+            may go on by what was computed of it.
     """
 
     source: str | None
     param: str
     put: Callable[[str], None]
     what_for: str | None = None
+    is_known: bool = False
 
 
 class CanIgnore(Protocol):
@@ -103,8 +106,10 @@ async def take_pictures(
     work = _read_all(service, model, listed, salt)
     pictures = await (work if is_kept else until_gone(request, work))
     for one, picture in zip(listed, pictures, strict=False):
-        link = link_of(service, picture.name, salt)
-        left_out.pictures[link] = picture
+        name = picture if isinstance(picture, str) else picture.name
+        link = link_of(service, name, salt)
+        left_out.pictures[link] = name
+        left_out.held += [picture] if isinstance(picture, Picture) else []
         one.put(link)
         if body is not None and one.what_for is not None:
             body.ignore(one.what_for)
@@ -126,15 +131,15 @@ async def keep_pictures(request: Request, sent: Iterable[SentPicture], salt: str
         return
     shelf = service.models.registry.shelf
     pictures = await until_gone(request, _taken_in(service, listed, salt, shelf))
-    for picture in {one.name: one for one in pictures}.values():
-        await asyncio.to_thread(service.store.put_picture, picture.name, picture.data)
     for one, picture in zip(listed, pictures, strict=True):
+        assert isinstance(picture, Picture), "nothing was known of it before"
+        await asyncio.to_thread(service.store.put_picture, picture.name, picture.data)
         one.put(link_of(service, picture.name, salt))
 
 
 async def _read_all(
     service: Service, model: str | None, listed: Sequence[SentPicture], salt: str
-) -> list[Picture]:
+) -> list[Picture | str]:
     """Read the pictures of a request; none where the model reads text alone."""
     async with service.models.registry.use(service.models.resolve(model)) as host:
         shelf = shelf_of(host)
@@ -145,8 +150,12 @@ async def _read_all(
 
 async def _taken_in(
     service: Service, sent: Sequence[SentPicture], salt: str, shelf: PictureShelf
-) -> list[Picture]:
-    """Read pictures one after the other, until they have taken too long."""
+) -> list[Picture | str]:
+    """Read pictures one after the other, until they have taken too long.
+
+    Returns:
+        Each; its name where it is known and was lost.
+    """
     if len(sent) > MOST_PICTURES:
         raise ApiError(
             400,
@@ -169,7 +178,9 @@ async def _taken_in(
         ) from None
 
 
-async def _taken(service: Service, one: SentPicture, salt: str, shelf: PictureShelf) -> Picture:
+async def _taken(
+    service: Service, one: SentPicture, salt: str, shelf: PictureShelf
+) -> Picture | str:
     if one.source is None:
         raise ApiError(
             400,
@@ -186,6 +197,8 @@ async def _taken(service: Service, one: SentPicture, salt: str, shelf: PictureSh
             return await service.pictures.find(name, shelf)
         return await service.pictures.read(one.source, salt, shelf)
     except PictureError as error:
+        if one.is_known and isinstance(error, PictureLostError):
+            return error.name
         raise ApiError(400, str(error), "invalid_image", param=one.param) from error
     except ApiError as error:
         error.param = one.param

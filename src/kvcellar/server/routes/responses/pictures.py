@@ -28,7 +28,7 @@ def pictures_of_items(
         if isinstance(item, OtherItem):
             output = (item.model_extra or {}).get("output")
             if item.type.endswith("_output"):
-                yield from pictures_of_other(output)
+                yield from pictures_of_other(output, is_known=bool(values))
             continue
         for field in ("content", "output"):
             parts, kept = getattr(item, field), stored.get(field)
@@ -43,14 +43,15 @@ def pictures_of_items(
                     if also:
                         also["image_url"] = link
 
-                yield SentPicture(part.picture, "input", put, wish)
+                yield SentPicture(part.picture, "input", put, wish, is_known=bool(values))
 
 
-def pictures_of_other(output: Any) -> Iterator[SentPicture]:
+def pictures_of_other(output: Any, *, is_known: bool = False) -> Iterator[SentPicture]:
     """Yield the pictures in what came of a tool that is not run here, such as a screen."""
     parts = output if isinstance(output, list) else [output]
     for part in parts:
         if isinstance(part, dict) and part.get("type") in SCREENS and part.get("image_url"):
             source = part["image_url"]
             given = source if isinstance(source, str) else None
-            yield SentPicture(given, "input", partial(part.__setitem__, "image_url"))
+            put = partial(part.__setitem__, "image_url")
+            yield SentPicture(given, "input", put, is_known=is_known)
