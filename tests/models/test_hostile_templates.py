@@ -141,7 +141,7 @@ def soon():
 
 
 def written(known: Any, messages: list[dict[str, Any]], **how: Any) -> bool:
-    """Whether messages become tokens; else they are refused in words that say why."""
+    """Return true if messages become tokens; else they are refused in words that say why."""
     try:
         encode(known, render(known, valid_json(messages), **how))
     except (ModelError, PromptError) as error:
