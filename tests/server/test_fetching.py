@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 
-import httpx
 import pytest
 
 from kvcellar.errors import ConfigError
@@ -258,26 +259,30 @@ def test_what_does_not_come_in_time_is_left():
     assert "0.05 s" in str(error)
 
 
-def test_the_time_of_a_fetch_begins_with_the_fetch():
-    there = Elsewhere({"/never": None, "/a": http(FILE)})
+def test_the_time_of_a_fetch_begins_with_the_fetch(monkeypatch):
+    there, limits, timeout = Elsewhere({"/a": None}), [], asyncio.timeout
 
-    async def resolve(host, port):
-        if host == "late.example":
-            await asyncio.sleep(0.2)
-        return await there.resolve(host, port)
+    def noted(limit_s):
+        limits.append(limit_s)
+        return timeout(limit_s)
+
+    monkeypatch.setattr(asyncio, "timeout", noted)
 
     async def ask():
-        hosts = ["a.example", "late.example"]
-        fetcher = Fetcher(hosts, resolve=resolve, connect=there.connect, within_s=1.0)
-        slow = [asyncio.create_task(fetcher.fetch("http://a.example/never")) for _ in range(4)]
-        while len(there.connected) < 4:
-            await asyncio.sleep(0)
-        found = await fetcher.fetch("http://late.example/a")
-        said = await asyncio.gather(*slow, return_exceptions=True)
-        assert all("did not come within 1 s" in str(error) for error in said)
-        return found
+        fetcher = Fetcher(
+            ["a.example"], resolve=there.resolve, connect=there.connect, within_s=600, turn_s=601
+        )
+        tasks = [asyncio.create_task(fetcher.fetch("http://a.example/a")) for _ in range(5)]
+        for n in range(1, 6):
+            while len(there.asked) < min(n + 3, 5):
+                await asyncio.sleep(0)
+            assert limits.count(601) == 5, "all of them wait, or have waited, for so long"
+            assert limits.count(600) == len(there.asked), "and those that fetch have begun to"
+            there.readers[n - 1].feed_data(http(FILE))
+            there.readers[n - 1].feed_eof()
+        return await asyncio.gather(*tasks)
 
-    assert asyncio.run(ask()) == FILE
+    assert asyncio.run(ask()) == [FILE] * 5
 
 
 def test_who_waits_too_long_for_others_is_told_that_and_not_that_nothing_came():
@@ -437,35 +442,43 @@ def test_a_fetch_ends_when_its_client_leaves(fetching, path, body):
     for is_streamed in (False, True):
         more = {} if path == "/tokenize" else {"stream": is_streamed}
         n_asked = len(there.asked)
-        asked = threading.Thread(
-            target=leaving, args=(live, path, {"model": "seeing", **body, **more})
-        )
-        asked.start()
-        live.until(lambda n=n_asked: len(there.asked) > n, "the fetch")
-        assert there.n_closed == n_asked
-        asked.join()
+        with asking(live, path, {"model": "seeing", **body, **more}):
+            live.until(lambda n=n_asked: len(there.asked) > n, "the fetch")
+            assert there.n_closed == n_asked
         live.until(lambda n=n_asked: there.n_closed > n, "the end of the fetch")
         live.until(live.is_still, "the end of the request")
 
 
-def leaving(live, path, body):
-    """Ask, and leave when nothing has come for a while."""
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(live.url + path, json=body, timeout=httpx.Timeout(60, read=1))
+@contextmanager
+def asking(live, path, body):
+    """A client that asks, and leaves behind the block."""
+    host, _, port = live.url.removeprefix("http://").partition(":")
+    with closing(HTTPConnection(host, int(port))) as client:
+        client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        yield
 
 
 def test_a_turn_that_goes_on_without_its_client_fetches_on(fetching):
     live, there = fetching
     live.post("/v1/agents", {"id": "eye"})
     body = {"text": "What?", "images": ["http://a.example/never.png"], "max_tokens": 2}
-    leaving(live, "/v1/agents/eye/generate", {**body, "background": True, "stream": True})
+    n_connected = len(live.connections)
+    with asking(live, "/v1/agents/eye/generate", {**body, "background": True, "stream": True}):
+        live.until(lambda: len(there.asked) == 1, "the fetch")
+    live.until(lambda: len(live.connections) == n_connected, "that the server knows it has left")
     assert there.n_closed == 0
-    there.readers[0].feed_data(http(FILE))
-    there.readers[0].feed_eof()
+
+    async def comes():
+        there.readers[0].feed_data(http(FILE))
+        there.readers[0].feed_eof()
+
+    live.run(comes())
     live.until(lambda: live.get("/v1/agents/eye")["n_turns"] == 1, "the turn")
-    leaving_again = {**body, "images": ["http://a.example/other.png"]}
     there.answers["/other.png"] = None
-    leaving(live, "/v1/agents/eye/generate", leaving_again)
+    with asking(
+        live, "/v1/agents/eye/generate", {**body, "images": ["http://a.example/other.png"]}
+    ):
+        live.until(lambda: len(there.asked) == 2, "the other fetch")
     live.until(lambda: there.n_closed == 2, "the end of the fetch")
 
 
