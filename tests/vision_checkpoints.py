@@ -270,7 +270,12 @@ def _gemma3() -> Family:
     """A picture has 16 rows, which is more than the window of 8."""
     return Family(
         {
-            "text_config": {**_TEXT, "num_hidden_layers": 6, "sliding_window": 8},
+            "text_config": {
+                **_TEXT,
+                "num_hidden_layers": 6,
+                "sliding_window": 8,
+                "query_pre_attn_scalar": 16,
+            },
             "vision_config": {**_TOWER, "image_size": 32},
             "mm_tokens_per_image": 16,
             "boi_token_index": _OWN,

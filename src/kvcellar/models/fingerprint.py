@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import xxhash
 
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
+from kvcellar.models.gguf.mmproj import mmproj_beside
 from kvcellar.models.gguf.reader import files_of
 
 Progress = Callable[[float, str], None]
@@ -82,6 +83,7 @@ def fingerprint_checkpoint(
     *,
     cache_file: str | Path | None = None,
     on_progress: Progress | None = None,
+    beside: Sequence[Path] = (),
     **extra: str | bytes,
 ) -> Fingerprint:
     """Work out the fingerprint of a Hugging Face checkpoint, or of a GGUF file.
@@ -91,6 +93,7 @@ def fingerprint_checkpoint(
             which all is hashed as its weights.
         cache_file: where hashes of large files are remembered; None: nowhere.
         on_progress: takes how much of the weights is read, 0 to 1, and what comes now.
+        beside: further files with weights of the model.
         extra: further parts: an adapter, a RoPE override, the type that the weights are used in.
 
     Raises:
@@ -100,7 +103,10 @@ def fingerprint_checkpoint(
     try:
         is_one_file = root.is_file()
         config = {} if is_one_file else json.loads((root / "config.json").read_text("utf-8"))
-        weights = files_of(root) if is_one_file else sorted(root.glob("*.safetensors"))
+        weights = [
+            *(files_of(root) if is_one_file else sorted(root.glob("*.safetensors"))),
+            *beside,
+        ]
         if not weights:
             raise StoreError(
                 f"{root} has no safetensors files, so its KV cannot be told from others'; give "
@@ -138,6 +144,9 @@ def fingerprint_checkpoint(
 
 def processor_text(folder: Path) -> str:
     """Return what a checkpoint's files say of how the model is given pictures, in one form."""
+    seen = mmproj_beside(folder)[0] if folder.is_file() else None
+    if seen is not None:
+        return json.dumps([seen.preprocessor, seen.processor], sort_keys=True)
     said = []
     for name in PROCESSOR_FILES:
         if (folder / name).is_file():
@@ -145,6 +154,12 @@ def processor_text(folder: Path) -> str:
             value.pop("chat_template", None)
             said.append([name, value])
     return json.dumps(said, sort_keys=True)
+
+
+def vision_files(folder: Path) -> list[Path]:
+    """Return the files of a vision part that lie beside a model in GGUF and not in it."""
+    seen = mmproj_beside(folder)[0] if folder.is_file() else None
+    return [] if seen is None else [seen.file.path]
 
 
 def digest_of_file(path: Path) -> str:

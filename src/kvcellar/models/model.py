@@ -19,6 +19,7 @@ from kvcellar.models.fingerprint import (
     Progress,
     fingerprint_checkpoint,
     processor_text,
+    vision_files,
 )
 from kvcellar.models.gguf.described import quantisation_of
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
@@ -217,8 +218,10 @@ class LoadedModel(ABC):
         packing = PACKINGS.get(self.weights or "")
         kept = self.dtype if packing is None else f"{self.dtype}+{packing}"
         replaced = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        beside: list[Path] = []
         if self.pictures is not None:
             replaced["processor"] = processor_text(self.path)
+            beside = vision_files(self.path)
         if rope_length:
             replaced["rope_length"] = str(rope_length)
         elif self.has_session_ropes:
@@ -230,6 +233,7 @@ class LoadedModel(ABC):
             self.path,
             cache_file=cache_file,
             on_progress=on_progress,
+            beside=beside,
             dtype=dtype or kept,
             **replaced,
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcellar.models.check import verdict_path
 from kvcellar.models.fingerprint import PROCESSOR_FILES
+from kvcellar.models.gguf.mmproj import mmproj_beside
 from kvcellar.models.known import keep, read_kept
 
 WINDOWS, ALL = "windows", "all"
@@ -20,15 +21,19 @@ def has_pictures(folder: Path, raw: Mapping[str, Any]) -> bool:
     """Return true if a checkpoint's files say how a model is given pictures.
 
     Args:
-        folder: the checkpoint, or a GGUF file.
+        folder: the checkpoint, or a GGUF file, beside which its vision part lies.
         raw: its ``config.json``.
     """
+    if folder.is_file():
+        return mmproj_beside(folder)[0] is not None
     is_seeing = isinstance(raw.get("vision_config"), Mapping)
     return is_seeing and any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 def text_alone(folder: Path, raw: Mapping[str, Any], backend: str) -> str:
-    """Say why a model reads no pictures where a backend runs it that does not; empty: it has none.
+    """Say why a model reads no pictures where a backend runs it that does not.
+
+    Empty where nobody would think that it does.
 
     Args:
         folder: as ``has_pictures`` takes it.
@@ -36,7 +41,7 @@ def text_alone(folder: Path, raw: Mapping[str, Any], backend: str) -> str:
         backend: that runs it.
     """
     if not has_pictures(folder, raw):
-        return ""
+        return mmproj_beside(folder)[1] if folder.is_file() else ""
     return f"the backend {backend} reads text alone; choose the backend torch for pictures"
 
 

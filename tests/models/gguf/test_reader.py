@@ -92,7 +92,7 @@ WRONG = {
     ("kind", "said"),
     [
         ("adapter", r"no language model \(it is an adapter \(LoRA\)"),
-        ("mmproj", r"no language model \(it is what sees or hears beside a model"),
+        ("mmproj", r"no language model \(it is what sees or hears for a model"),
         ("imatrix", "no language model .*quantised"),
         ("vocab", "no language model .*of type 'vocab'"),
         (None, "'bert' that makes embeddings and writes no text"),

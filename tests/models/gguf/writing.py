@@ -79,6 +79,7 @@ def write_model(
     kind: gguf.GGMLQuantizationType | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     split_max_tensors: int = 0,
+    vocabulary: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
     """Write a network as GGUF.
 
@@ -93,6 +94,7 @@ def write_model(
         kind: type of the matrices whose rows are whole blocks; None: float32.
         extra: further tensors.
         split_max_tensors: most tensors of a file; 0: all of them.
+        vocabulary: writes the tokenizer; None: ``write_vocabulary``.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     config = network.config
@@ -102,8 +104,8 @@ def write_model(
     said["rope.freq_base"] = rope.get("rope_theta", 10_000.0)
     for key, value in (said | dict(metadata)).items():
         if value is not None:
-            _add(writer, f"{architecture}.{key}", value)
-    write_vocabulary(writer)
+            write_metadata(writer, f"{architecture}.{key}", value)
+    (vocabulary or write_vocabulary)(writer)
     for name, values in tensors_of(architecture, network, parts).items():
         stored = np.ascontiguousarray(change(name, values))
         is_whole = kind is not None and stored.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
@@ -120,7 +122,8 @@ def write_model(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def write_metadata(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key with the type that converters give its value."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -33,6 +33,7 @@ from kvcellar.backends.torch.load.weights import DTYPES
 from kvcellar.backends.torch.run.load_adapters import check_adapters, load_adapters, read_adapters
 from kvcellar.backends.torch.run.model import TorchModel
 from kvcellar.backends.torch.run.place_weights import hold_parts
+from kvcellar.backends.torch.vision.beside import seeing_config, seen_beside
 from kvcellar.backends.torch.vision.part import NoPicturesError, VisionClass
 from kvcellar.backends.torch.vision.processor import Processor
 from kvcellar.backends.torch.vision.reader import TorchPictureReader
@@ -96,12 +97,6 @@ if TYPE_CHECKING:
 _BY = f"transformers {transformers.__version__}"
 """Whose rules a model's facts and parts are learnt by."""
 
-_MMPROJ = (
-    "the vision part lies beside it as a GGUF file (mmproj), which is not read; take the model's "
-    "folder of Hugging Face for pictures"
-)
-"""Reason why a GGUF file's model reads no pictures."""
-
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
 
@@ -163,7 +158,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
             network, held, beside = _read_network(found, reading)
         else:
             (network, leader), held, beside = _read_divided(found), None, NO_ADAPTERS
-        pictures, no_pictures = _picture_reader(found, network)
+        pictures, no_pictures = _picture_reader(found, network, tokenizer)
     if held is not None and held.plan is not None and not options.is_unchecked:
         is_whole = isinstance(network, WrappedText)  # whose parameters have the wrapper's names
         plan = held.plan.renamed(network.plain_name) if is_whole else held.plan
@@ -198,15 +193,20 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
     )
 
 
-def _picture_reader(found: _FoundCheckpoint, network: Any) -> tuple[TorchPictureReader | None, str]:
+def _picture_reader(
+    found: _FoundCheckpoint, network: Any, tokenizer: Any
+) -> tuple[TorchPictureReader | None, str]:
     """Return what reads pictures for a model, whose network takes their rows from then on.
 
     Returns:
         None, and why, where it reads none; without a reason where nobody would think that it does.
     """
+    seen = None
     if found.folder.is_file():
-        return None, _MMPROJ if any(found.folder.parent.glob("*mmproj*.gguf")) else ""
-    format = format_of(found.raw, found.folder)
+        seen, why = seen_beside(found.folder)
+        if seen is None:
+            return None, why
+    format = None if seen is not None else format_of(found.raw, found.folder)
     try:
         vision = VisionClass(found.raw)
     except NoPicturesError:
@@ -218,7 +218,10 @@ def _picture_reader(found: _FoundCheckpoint, network: Any) -> tuple[TorchPicture
     if format is not None and format.method == MLX:
         return None, "the vision part is stored as MLX's programs have it; load it with others"
     try:
-        processor = Processor(found.folder, vision.config)
+        if seen is None:
+            processor = Processor(found.folder, vision.config)
+        else:
+            processor = Processor.of_gguf(seen, vision.config, tokenizer)
     except ModelError as error:
         return None, str(error)
     versions = torch_versions()
@@ -236,7 +239,8 @@ def _picture_reader(found: _FoundCheckpoint, network: Any) -> tuple[TorchPicture
         return None, verdict.refusal
     read_pictures(network, verdict.facts.n_deep)
     where = found.dtype, found.device
-    return TorchPictureReader(found.folder, processor, vision, verdict.facts, *where), ""
+    weights = found.folder if seen is None else seen.file.path
+    return TorchPictureReader(weights, processor, vision, verdict.facts, *where), ""
 
 
 def _expanded(found: _FoundCheckpoint) -> list[str]:
@@ -458,6 +462,7 @@ def _read_raw(folder: Path) -> dict[str, Any]:
     format_of(raw, folder)
     if folder.is_file():
         _check_gguf(_Stored.of(raw, folder))
+        return seeing_config(folder, raw)
     return raw
 
 
@@ -525,13 +530,19 @@ def size_model(options: LoadOptions) -> ModelCacheSpec:
         is_coded=codes_weights() and not is_gpu(device),
         between=_between(device),
     )
-    return spec if path.suffix != ".json" else spec.with_pictures(_vision_bytes(path, spec.dtype))
+    return spec.with_pictures(_vision_bytes(path, spec.dtype))
 
 
 def _vision_bytes(config: Path, dtype: str) -> int:
-    """Return the bytes of the weights that read pictures; 0 where a checkpoint reads none."""
-    raw = read_json(config)
-    if not has_pictures(config.parent, raw):
+    """Return the bytes of the weights that read pictures; 0 where a checkpoint reads none.
+
+    Args:
+        config: its ``config.json``, or a GGUF file.
+        dtype: that they are used in.
+    """
+    is_json = config.suffix == ".json"
+    raw = read_json(config) if is_json else _read_raw(config)
+    if not has_pictures(config.parent if is_json else config, raw):
         return 0
     with suppress(ModelError), quiet(lambda part: None):  # who loads it says why it reads none
         return int(VisionClass(raw).n_numbers) * DTYPE_BYTES[dtype]

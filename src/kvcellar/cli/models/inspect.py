@@ -190,10 +190,10 @@ def _runs(options: LoadOptions) -> BackendChoice:
 def _pictures(model: str, runs: BackendChoice) -> str:
     """Say whether a model reads pictures, for people; empty: nobody would think that it does."""
     config = find_config(model)
-    if config.suffix != ".json" or not has_pictures(config.parent, raw := read_json(config)):
-        return ""
-    if runs.backend != TORCH:
-        return text_alone(config.parent, raw, runs.backend)
+    is_json = config.suffix == ".json"
+    folder, raw = (config.parent, read_json(config)) if is_json else (config, {})
+    if runs.backend != TORCH or not has_pictures(folder, raw):
+        return text_alone(folder, raw, runs.backend)
     return "read, if it places them as transformers does, which is tried when it is loaded"
 
 

@@ -58,7 +58,7 @@ _LARGEST = dict.fromkeys(("max_position_embeddings", "original_max_position_embe
 
 _BESIDE = {
     "adapter": "it is an adapter (LoRA), which is for a model and is not read here; merge the two",
-    "mmproj": "it is what sees or hears beside a model, and only text is read here",
+    "mmproj": "it is what sees or hears for a model, and is read where it lies beside that",
     "imatrix": "it is what weights were weighed by when they were quantised",
 }
 """Types of files that are no model -> what they are, for people."""

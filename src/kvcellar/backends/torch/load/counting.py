@@ -80,13 +80,12 @@ def _kept(
     raw: Mapping[str, Any], checkpoint: Path, whole: Any, network: Any
 ) -> dict[str, StoredMatrix]:
     """Return the matrices that can stay as a checkpoint has them, by the network's names."""
-    if checkpoint.is_file():
-        blocks = blocks_of(read_gguf(checkpoint), network)
-        return {name: StoredMatrix(name, one) for name, one in blocks.items()}
-    format = format_of(raw, checkpoint)
-    if format is None:
-        return {}
     own = {id(weight): name for name, weight in network.named_parameters()}
     weights = dict(whole.named_parameters())
-    found = kept_of(checkpoint, format, whole)
+    if checkpoint.is_file():
+        blocks = blocks_of(read_gguf(checkpoint), whole)
+        found = {name: StoredMatrix(name, one) for name, one in blocks.items()}
+    else:
+        format = format_of(raw, checkpoint)
+        found = {} if format is None else kept_of(checkpoint, format, whole)
     return {own[id(weights[name])]: one for name, one in found.items()}

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcellar.backends.torch.cpu.modules.blocks import Kept, StoredBlocks, StoredExperts
 from kvcellar.backends.torch.cpu.modules.mixtures import matrices_of_experts, mixtures
 from kvcellar.backends.torch.load.gguf_names import Stored, Turn, stored_as
+from kvcellar.backends.torch.load.mmproj_names import UNUSED, seen_as
 from kvcellar.backends.torch.load.stored import PlainTensor
 from kvcellar.errors import ModelError
 from kvcellar.kernel.blocks import INPUTS
@@ -38,6 +39,10 @@ _AGAIN = re.compile(r"^(blk\.\d+\.attn_)[kv]_b\.weight$")
 """Halves of a matrix that some files have whole as well."""
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")
+_WRAPPED = re.compile(r"^(whole\.)?model\.(language_model|text_model)\.")
+_SEES = "clip"
+"""Architecture of vision parts."""
+
 _SPARE = ("mtp.",)
 """Beginnings of names of what guesses several tokens, and is not loaded."""
 
@@ -94,11 +99,25 @@ def makers_of(file: GgufFile, network: Any, dtype: torch.dtype) -> dict[str, Mak
 
 def _plan(file: GgufFile, network: Any, wanted: Iterable[str]) -> dict[str, Stored]:
     """Return how each parameter of a network is stored."""
-    family = FAMILIES.get(file.architecture)
+    if file.architecture == _SEES:
+        return seen_as(file, network.config, wanted)
+    family, config = FAMILIES.get(file.architecture), _text_config(network)
+    alone = {name: _alone(name) for name in wanted}
     if family is None:
-        return _by_transformers(file, network.config)
+        plan = _by_transformers(file, config)
+        return plan | {name: plan[one] for name, one in alone.items() if one in plan}
     of = partial(stored_as, file.tensors, file.architecture, family)
-    return {name: of(name, network.config) for name in wanted}
+    return {name: of(one, config) for name, one in alone.items()}
+
+
+def _text_config(network: Any) -> Any:
+    """Return the config of a network's text, which may be a wrapper's."""
+    return network.config.get_text_config(decoder=True)
+
+
+def _alone(name: str) -> str:
+    """Return the name that a parameter of a wrapper's text has in the text's own class."""
+    return _WRAPPED.sub("model.", name).removeprefix("whole.")
 
 
 def blocks_of(file: GgufFile, network: Any) -> dict[str, Kept]:
@@ -186,10 +205,9 @@ def _wanted(network: Any) -> dict[str, tuple[int, ...]]:
 
     Parameters are, and buffers that are kept with them.
     """
-    embedding = network.get_input_embeddings().weight
-    head = network.get_output_embeddings()
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     is_tied = head is not None and network.config.tie_word_embeddings
-    skip = head.weight if is_tied and head.weight is not embedding else None
+    skip = head.weight if is_tied and head.weight is not embedding.weight else None
     parameters = dict(network.named_parameters())
     kept = network.state_dict(keep_vars=True)
     buffers = {name: one for name, one in network.named_buffers() if name in kept}
@@ -257,7 +275,7 @@ def _check_names(
     Raises:
         ModelError: so it is.
     """
-    name, config = type(network).__name__, network.config
+    name, config = type(network).__name__, _text_config(network)
     used = {one for key in wanted for one in (plan[key].sources if key in plan else (key,))}
     missing = sorted(used - file.tensors.keys())
     if missing:
@@ -269,7 +287,7 @@ def _check_names(
     others = [
         one
         for one in sorted(file.tensors.keys() - used - spare)
-        if not _UNREAD.match(one)
+        if not (_UNREAD.match(one) or UNUSED.match(one))
         and _AGAIN.sub(r"\1kv_b.weight", one) not in used
         and _layer_of(_LAYER, one) not in ahead
         and _layer_of(_SHARED, one) not in sharing
@@ -340,7 +358,7 @@ def _behind(out: Tensor, tensors: list[GgufTensor]) -> list[list[Tensor]]:
 def _fill(file: GgufFile, tensor: GgufTensor, parts: list[Tensor]) -> None:
     """Fill views of a parameter with a tensor's rows."""
     (first, *others) = parts
-    if not others and first.shape == tensor.shape:
+    if not others and first.shape == tensor.shape and (first.dim() == 3 or first.is_contiguous()):
         _plain(file, tensor, first.dtype, first)
         return
     made = _plain(file, tensor, first.dtype)

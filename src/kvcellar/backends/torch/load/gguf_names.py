@@ -137,7 +137,7 @@ def _by_table(architecture: str, family: Family, name: str, config: Any) -> Stor
     if family.is_turned and leaf.startswith(("attn_q.", "attn_k.")):
         is_q = leaf.startswith("attn_q.")
         n_heads = config.num_attention_heads if is_q else config.num_key_value_heads
-        return Stored((source,), partial(_halves, n_heads=n_heads))
+        return Stored((source,), partial(halves, n_heads=n_heads))
     return Stored((source,))
 
 
@@ -148,7 +148,7 @@ def _names(architecture: str, n_layers: int) -> Any:
     return gguf.get_tensor_name_map(known[architecture], n_layers)
 
 
-def _halves(stored: Tensor, *, n_heads: int) -> Tensor:
+def halves(stored: Tensor, *, n_heads: int) -> Tensor:
     """Return rows of heads whose halves turn together, of rows that turn in pairs."""
     by_pairs = stored.view(n_heads, -1, 2, *stored.shape[1:])
     return by_pairs.transpose(1, 2).reshape(stored.shape)

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcellar.backends.torch.load.gguf import makers_of
 from kvcellar.backends.torch.load.networks import NetworkClasses, text_part, without
 from kvcellar.backends.torch.load.recurrent_kernels import choose_by_device
 from kvcellar.backends.torch.load.weights import read_weights
 from kvcellar.errors import ModelError
 from kvcellar.models.files.formats import format_of, without_format
+from kvcellar.models.gguf.reader import GgufFile
 from kvcellar.models.text.tokenizer import quiet
 
 _OTHERS = ("audio", "speech", "sound")
@@ -64,8 +66,22 @@ class VisionClass:
             ) from last
         self.n_numbers = sum(parameter.numel() for parameter in part.parameters())
 
+    def check(self, file: GgufFile) -> None:
+        """Hold a vision part in GGUF against the network that its metadata says; nothing is read.
+
+        Raises:
+            ModelError: its tensors are others.
+        """
+        with torch.device("meta"):
+            makers_of(file, self._reader(copy.deepcopy(self.config)), torch.float32)
+
     def read(self, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
         """Read the weights of the vision part; return its module.
+
+        Args:
+            folder: the checkpoint, or a vision part in GGUF.
+            dtype: type of the weights in memory.
+            device: where to put them.
 
         Raises:
             ModelError: they are not whole, or not this architecture's.
@@ -75,7 +91,7 @@ class VisionClass:
                 folder,
                 copy.deepcopy(self.config),
                 self._reader,
-                format=format_of(self._raw, folder),
+                format=None if folder.is_file() else format_of(self._raw, folder),
                 dtype=dtype,
                 attention=None,
                 kept={},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from transformers.utils.import_utils import DummyObject
 from kvcellar.errors import ModelError, PictureError
 from kvcellar.models.files.checkpoint import read_json
 from kvcellar.models.fingerprint import PROCESSOR_FILES
+from kvcellar.models.gguf.mmproj import Mmproj
 from kvcellar.models.text.tokenizer import quiet
 from kvcellar.pictures.picture import Picture
 
@@ -34,12 +37,13 @@ class Processor:
         written: what a chat template writes where a picture stands, for the processor to replace.
     """
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: Any, tokenizer: Any = None) -> None:
         """Read a checkpoint's processor.
 
         Args:
             folder: the checkpoint.
             config: of the whole checkpoint.
+            tokenizer: of transformers; None: the folder's.
 
         Raises:
             ModelError: it has none, or one that cannot be made here.
@@ -51,7 +55,7 @@ class Processor:
             )
         try:
             with quiet(lambda part: None):
-                self._processor = _read(folder, config)
+                self._processor = _read(folder, config, tokenizer)
             self.written: str = self._processor.image_token
             self._made(Image.new("RGB", _SAMPLE), return_text_replacement_offsets=True)
         except ModelError:
@@ -61,6 +65,30 @@ class Processor:
             if "torchvision" in said.lower():
                 said = "transformers has it with torchvision alone; pip install torchvision"
             raise ModelError(f"the processor in {folder} cannot be made: {said}") from error
+
+    @classmethod
+    def of_gguf(cls, seen: Mmproj, config: Any, tokenizer: Any) -> Processor:
+        """Make the processor that a vision part in GGUF says.
+
+        Args:
+            seen: the vision part.
+            config: of the whole.
+            tokenizer: of the model that it lies beside.
+
+        Raises:
+            ModelError: it cannot be made here.
+        """
+        theirs: Any = transformers.PreTrainedTokenizerFast
+        made = theirs(
+            tokenizer_object=tokenizer.backend_tokenizer,
+            extra_special_tokens=dict(seen.named),
+            **tokenizer.special_tokens_map,
+        )
+        said = dict(zip(PROCESSOR_FILES, (seen.preprocessor, seen.processor), strict=True))
+        with TemporaryDirectory() as folder:
+            for name, value in said.items():
+                Path(folder, name).write_text(json.dumps(value), encoding="utf-8")
+            return cls(Path(folder), config, made)
 
     @property
     def merge_size(self) -> int:
@@ -115,8 +143,8 @@ class _Absent:
     model_input_names: tuple[str, ...] = ()
 
 
-def _read(folder: Path, config: Any) -> Any:
-    """Make the processor of a checkpoint.
+def _read(folder: Path, config: Any, tokenizer: Any) -> Any:
+    """Make the processor of a checkpoint, with a tokenizer of transformers or the folder's own.
 
     Raises:
         Exception: whatever transformers raises that cannot.
@@ -124,7 +152,9 @@ def _read(folder: Path, config: Any) -> Any:
     kind = _lean(_class_of(folder, config))
     auto: Any = transformers
     given: dict[str, Any] = {
-        "tokenizer": lambda: auto.AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        "tokenizer": lambda: (
+            tokenizer or auto.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ),
         "image_processor": lambda: auto.AutoImageProcessor.from_pretrained(
             folder, backend="pil", local_files_only=True
         ),

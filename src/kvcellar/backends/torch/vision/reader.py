@@ -34,7 +34,7 @@ class TorchPictureReader:
         """Read pictures for a model; no weights are read.
 
         Args:
-            folder: the checkpoint.
+            folder: the checkpoint, or a vision part in GGUF.
             processor: of it.
             vision: what makes its vision part.
             facts: what was learnt of how the model places pictures.

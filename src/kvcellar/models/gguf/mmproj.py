@@ -1,0 +1,590 @@
+"""Vision parts in GGUF (``mmproj`` files): which lies beside a model, and what it says of itself.
+
+llama.cpp keeps what reads pictures in a file of its own, with the sizes of the network and of
+pictures in its metadata; the placeholders are tokens of the text's vocabulary. Of both is made what
+would be the ``config.json``, ``preprocessor_config.json`` and ``processor_config.json`` of a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import ModelError
+from kvcellar.models.gguf.configs import config_of
+from kvcellar.models.gguf.family import Raw, shape_of
+from kvcellar.models.gguf.reader import GgufFile, read_gguf, wrong
+
+_NAME = re.compile(r"[-_.]?mmproj[-_.]?", re.IGNORECASE)
+_QUANT = re.compile(r"[-_.](?:(?:iq|q|tq)\d\w*|b?f16|f32|mxfp4\w*|fp16|bf16|model)$", re.IGNORECASE)
+
+_MOST_SIDE = 1 << 13
+"""Pixels of a side to which a file may have pictures resized."""
+
+_MOST_PIXELS = 1 << 26
+"""Pixels to which a file may have a picture resized."""
+
+_MOST_TILES = 64
+
+_AUDIO = frozenset(
+    (
+        "ultravox",
+        "qwen2a",
+        "qwen3a",
+        "glma",
+        "voxtral",
+        "meralion",
+        "lfm2a",
+        "musicflamingo",
+        "granite_speech",
+        "gemma3na",
+        "gemma4a",
+    )
+)
+"""Projectors of sounds."""
+
+
+_Stamps = tuple[tuple[Path, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mmproj:
+    """A vision part in GGUF beside a model.
+
+    Attributes:
+        file: it.
+        config: what the whole's ``config.json`` would say.
+        preprocessor: what its ``preprocessor_config.json`` would say.
+        processor: what its ``processor_config.json`` would say.
+        named: names that the processor has for tokens -> these.
+    """
+
+    file: GgufFile
+    config: Raw
+    preprocessor: Raw
+    processor: Raw
+    named: Mapping[str, str]
+
+
+def mmproj_beside(path: Path) -> tuple[Mmproj | None, str]:
+    """Return the vision part that lies beside a model in GGUF.
+
+    Args:
+        path: the model, of which the file can be read.
+
+    Returns:
+        None, and why, where there is none that can be read; without a reason where there is none.
+    """
+    stamps = []
+    for one in sorted(path.parent.glob("*.gguf")):
+        try:
+            stat = one.stat()
+        except OSError:  # a link to nowhere
+            continue
+        stamps.append((one, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    return _beside(path, tuple(stamps))
+
+
+@lru_cache(maxsize=4)
+def _beside(
+    path: Path, stamps: tuple[tuple[Path, int, int, int], ...]
+) -> tuple[Mmproj | None, str]:
+    """Return the vision part beside a model, where files have these sizes and times."""
+    try:
+        found = _find(path, [one for one, *_ in stamps])
+        return (None, "") if found is None else (_read(read_gguf(found), read_gguf(path)), "")
+    except ModelError as error:
+        return None, str(error)
+
+
+def _find(path: Path, beside: list[Path]) -> Path | None:
+    """Return the only vision part beside a model, or the only one that is named after it.
+
+    Raises:
+        ModelError: there are several.
+    """
+    found = [one for one in beside if _NAME.search(one.stem) and one != path]
+    if len(found) > 1:
+        named = [one for one in found if _bare(_NAME.sub("", one.stem)) == _bare(path.stem)]
+        if len(named) != 1:
+            raise ModelError(
+                f"{len(found)} vision parts lie beside {path.name} "
+                f"({', '.join(one.name for one in found)}); give the one to be read the model's "
+                f"name, mmproj-{_bare(path.stem)}.gguf, or move the others to another folder"
+            )
+        found = named
+    return found[0] if found else None
+
+
+def _bare(stem: str) -> str:
+    """Return the name of a model without its quantisation and the number of its file."""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
+    while _QUANT.search(stem):
+        stem = _QUANT.sub("", stem)
+    return stem
+
+
+def _read(file: GgufFile, text: GgufFile) -> Mmproj:
+    """Read what a vision part says of itself.
+
+    Args:
+        file: it.
+        text: the model that it lies beside.
+
+    Raises:
+        ModelError: it is none, one that is not read here, or one of another model.
+    """
+    if file.architecture != "clip" or not file.tensors:
+        raise ModelError(
+            f"{file.path} is named as a vision part (mmproj), and is of the architecture "
+            f"{file.architecture[:80]!r}; take it away, or give it another name"
+        )
+    projector = file.text("clip.vision.projector_type") or file.text("clip.projector_type") or "mlp"
+    make = _PROJECTORS.get(projector)
+    if make is None:
+        kind = "for sounds, which are not read" if projector in _AUDIO else "not read here"
+        raise ModelError(
+            f"{file.path} has a projector of type {projector[:80]!r}, which is {kind}; those for "
+            f"pictures that are: {', '.join(sorted(_PROJECTORS))}; take the model's folder of "
+            f"Hugging Face for others"
+        )
+    said = _Said(file, text, config_of(text))
+    width = said.size("projection_dim")
+    if width != said.raw["hidden_size"]:
+        raise ModelError(
+            f"{file.path} makes rows of {width} numbers, and {text.path.name} reads rows of "
+            f"{said.raw['hidden_size']}: it is the vision part of another model; take the one that "
+            f"was published with this"
+        )
+    return make(said)
+
+
+class _Said:
+    """What the files of a model and of its vision part say."""
+
+    def __init__(self, file: GgufFile, text: GgufFile, raw: Raw) -> None:
+        """Take a vision part's file, the text's, and the text's config."""
+        self.file, self.text, self.raw = file, text, raw
+        self._vocabulary = text.texts("tokenizer.ggml.tokens") or []
+
+    def size(self, key: str, default: int | None = None, most: int | None = None) -> int:
+        """Return a size by its key behind ``clip.vision.``.
+
+        Args:
+            key: of it.
+            default: where the file does not say.
+            most: it may be; None: the largest axis of a tensor.
+
+        Raises:
+            ModelError: the file does not say it, and there is no default, or it cannot be.
+        """
+        found = self.file.whole(f"clip.vision.{key}")
+        found = default if found is None else found
+        if most is None:
+            most = max(max(one.shape) for one in self.file.tensors.values())
+        if found is None or not 0 < found <= most:
+            raise wrong(self.file.path, f"has {found} for clip.vision.{key}, of {most} at most")
+        return found
+
+    def has(self, tensor: str) -> bool:
+        """Return true if the vision part has a tensor."""
+        return tensor in self.file.tensors
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return a tensor's shape.
+
+        Raises:
+            ModelError: there is none of that name.
+        """
+        return shape_of(self.file, tensor)
+
+    def token(self, text: str) -> int:
+        """Return the id of a token of the text's vocabulary.
+
+        Raises:
+            ModelError: there is none.
+        """
+        try:
+            return self._vocabulary.index(text)
+        except ValueError:
+            raise ModelError(
+                f"{self.text.path.name} has no token {text!r}, which stands for a picture in what "
+                f"{self.file.path.name} is for; take a text model that was converted with it"
+            ) from None
+
+    def tower(self) -> Raw:
+        """Return what all vision parts say of their network, by the names of most families.
+
+        Raises:
+            ModelError: some of it is missing or impossible.
+        """
+        n_layers = self.size("block_count", most=len(self.file.tensors))
+        return {
+            "hidden_size": self.size("embedding_length"),
+            "intermediate_size": self._inner(),
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": self.size("attention.head_count"),
+            "patch_size": self.patch(),
+        }
+
+    def _inner(self) -> int:
+        """Return the inner numbers of a layer, of which older files call up down."""
+        n_out, n_in = self.shape("v.blk.0.ffn_up.weight")[-2:]
+        return n_out if n_in == self.size("embedding_length") else n_in
+
+    def patch(self) -> int:
+        """Return the side of a patch.
+
+        Raises:
+            ModelError: it is another one than the tensors'.
+        """
+        size, there = self.size("patch_size"), self.shape("v.patch_embd.weight")
+        if there[-2:] != (size, size):
+            raise wrong(self.file.path, f"has patches of {size} pixels and weights of {there[-2:]}")
+        return size
+
+    def activation(self) -> str:
+        """Return the activation of a network that files have with either of two."""
+        return "silu" if self.file.flag("clip.use_silu") else "gelu"
+
+    def epsilon(self) -> float:
+        """Return what is added to variances."""
+        return self.file.number("clip.vision.attention.layer_norm_epsilon") or 1e-6
+
+    def square(self) -> int:
+        """Return the side of the pictures that a network with a position for each patch reads.
+
+        Raises:
+            ModelError: it has another number of positions.
+        """
+        size, n_positions = self.size("image_size", most=_MOST_SIDE), self._n_positions()
+        if (size // self.patch()) ** 2 != n_positions:
+            raise wrong(
+                self.file.path, f"has {n_positions} positions for pictures of {size} pixels a side"
+            )
+        return size
+
+    def _n_positions(self) -> int:
+        return self.shape("v.position_embd.weight")[-2] - self.has("v.class_embd")
+
+    def colours(self) -> Raw:
+        """Return the mean and deviation by which colours are scaled.
+
+        Raises:
+            ModelError: they are none.
+        """
+        found = {}
+        for name in ("image_mean", "image_std"):
+            values = self.file.numbers(f"clip.vision.{name}") or []
+            if len(values) != 3 or not all(-10 < one < 10 for one in values):
+                raise wrong(self.file.path, f"has {values[:4]} for clip.vision.{name}")
+            found[name] = [float(one) for one in values]
+        if not all(one > 0 for one in found["image_std"]):
+            raise wrong(self.file.path, f"has {found['image_std']} for clip.vision.image_std")
+        return found
+
+    def whole(self, model_type: str, vision: Raw, **fields: Any) -> Raw:
+        """Return the config of the whole."""
+        shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+        return {
+            "model_type": model_type,
+            "text_config": self.raw,
+            "vision_config": vision,
+            **{name: self.raw[name] for name in shared},
+            **fields,
+        }
+
+
+# Projectors --------------------------------------------------------------------------------------
+
+
+def _gemma3(said: _Said) -> Mmproj:
+    size, n_merge = said.square(), said.size("projector.scale_factor", 4)
+    side = size // said.patch() // n_merge
+    named = {
+        "boi_token": "<start_of_image>",
+        "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>",
+    }
+    config = said.whole(
+        "gemma3",
+        {
+            "model_type": "siglip_vision_model",
+            **said.tower(),
+            "image_size": size,
+            "layer_norm_eps": said.epsilon(),
+            "hidden_act": "gelu_pytorch_tanh",
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=side**2,
+        **{f"{name}_index": said.token(token) for name, token in named.items()},
+    )
+    preprocessor = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": size, "width": size},
+        **said.colours(),
+    }
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": side**2}
+    return Mmproj(said.file, config, preprocessor, processor, named)
+
+
+def _idefics3(said: _Said) -> Mmproj:
+    size, scale = said.square(), said.size("projector.scale_factor", 2)
+    config = said.whole(
+        "idefics3",
+        {
+            "model_type": "idefics3_vision",
+            **said.tower(),
+            "image_size": size,
+            "layer_norm_eps": said.epsilon(),
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        scale_factor=scale,
+        image_token_id=said.token("<image>"),
+    )
+    for token in ("<fake_token_around_image>", "<global-img>"):
+        said.token(token)
+    preprocessor = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": said.size("preproc_image_size", size, _MOST_SIDE)},
+        "max_image_size": {"longest_edge": size},
+        "do_image_splitting": True,
+        **said.colours(),
+    }
+    n_rows = (size // said.patch() // scale) ** 2
+    processor = {"processor_class": "Idefics3Processor", "image_seq_len": n_rows}
+    return Mmproj(said.file, config, preprocessor, processor, {})
+
+
+_QWEN_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+
+
+def _qwen(said: _Said, kind: str, vision: Raw, text: Raw, pixels: tuple[int, int]) -> Mmproj:
+    """Return a vision part of the Qwens, whose rows are turned by rows and columns.
+
+    Args:
+        said: what its files say.
+        kind: the model's, as its classes are named.
+        vision: config of its network.
+        text: what the text's config says besides.
+        pixels: least and most of a picture, where the file does not say.
+    """
+    sections = said.text.numbers(f"{said.text.architecture}.rope.dimension_sections") or []
+    if len(sections) < 3 or not all(type(one) is int and one >= 0 for one in sections):
+        raise wrong(said.text.path, f"has {sections} for the sections of its RoPE")
+    rope = {**said.raw["rope_parameters"], "mrope_section": sections[:3]}
+    said.raw = {**said.raw, **text, "rope_parameters": rope | text.get("rope_parameters", {})}
+    merge = said.size("spatial_merge_size", 2)
+    least = said.size("image_min_pixels", pixels[0], _MOST_PIXELS)
+    most = said.size("image_max_pixels", pixels[1], _MOST_PIXELS)
+    config = said.whole(
+        text["model_type"].removesuffix("_text"),
+        {**vision, "spatial_merge_size": merge, "temporal_patch_size": 2},
+        **{name: said.token(token) for name, token in _QWEN_TOKENS.items()},
+    )
+    preprocessor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": said.patch(),
+        "merge_size": merge,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": least, "longest_edge": max(least, most)},
+        **said.colours(),
+    }
+    processor = {"processor_class": f"{kind}Processor"}
+    return Mmproj(said.file, config, preprocessor, processor, {})
+
+
+def _qwen_tower(said: _Said) -> Raw:
+    tower = said.tower()
+    return {
+        "depth": tower["num_hidden_layers"],
+        "num_heads": tower["num_attention_heads"],
+        "patch_size": tower["patch_size"],
+        "hidden_size": tower["hidden_size"],
+        "intermediate_size": tower["intermediate_size"],
+        "out_hidden_size": said.raw["hidden_size"],
+    }
+
+
+_QWEN2_PIXELS = 56 * 56, 28 * 28 * 16384
+_QWEN3_PIXELS = 256 * 256, 4096 * 4096
+"""Least and most pixels of a picture, as the published models have them."""
+
+
+def _qwen2_vl(said: _Said) -> Mmproj:
+    tower = _qwen_tower(said)
+    width = tower.pop("hidden_size")
+    ratio = tower.pop("intermediate_size") / width
+    vision = {
+        **tower,
+        "embed_dim": width,
+        "hidden_size": tower.pop("out_hidden_size"),
+        "mlp_ratio": int(ratio) if ratio.is_integer() else ratio,
+        "hidden_act": "quick_gelu",
+    }
+    del vision["out_hidden_size"]
+    return _qwen(said, "Qwen2VL", vision, {"model_type": "qwen2_vl_text"}, _QWEN2_PIXELS)
+
+
+def _qwen2_5_vl(said: _Said) -> Mmproj:
+    tower = _qwen_tower(said)
+    period = said.size("n_wa_pattern")
+    vision = {
+        **tower,
+        "window_size": said.size("window_size", 112, _MOST_SIDE),
+        "fullatt_block_indexes": list(range(period - 1, tower["depth"], period)),
+        "hidden_act": "silu",
+    }
+    return _qwen(said, "Qwen2_5_VL", vision, {"model_type": "qwen2_5_vl_text"}, _QWEN2_PIXELS)
+
+
+_QWEN3_TEXTS = {
+    "qwen3vl": "qwen3_vl_text",
+    "qwen3vlmoe": "qwen3_vl_moe_text",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+}
+"""Architectures of GGUF with this projector -> families of their texts."""
+
+
+def _qwen3_vl(said: _Said) -> Mmproj:
+    architecture = said.text.architecture
+    if architecture not in _QWEN3_TEXTS:
+        raise _not_for(said, _QWEN3_TEXTS)
+    tower = _qwen_tower(said)
+    is_deep = said.file.numbers("clip.vision.is_deepstack_layers") or []
+    deep = [at for at, one in enumerate(is_deep) if one]
+    if len(is_deep) > tower["depth"]:
+        raise wrong(said.file.path, f"says of {len(is_deep)} layers whether they are deep")
+    vision = {
+        **tower,
+        "num_position_embeddings": said.shape("v.position_embd.weight")[0],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    text: Raw = {
+        "model_type": _QWEN3_TEXTS[architecture],
+        "rope_parameters": {"mrope_interleaved": True},
+    }
+    if architecture.startswith("qwen3vl"):
+        vision["deepstack_visual_indexes"] = deep
+    elif deep:
+        raise wrong(said.file.path, f"has deep layers for a {architecture}, which has none")
+    return _qwen(said, "Qwen3VL", vision, text, _QWEN3_PIXELS)
+
+
+def _not_for(said: _Said, texts: Mapping[str, str]) -> ModelError:
+    """Make the error for a vision part beside a text of another architecture."""
+    return ModelError(
+        f"{said.file.path} is a vision part for {' or '.join(texts)}, and {said.text.path.name} is "
+        f"of the architecture {said.text.architecture!r}; take the one that was published with this"
+    )
+
+
+def _pixtral(said: _Said) -> Mmproj:
+    if not said.has("mm.patch_merger.weight"):
+        raise ModelError(
+            f"{said.file.path} has a projector of type 'pixtral' that merges no patches (Pixtral "
+            f"12B), which is not read here; take the model's folder of Hugging Face"
+        )
+    size = said.size("image_size", most=_MOST_SIDE)
+    merge = said.size("spatial_merge_size")
+    tower = said.tower()
+    head_dim = tower["hidden_size"] // tower["num_attention_heads"]
+    theta = said.file.number("clip.rope.freq_base") or 10_000.0
+    config = said.whole(
+        "mistral3",
+        {
+            "model_type": "pixtral",
+            **tower,
+            "image_size": size,
+            "head_dim": head_dim,
+            "hidden_act": said.activation(),
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        },
+        spatial_merge_size=merge,
+        multimodal_projector_bias=said.has("mm.1.bias"),
+        projector_hidden_act="gelu",
+        vision_feature_layer=-1,
+        image_token_index=said.token("[IMG]"),
+    )
+    for token in ("[IMG_BREAK]", "[IMG_END]"):
+        said.token(token)
+    preprocessor = {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": tower["patch_size"],
+        "size": {"longest_edge": size},
+        **said.colours(),
+    }
+    processor = {
+        "processor_class": "PixtralProcessor",
+        "patch_size": tower["patch_size"],
+        "spatial_merge_size": merge,
+    }
+    return Mmproj(said.file, config, preprocessor, processor, {})
+
+
+def _internvl(said: _Said) -> Mmproj:
+    size, scale = said.square(), said.size("projector.scale_factor", 2)
+    tower = said.tower()
+    side = tower.pop("patch_size")
+    n_rows = (size // side // scale) ** 2
+    named = {
+        "context_image_token": "<IMG_CONTEXT>",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+    }
+    for token in named.values():
+        said.token(token)
+    config = said.whole(
+        "internvl",
+        {
+            "model_type": "internvl_vision",
+            **tower,
+            "image_size": [size, size],
+            "patch_size": [side, side],
+            "layer_norm_eps": said.epsilon(),
+            "hidden_act": said.activation(),
+            "attention_bias": said.has("v.blk.0.attn_q.bias"),
+            "use_qk_norm": said.has("v.blk.0.attn_q_norm.weight"),
+            "norm_type": "layer_norm" if said.has("v.blk.0.ln1.bias") else "rms_norm",
+            "use_absolute_position_embeddings": True,
+        },
+        downsample_ratio=1 / scale,
+        projector_hidden_act="gelu",
+        vision_feature_layer=-1,
+        image_seq_length=n_rows,
+        image_token_id=said.token("<IMG_CONTEXT>"),
+    )
+    preprocessor = {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": size, "width": size},
+        "crop_to_patches": True,
+        "min_patches": said.size("preproc_min_tiles", 1, _MOST_TILES),
+        "max_patches": said.size("preproc_max_tiles", 12, _MOST_TILES),
+        **said.colours(),
+    }
+    processor = {"processor_class": "InternVLProcessor", "image_seq_length": n_rows}
+    # Its processor wants a token for videos too, which older vocabularies have not.
+    return Mmproj(said.file, config, preprocessor, processor, {**named, "video_token": "<video>"})
+
+
+_PROJECTORS: dict[str, Callable[[_Said], Mmproj]] = {
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+    "internvl": _internvl,
+    "pixtral": _pixtral,
+    "qwen2vl_merger": _qwen2_vl,
+    "qwen2.5vl_merger": _qwen2_5_vl,
+    "qwen3vl_merger": _qwen3_vl,
+}
+"""Projectors that are read, by the format's names."""
