@@ -396,10 +396,16 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 """Name of a family -> what its checkpoint is made of."""
 
 
-def make_vision_model(family: str) -> Any:
-    """Return a model of a family with random weights, the same each time."""
+def make_vision_model(family: str, **vision: Any) -> Any:
+    """Return a model of a family with random weights, the same each time.
+
+    Args:
+        family: one of ``FAMILIES``.
+        vision: fields of its vision part's config that are to be others.
+    """
     made = FAMILIES[family]()
     fields = json.loads(json.dumps(made.config))
+    fields["vision_config"] |= vision
     config = transformers.CONFIG_MAPPING[fields.pop("model_type", family)](**fields)
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     auto: Any = transformers.AutoModelForImageTextToText

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
+import torch
 import transformers
 
 from kvcellar import make_config, make_seq_session
+from kvcellar.backends.native.loading import lack_of
+from kvcellar.backends.torch.vision.beside import seen_beside
 from kvcellar.backends.torch.vision.processor import Processor
 from kvcellar.models import load_model
+from kvcellar.models.options import LoadOptions
 from kvcellar.pictures.tokens import ids_of, pictures_in
-from tests.mmproj_files import FILES, make_gguf
+from tests.mmproj_files import FILES, make_gguf, write_mmproj
 from tests.models.picture_players import INTERLEAVED, ONE, TWO, Own, Player, assert_close
-from tests.vision_checkpoints import make_picture, make_vision_checkpoint
+from tests.vision_checkpoints import make_picture, make_vision_checkpoint, make_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +72,171 @@ def test_pictures_are_read_as_by_the_checkpoint(player, family):
         assert_close(play, play.feed((seq, tokens, behind, pictures))[0], want[:behind])
         for stop in range(behind + 1, len(tokens) + 1):
             assert_close(play, play.feed((seq, tokens, stop, pictures))[0], want[stop - 1 : stop])
+
+
+@pytest.fixture
+def gemma(tmp_path):
+    """A model, its vision part, and what writes another in its place."""
+    path = make_gguf(tmp_path, "gemma3")
+    wrapper = make_vision_model("gemma3")
+    mmproj = tmp_path / "mmproj-model-F32.gguf"
+
+    def write(name=mmproj.name, **how):
+        (tmp_path / name).unlink(missing_ok=True)
+        return write_mmproj(tmp_path / name, "gemma3", wrapper, **how)
+
+    return path, mmproj, write
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("v.blk.0.attn_q.weight", "v.blk.0.attn_k.weight"),
+        ("v.blk.0.ln1.weight", "v.blk.1.ln1.weight"),
+        ("v.blk.0.ffn_up.weight", "v.blk.0.ffn_down.weight"),
+    ],
+)
+def test_two_tensors_that_are_taken_for_each_other_show_in_the_rows(own, gemma, one, other):
+    path, _, write = gemma
+
+    def swap(tensors):
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    write(change=swap)
+    found = load_model(path, dtype="float32").pictures.encode(ONE[0]).rows
+    assert (found - own("gemma3").reader.encode(ONE[0]).rows).abs().max() > 1e-3
+
+
+def test_up_and_down_may_have_each_others_names_as_in_older_files(gemma):
+    path, mmproj, _ = gemma
+    wrapper = make_vision_model("gemma3", intermediate_size=48)
+    mmproj.unlink()
+    write_mmproj(mmproj, "gemma3", wrapper)
+    want = load_model(path, dtype="float32").pictures.encode(ONE[0]).rows
+
+    def rename(tensors):
+        for name in [name for name in tensors if ".ffn_" in name]:
+            now = name.replace("up", "DOWN").replace("down", "up").lower()
+            tensors[f"new.{now}"] = tensors.pop(name)
+        for name in [name for name in tensors if name.startswith("new.")]:
+            tensors[name.removeprefix("new.")] = tensors.pop(name)
+
+    mmproj.unlink()
+    write_mmproj(mmproj, "gemma3", wrapper, change=rename)
+    assert torch.equal(load_model(path, dtype="float32").pictures.encode(ONE[0]).rows, want)
+
+
+def why_not(path):
+    seen, why = seen_beside(path)
+    assert (seen is None) == bool(why)
+    return why
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"projector": "qwen3a"}, "type 'qwen3a', which is for sounds"),
+        ({"projector": "glm4v"}, "type 'glm4v', which is not read here.*are: gemma3, idefics3"),
+        ({"projector": "qwen2vl_merger"}, "texts of the architecture qwen2vl, and .* is gemma3"),
+        ({"block_count": 10**9}, "1000000000 for clip.vision.block_count"),
+        ({"block_count": 3}, "18,688 numbers, and its metadata wants 25,152"),
+        ({"attention__head_count": 5}, "5 heads in layers of 32"),
+        ({"image_size": 10**7}, "10000000 for clip.vision.image_size"),
+        ({"image_size": 36}, "64 positions for pictures of 36 pixels"),
+        ({"patch_size": 5}, "patches of 5 pixels"),
+        ({"projector__scale_factor": 9}, "one row of 9 patches a side"),
+        ({"image_mean": [0.5]}, "for clip.vision.image_mean"),
+        ({"image_std": [0.0] * 3}, "for clip.vision.image_std"),
+        ({"change": lambda tensors: tensors.pop("mm.soft_emb_norm.weight")}, "has 18,656 numbers"),
+        (
+            {"change": lambda tensors: tensors.update({"v.more": np.ones(3, np.float32)})},
+            "1 tensors that a .* does not know: v.more",
+        ),
+        (
+            {
+                "change": lambda tensors: tensors.update(
+                    {"mm.input_projection.weight": np.ones((32, 48), np.float32)}
+                )
+            },
+            "makes rows of 48 numbers, and model-F32.gguf reads rows of 64",
+        ),
+        ({"change": lambda tensors: tensors.clear()}, "has no tensors"),
+    ],
+)
+def test_a_vision_part_that_cannot_be_read_is_told_by_what_is_wrong(gemma, how, why):
+    path, mmproj, write = gemma
+    write(**how)
+    assert re.search(why, why_not(path))
+    assert str(mmproj) in why_not(path)
+
+
+def test_a_model_whose_vision_part_cannot_be_read_reads_text(gemma):
+    path, mmproj, _ = gemma
+    mmproj.write_bytes(mmproj.read_bytes()[:20_000])
+    model = load_model(path, dtype="float32", backend="torch")
+    assert model.pictures is None
+    assert "is truncated" in model.no_pictures
+
+
+def test_metadata_of_any_kind_ends_in_a_reason(gemma):
+    path, mmproj, write = gemma
+    keys = [
+        key.removeprefix("clip.vision.")
+        for key in gguf.GGUFReader(mmproj).fields
+        if key.startswith("clip.vision.")
+    ]
+    for key in keys:
+        for value in (0, 2**31 - 1, "text", [True, False]):
+            write(**{key.replace(".", "__"): value})
+            seen_beside(path)
+
+
+def test_of_several_the_one_with_the_models_name_is_read(gemma):
+    path, mmproj, write = gemma
+    other = mmproj.rename(mmproj.with_name("mmproj-F16.gguf"))
+    assert not why_not(path)  # the only one, whatever its name
+    write("mmproj-another-F16.gguf")
+    assert re.search(r"2 vision parts lie beside model-F32.gguf \(mmproj-F16.gguf, ", why_not(path))
+    assert "the model's name, mmproj-model.gguf" in why_not(path)
+    other.rename(mmproj.with_name("mmproj-model.gguf"))
+    assert not why_not(path)
+    assert seen_beside(path)[0].file.path.name == "mmproj-model.gguf"
+
+
+def test_another_vision_part_is_another_fingerprint(gemma):
+    path, mmproj, write = gemma
+    before = load_model(path, dtype="float32").fingerprint()
+    write(
+        change=lambda tensors: np.negative(
+            tensors["v.patch_embd.bias"], tensors["v.patch_embd.bias"]
+        )
+    )
+    after = load_model(path, dtype="float32").fingerprint()
+    assert before.parts["weights"] != after.parts["weights"]
+    write(image_mean=[0.25] * 3)
+    assert (
+        load_model(path, dtype="float32").fingerprint().parts["processor"]
+        != after.parts["processor"]
+    )
+    mmproj.unlink()
+    assert "processor" not in load_model(path, dtype="float32").fingerprint().parts
+
+
+def test_blocks_of_the_text_stay_as_they_are_beside_a_vision_part(gemma, tmp_path):
+    path = make_gguf(tmp_path / "blocks", "qwen2_5_vl", gguf.GGMLQuantizationType.Q8_0)
+    model = load_model(path)
+    assert model.weights == "file"
+    assert model.decoder is not None
+    assert model.pictures is not None, model.no_pictures
+
+
+def test_native_leaves_a_model_to_torch_whose_vision_part_can_be_read(tmp_path):
+    path = make_gguf(tmp_path, "mistral3", gguf.GGMLQuantizationType.Q8_0)
+    mmproj = tmp_path / "mmproj-model-F32.gguf"
+    assert "it reads pictures" in lack_of(LoadOptions(path))
+    assert "reads text alone" in load_model(path, backend="native").no_pictures
+    write_mmproj(mmproj, "mistral3", make_vision_model("mistral3"), projector="glm4v")
+    assert "pictures" not in lack_of(LoadOptions(path))
+    assert "glm4v" in load_model(path, backend="native").no_pictures
+    mmproj.unlink()
+    assert load_model(path, backend="native").no_pictures == ""

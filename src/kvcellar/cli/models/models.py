@@ -22,6 +22,7 @@ from kvcellar.models.files.checkpoint import read_config
 from kvcellar.models.files.hub import DEMO_FOLDER, pull
 from kvcellar.models.files.ollama import listed
 from kvcellar.models.files.places import FoundModel, described, found_models, models_in, remove
+from kvcellar.models.gguf.mmproj import seen_config
 from kvcellar.models.options import DEMO, LoadOptions
 
 CONTEXT = 4096
@@ -146,7 +147,8 @@ def _row(model: FoundModel) -> Row:
 def _is_exact(model: FoundModel) -> bool | None:
     """Return what the check of a checkpoint found; None: it was not checked yet."""
     try:
-        verdict = known_verdict(read_config(model.path), torch_versions())
+        raw = seen_config(model.path, read_config(model.path))
+        verdict = known_verdict(raw, torch_versions())
     except PackageNotFoundError:  # without torch nothing is checked
         return None
     return None if verdict is None else verdict.is_exact

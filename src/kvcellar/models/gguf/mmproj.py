@@ -9,7 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvcellar.errors import ModelError
 from kvcellar.models.gguf.configs import config_of
 from kvcellar.models.gguf.family import Raw, shape_of
 from kvcellar.models.gguf.reader import GgufFile, read_gguf, wrong
+from kvcellar.models.gguf.ropes import theta_of
 
 _NAME = re.compile(r"[-_.]?mmproj[-_.]?", re.IGNORECASE)
 _QUANT = re.compile(r"[-_.](?:(?:iq|q|tq)\d\w*|b?f16|f32|mxfp4\w*|fp16|bf16|model)$", re.IGNORECASE)
@@ -90,6 +91,17 @@ def mmproj_beside(path: Path) -> tuple[Mmproj | None, str]:
     return _beside(path, tuple(stamps))
 
 
+def seen_config(path: Path, raw: Raw) -> Raw:
+    """Return the config of a model with the vision part beside it.
+
+    Args:
+        path: a model in GGUF, or another checkpoint.
+        raw: its ``config.json``, which is returned where it has no such part.
+    """
+    seen = mmproj_beside(path)[0] if path.is_file() else None
+    return raw if seen is None else seen.config
+
+
 @lru_cache(maxsize=4)
 def _beside(
     path: Path, stamps: tuple[tuple[Path, int, int, int], ...]
@@ -139,29 +151,37 @@ def _read(file: GgufFile, text: GgufFile) -> Mmproj:
     Raises:
         ModelError: it is none, one that is not read here, or one of another model.
     """
-    if file.architecture != "clip" or not file.tensors:
+    if not file.tensors:
+        raise wrong(file.path, "has no tensors")
+    if file.architecture != "clip":
         raise ModelError(
             f"{file.path} is named as a vision part (mmproj), and is of the architecture "
             f"{file.architecture[:80]!r}; take it away, or give it another name"
         )
     projector = file.text("clip.vision.projector_type") or file.text("clip.projector_type") or "mlp"
-    make = _PROJECTORS.get(projector)
-    if make is None:
+    known = _PROJECTORS.get(projector)
+    if known is None:
         kind = "for sounds, which are not read" if projector in _AUDIO else "not read here"
         raise ModelError(
             f"{file.path} has a projector of type {projector[:80]!r}, which is {kind}; those for "
             f"pictures that are: {', '.join(sorted(_PROJECTORS))}; take the model's folder of "
             f"Hugging Face for others"
         )
+    if text.architecture not in known.texts:
+        raise ModelError(
+            f"{file.path} is a vision part for texts of the architecture "
+            f"{' or '.join(known.texts)}, and {text.path.name} is {text.architecture}; take the "
+            f"one that was published with this"
+        )
     said = _Said(file, text, config_of(text))
-    width = said.size("projection_dim")
-    if width != said.raw["hidden_size"]:
+    width, wanted = said.shape(known.last)[known.axis], said.raw["hidden_size"]
+    if width != wanted:
         raise ModelError(
             f"{file.path} makes rows of {width} numbers, and {text.path.name} reads rows of "
-            f"{said.raw['hidden_size']}: it is the vision part of another model; take the one that "
-            f"was published with this"
+            f"{wanted}: it is the vision part of another model; take the one that was published "
+            f"with this"
         )
-    return make(said)
+    return known.make(said)
 
 
 class _Said:
@@ -196,12 +216,15 @@ class _Said:
         return tensor in self.file.tensors
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return a tensor's shape.
+        """Return a matrix's shape.
 
         Raises:
-            ModelError: there is none of that name.
+            ModelError: there is none of that name, or it has one axis.
         """
-        return shape_of(self.file, tensor)
+        shape = shape_of(self.file, tensor)
+        if len(shape) < 2:
+            raise wrong(self.file.path, f"has {list(shape)} numbers for {tensor}")
+        return shape
 
     def token(self, text: str) -> int:
         """Return the id of a token of the text's vocabulary.
@@ -223,12 +246,14 @@ class _Said:
         Raises:
             ModelError: some of it is missing or impossible.
         """
-        n_layers = self.size("block_count", most=len(self.file.tensors))
+        width, n_heads = self.size("embedding_length"), self.size("attention.head_count")
+        if width % n_heads:
+            raise wrong(self.file.path, f"has {n_heads} heads in layers of {width} numbers")
         return {
-            "hidden_size": self.size("embedding_length"),
+            "hidden_size": width,
             "intermediate_size": self._inner(),
-            "num_hidden_layers": n_layers,
-            "num_attention_heads": self.size("attention.head_count"),
+            "num_hidden_layers": self.size("block_count", most=len(self.file.tensors)),
+            "num_attention_heads": n_heads,
             "patch_size": self.patch(),
         }
 
@@ -269,6 +294,21 @@ class _Said:
             )
         return size
 
+    def side(self, size: int, scale: int) -> int:
+        """Return the rows in a row or column of a picture of so many pixels.
+
+        Args:
+            size: pixels of a side.
+            scale: patches of a side that become one row.
+
+        Raises:
+            ModelError: there are none.
+        """
+        found = size // self.patch() // scale
+        if not found:
+            raise wrong(self.file.path, f"makes one row of {scale} patches a side, and has fewer")
+        return found
+
     def _n_positions(self) -> int:
         return self.shape("v.position_embd.weight")[-2] - self.has("v.class_embd")
 
@@ -304,8 +344,8 @@ class _Said:
 
 
 def _gemma3(said: _Said) -> Mmproj:
-    size, n_merge = said.square(), said.size("projector.scale_factor", 4)
-    side = size // said.patch() // n_merge
+    size = said.square()
+    side = said.side(size, said.size("projector.scale_factor", 4))
     named = {
         "boi_token": "<start_of_image>",
         "image_token": "<image_soft_token>",
@@ -351,12 +391,12 @@ def _idefics3(said: _Said) -> Mmproj:
         said.token(token)
     preprocessor = {
         "image_processor_type": "Idefics3ImageProcessor",
-        "size": {"longest_edge": said.size("preproc_image_size", size, _MOST_SIDE)},
+        "size": {"longest_edge": said.size("preproc_image_size", size, 16 * size)},
         "max_image_size": {"longest_edge": size},
         "do_image_splitting": True,
         **said.colours(),
     }
-    n_rows = (size // said.patch() // scale) ** 2
+    n_rows = said.side(size, scale) ** 2
     processor = {"processor_class": "Idefics3Processor", "image_seq_len": n_rows}
     return Mmproj(said.file, config, preprocessor, processor, {})
 
@@ -459,8 +499,6 @@ _QWEN3_TEXTS = {
 
 def _qwen3_vl(said: _Said) -> Mmproj:
     architecture = said.text.architecture
-    if architecture not in _QWEN3_TEXTS:
-        raise _not_for(said, _QWEN3_TEXTS)
     tower = _qwen_tower(said)
     is_deep = said.file.numbers("clip.vision.is_deepstack_layers") or []
     deep = [at for at, one in enumerate(is_deep) if one]
@@ -482,14 +520,6 @@ def _qwen3_vl(said: _Said) -> Mmproj:
     return _qwen(said, "Qwen3VL", vision, text, _QWEN3_PIXELS)
 
 
-def _not_for(said: _Said, texts: Mapping[str, str]) -> ModelError:
-    """Make the error for a vision part beside a text of another architecture."""
-    return ModelError(
-        f"{said.file.path} is a vision part for {' or '.join(texts)}, and {said.text.path.name} is "
-        f"of the architecture {said.text.architecture!r}; take the one that was published with this"
-    )
-
-
 def _pixtral(said: _Said) -> Mmproj:
     if not said.has("mm.patch_merger.weight"):
         raise ModelError(
@@ -500,7 +530,7 @@ def _pixtral(said: _Said) -> Mmproj:
     merge = said.size("spatial_merge_size")
     tower = said.tower()
     head_dim = tower["hidden_size"] // tower["num_attention_heads"]
-    theta = said.file.number("clip.rope.freq_base") or 10_000.0
+    theta = theta_of(said.file, "clip.rope.freq_base", 10_000.0)
     config = said.whole(
         "mistral3",
         {
@@ -536,8 +566,7 @@ def _pixtral(said: _Said) -> Mmproj:
 def _internvl(said: _Said) -> Mmproj:
     size, scale = said.square(), said.size("projector.scale_factor", 2)
     tower = said.tower()
-    side = tower.pop("patch_size")
-    n_rows = (size // side // scale) ** 2
+    side, n_rows = tower.pop("patch_size"), said.side(size, scale) ** 2
     named = {
         "context_image_token": "<IMG_CONTEXT>",
         "start_image_token": "<img>",
@@ -578,13 +607,32 @@ def _internvl(said: _Said) -> Mmproj:
     return Mmproj(said.file, config, preprocessor, processor, {**named, "video_token": "<video>"})
 
 
-_PROJECTORS: dict[str, Callable[[_Said], Mmproj]] = {
-    "gemma3": _gemma3,
-    "idefics3": _idefics3,
-    "internvl": _internvl,
-    "pixtral": _pixtral,
-    "qwen2vl_merger": _qwen2_vl,
-    "qwen2.5vl_merger": _qwen2_5_vl,
-    "qwen3vl_merger": _qwen3_vl,
+@dataclass(frozen=True, slots=True)
+class _Projector:
+    """A type of projector.
+
+    Attributes:
+        make: reads what a vision part with it says.
+        texts: architectures of the texts that it is for.
+        last: name of the last matrix that a row goes through.
+        axis: of that, which is as long as a row.
+    """
+
+    make: Callable[[_Said], Mmproj]
+    texts: Collection[str]
+    last: str
+    axis: int = 0
+
+
+_PROJECTORS = {
+    "gemma3": _Projector(_gemma3, ("gemma3",), "mm.input_projection.weight", 1),
+    "idefics3": _Projector(_idefics3, ("llama",), "mm.model.fc.weight"),
+    "internvl": _Projector(
+        _internvl, ("llama", "qwen2", "qwen3", "qwen3moe"), "mm.model.mlp.3.weight"
+    ),
+    "pixtral": _Projector(_pixtral, ("llama", "mistral3"), "mm.2.weight"),
+    "qwen2vl_merger": _Projector(_qwen2_vl, ("qwen2vl",), "mm.2.weight"),
+    "qwen2.5vl_merger": _Projector(_qwen2_5_vl, ("qwen2vl",), "mm.2.weight"),
+    "qwen3vl_merger": _Projector(_qwen3_vl, _QWEN3_TEXTS, "mm.2.weight"),
 }
 """Projectors that are read, by the format's names."""

@@ -251,9 +251,9 @@ def files_of(path: Path) -> list[Path]:
     return [path.with_name(name) for name in names]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # a model and its vision part
 def _read(stamps: tuple[tuple[Path, int, int, int], ...]) -> GgufFile:
-    """Read files of these sizes and times; what was read last is kept."""
+    """Read files of these sizes and times; the last two are kept."""
     paths = tuple(path for path, *_ in stamps)
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}

@@ -27,7 +27,8 @@ def seen_beside(path: Path) -> tuple[Mmproj | None, str]:
         with quiet(lambda part: None):
             VisionClass(seen.config).check(seen.file)
     except ModelError as error:
-        return None, f"{seen.file.path} cannot be read: {error}"
+        said, name = str(error), str(seen.file.path)
+        return None, said if name in said else f"{name} cannot be read: {said}"
     return seen, ""
 
 
