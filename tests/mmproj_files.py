@@ -17,7 +17,7 @@ import numpy as np
 from tests.models.gguf.case import added, plain, turned
 from tests.models.gguf.writing import Change, in_pairs, write_metadata, write_model
 from tests.models.tiny_checkpoints import make_tokenizer
-from tests.vision_checkpoints import FAMILIES, TEMPLATE, make_vision_model
+from tests.vision_checkpoints import TEMPLATE, family_of, make_vision_model
 
 Tensors = dict[str, np.ndarray]
 
@@ -85,6 +85,19 @@ def _internvl(name: str, values: np.ndarray) -> Tensors | None:
     return {_known(name): values}
 
 
+def _lfm2(name: str, values: np.ndarray) -> Tensors | None:
+    if ".head." in name:
+        return {}
+    if name.endswith("patch_embedding.weight"):
+        pixels = values.reshape(len(values), 16, 16, 3)
+        return {"v.patch_embd.weight": pixels.transpose(0, 3, 1, 2)}
+    return None
+
+
+def _convolved(config: Any) -> Change:
+    return lambda name, values: values[:, 0] if ".conv." in name else values
+
+
 def _known(name: str) -> str:
     """Return the package's name for one of a published checkpoint."""
     base, _, end = name.rpartition(".")
@@ -141,6 +154,19 @@ FILES = {
         sees={"projector.scale_factor": 2, "preproc_max_tiles": 4},
         parts=_internvl,
     ),
+    "lfm2_vl_published": Files(
+        "lfm2",
+        "lfm2",
+        {
+            "attention.head_count_kv": [0, 2, 0, 2],
+            "shortconv.l_cache": 3,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "feed_forward_length": 256,
+        },
+        _convolved,
+        {"projector.scale_factor": 2},
+        _lfm2,
+    ),
     "mistral3": Files("mistral3", "pixtral", {}, turned, {"spatial_merge_size": 2}, _pixtral),
     "qwen2_vl": Files("qwen2vl", "qwen2vl_merger", _SECTIONS, sees=_QWEN_SEES, parts=_qwen2),
     "qwen2_5_vl": Files(
@@ -187,7 +213,7 @@ class _Text:
 
 def _vocabulary(family: str) -> Callable[[Any], None]:
     """Make what writes a family's tiny vocabulary: bytes, and special tokens."""
-    made = FAMILIES[family]()
+    made = family_of(family)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": made.tokens})
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
@@ -266,7 +292,7 @@ def write_mmproj(
         projector: type that it says; None: the family's.
         said: metadata behind ``clip.vision.``, with ``__`` for dots; None: it is left out.
     """
-    files, made = FILES[family], FAMILIES[family]()
+    files, made = FILES[family], family_of(family)
     projector = projector or files.projector
     vision = wrapper.config.vision_config
     size, side = getattr(vision, "image_size", 560), vision.patch_size

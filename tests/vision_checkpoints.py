@@ -342,7 +342,8 @@ def _gemma4(*, both_ways: bool) -> Family:
     )
 
 
-def _lfm2_vl() -> Family:
+def _lfm2_vl(*, as_published: bool) -> Family:
+    """Without small settings of its own, a picture is 64 tokens or more."""
     tokens = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
     tiles = [f"<|img_row_{i}_col_{j}|>" for i in (1, 2) for j in (1, 2)]
     text = {
@@ -352,6 +353,15 @@ def _lfm2_vl() -> Family:
         "layer_types": ["conv", "full_attention"] * 2,
     }
     tower = {**_TOWER, "model_type": "siglip2_vision_model", "num_patches": 16}
+    small = {
+        "encoder_patch_size": 4,
+        "tile_size": 16,
+        "max_tiles": 4,
+        "min_image_tokens": 4,
+        "max_image_tokens": 8,
+    }
+    if as_published:
+        small, tower["patch_size"] = {}, 16
     return Family(
         {
             "text_config": text,
@@ -363,19 +373,12 @@ def _lfm2_vl() -> Family:
         "<image>",
         {
             "image_processor_type": "Lfm2VlImageProcessorFast",
-            "encoder_patch_size": 4,
-            "tile_size": 16,
-            "max_tiles": 4,
-            "min_image_tokens": 4,
-            "max_image_tokens": 8,
+            **small,
             **_MEAN,
         },
         {"processor_class": "Lfm2VlProcessor"},
     )
 
-
-NEEDS_TORCHVISION = {"lfm2_vl"}
-"""Families whose processor transformers has with torchvision alone."""
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "gemma3": _gemma3,
@@ -383,7 +386,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "gemma4_both_ways": lambda: _gemma4(both_ways=True),
     "idefics3": lambda: _tiled("Idefics3"),
     "internvl": _internvl,
-    "lfm2_vl": _lfm2_vl,
+    "lfm2_vl": lambda: _lfm2_vl(as_published=False),
     "llava": _llava,
     "llava_next": _llava_next,
     "mistral3": _mistral3,
@@ -395,6 +398,14 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 }
 """Name of a family -> what its checkpoint is made of."""
 
+PUBLISHED = {"lfm2_vl_published": lambda: _lfm2_vl(as_published=True)}
+"""The same of families whose settings cannot be small in every format."""
+
+
+def family_of(name: str) -> Family:
+    """Return what a checkpoint of a family is made of."""
+    return {**FAMILIES, **PUBLISHED}[name]()
+
 
 def make_vision_model(family: str, **vision: Any) -> Any:
     """Return a model of a family with random weights, the same each time.
@@ -403,10 +414,11 @@ def make_vision_model(family: str, **vision: Any) -> Any:
         family: one of ``FAMILIES``.
         vision: fields of its vision part's config that are to be others.
     """
-    made = FAMILIES[family]()
+    made = family_of(family)
     fields = json.loads(json.dumps(made.config))
     fields["vision_config"] |= vision
-    config = transformers.CONFIG_MAPPING[fields.pop("model_type", family)](**fields)
+    kind = fields.pop("model_type", family.removesuffix("_published"))
+    config = transformers.CONFIG_MAPPING[kind](**fields)
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     auto: Any = transformers.AutoModelForImageTextToText
     with torch.random.fork_rng():
@@ -425,7 +437,7 @@ def make_vision_checkpoint(folder: Path, family: str = "qwen2_5_vl", **save_opti
     Returns:
         The folder.
     """
-    made = FAMILIES[family]()
+    made = family_of(family)
     folder.mkdir(parents=True, exist_ok=True)
     make_vision_model(family).save_pretrained(folder, **save_options)
     tokenizer = make_tokenizer(chat_template=TEMPLATE.replace("WRITTEN", made.written))

@@ -22,16 +22,9 @@ from tests.models.picture_players import INTERLEAVED, ONE, TWO, Own, Player, ass
 from tests.models.tiny_checkpoints import rewrite
 from tests.vision_checkpoints import (
     FAMILIES,
-    NEEDS_TORCHVISION,
     make_picture,
     make_vision_checkpoint,
 )
-
-HERE = [
-    name
-    for name in FAMILIES
-    if name not in NEEDS_TORCHVISION or find_spec("torchvision") is not None
-]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +58,7 @@ def player(own):
         session.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_is_what_the_processor_writes(own, family):
     made = own(family)
     for text, pictures in [
@@ -78,7 +71,7 @@ def test_a_prompt_is_what_the_processor_writes(own, family):
         assert ids_of(made.history(text, pictures)).tolist() == list(want)
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_writes_what_is_replaced(own, family):
     made = own(family)
     parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
@@ -88,7 +81,7 @@ def test_a_template_writes_what_is_replaced(own, family):
     assert said.count(made.reader.written) == 1
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_one_picture_is_read_as_by_the_wrapper(player, family):
     play = player(family)
     text = "What is in IMG here?"
@@ -100,7 +93,7 @@ def test_one_picture_is_read_as_by_the_wrapper(player, family):
         assert_close(play, play.feed((0, tokens, stop, ONE))[0], want[stop - 1 : stop])
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_pictures_go_through_the_cache_in_every_way(player, family):
     play = player(family)
     tokens, want = play.own.history(INTERLEAVED, TWO), play.own.logits(INTERLEAVED, TWO)
@@ -120,7 +113,7 @@ def test_pictures_go_through_the_cache_in_every_way(player, family):
         assert_close(play, play.feed((0, tokens, n, TWO))[0], want[at:])
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_text_and_pictures_are_one_batch(player, family):
     play = player(family)
     said = [(INTERLEAVED, TWO), ("nothing to see here", []), ("IMG is the first", ONE)]
@@ -244,8 +237,11 @@ def test_a_part_of_a_picture_that_must_be_whole_is_refused(player):
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="it is installed here")
-@pytest.mark.parametrize("family", sorted(NEEDS_TORCHVISION))
-def test_a_family_whose_processor_needs_torchvision_says_so(family, tmp_path):
-    model = load_model(make_vision_checkpoint(tmp_path, family))
+def test_a_processor_that_transformers_has_with_torchvision_alone_says_so(tmp_path):
+    folder = make_vision_checkpoint(tmp_path, "llava")
+    path = folder / "preprocessor_config.json"
+    said = {**json.loads(path.read_text()), "image_processor_type": "Cohere2VisionImageProcessor"}
+    path.write_text(json.dumps(said))
+    model = load_model(folder)
     assert model.pictures is None
     assert "pip install torchvision" in model.no_pictures

@@ -607,6 +607,46 @@ def _internvl(said: _Said) -> Mmproj:
     return Mmproj(said.file, config, preprocessor, processor, {**named, "video_token": "<video>"})
 
 
+_LFM2_ROWS = 64, 256
+"""Least and most rows of a picture that is not cut, as the published models have them."""
+
+
+def _lfm2(said: _Said) -> Mmproj:
+    tower, scale = said.tower(), said.size("projector.scale_factor", 2)
+    pixels = (tower["patch_size"] * scale) ** 2
+    least, most = (
+        said.size(f"image_{name}_pixels", n * pixels, _MOST_PIXELS) // pixels
+        for name, n in zip(("min", "max"), _LFM2_ROWS, strict=True)
+    )
+    config = said.whole(
+        "lfm2_vl",
+        {
+            "model_type": "siglip2_vision_model",
+            **tower,
+            "num_patches": said.shape("v.position_embd.weight")[0],
+            "layer_norm_eps": said.epsilon(),
+            "hidden_act": "gelu_pytorch_tanh",
+            "vision_use_head": False,
+        },
+        downsample_factor=scale,
+        projector_hidden_size=said.shape("mm.1.weight")[0],
+        projector_bias=said.has("mm.1.bias"),
+        projector_use_layernorm=said.has("mm.input_norm.weight"),
+        image_token_id=said.token("<image>"),
+    )
+    for token in ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"):
+        said.token(token)
+    preprocessor = {
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": tower["patch_size"],
+        "downsample_factor": scale,
+        "min_image_tokens": max(1, least),
+        "max_image_tokens": max(1, least, most),
+        **said.colours(),
+    }
+    return Mmproj(said.file, config, preprocessor, {"processor_class": "Lfm2VlProcessor"}, {})
+
+
 @dataclass(frozen=True, slots=True)
 class _Projector:
     """A type of projector.
@@ -630,6 +670,7 @@ _PROJECTORS = {
     "internvl": _Projector(
         _internvl, ("llama", "qwen2", "qwen3", "qwen3moe"), "mm.model.mlp.3.weight"
     ),
+    "lfm2": _Projector(_lfm2, ("lfm2", "lfm2moe"), "mm.2.weight"),
     "pixtral": _Projector(_pixtral, ("llama", "mistral3"), "mm.2.weight"),
     "qwen2vl_merger": _Projector(_qwen2_vl, ("qwen2vl",), "mm.2.weight"),
     "qwen2.5vl_merger": _Projector(_qwen2_5_vl, ("qwen2vl",), "mm.2.weight"),

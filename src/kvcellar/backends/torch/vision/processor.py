@@ -16,6 +16,7 @@ import transformers
 from PIL import Image
 from transformers.utils.import_utils import DummyObject
 
+from kvcellar.backends.torch.vision.lfm2_vl import Lfm2VlImageProcessor
 from kvcellar.errors import ModelError, PictureError
 from kvcellar.models.files.checkpoint import read_json
 from kvcellar.models.fingerprint import PROCESSOR_FILES
@@ -155,13 +156,24 @@ def _read(folder: Path, config: Any, tokenizer: Any) -> Any:
         "tokenizer": lambda: (
             tokenizer or auto.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         ),
-        "image_processor": lambda: auto.AutoImageProcessor.from_pretrained(
-            folder, backend="pil", local_files_only=True
-        ),
+        "image_processor": lambda: _image_processor(folder, config),
     }
     parts = [given.get(name, _Absent)() for name in kind.get_attributes()]
     fields, _ = kind.get_processor_dict(folder, local_files_only=True)
     return kind.from_args_and_dict(parts, fields)
+
+
+def _image_processor(folder: Path, config: Any) -> Any:
+    """Read the processor of images in a checkpoint, which resizes them by Pillow.
+
+    Raises:
+        Exception: whatever transformers raises that cannot.
+    """
+    options: dict[str, Any] = {"local_files_only": True}
+    if config.model_type == "lfm2_vl":
+        return Lfm2VlImageProcessor.from_pretrained(folder, **options)
+    auto: Any = transformers.AutoImageProcessor
+    return auto.from_pretrained(folder, backend="pil", **options)
 
 
 def _class_of(folder: Path, config: Any) -> Any:
