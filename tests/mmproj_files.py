@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 
 from tests.models.gguf.case import added, plain, turned
+from tests.models.gguf.families import tiled_heads
 from tests.models.gguf.writing import Change, in_pairs, write_metadata, write_model
 from tests.models.tiny_checkpoints import make_tokenizer
 from tests.vision_checkpoints import TEMPLATE, family_of, make_vision_model
@@ -131,6 +132,19 @@ class Files:
 
 
 _QWEN_SEES = {"image_min_pixels": 256, "image_max_pixels": 4096}
+_DEEP = {**_QWEN_SEES, "is_deepstack_layers": [True, True], "spatial_merge_size": 2}
+_FLAT = {**_DEEP, "is_deepstack_layers": [False, False]}
+_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+_DELTA = {
+    **_SECTIONS,
+    "full_attention_interval": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+    "rope.dimension_count": 16,
+}
 
 FILES = {
     "gemma3": Files(
@@ -176,12 +190,35 @@ FILES = {
         sees={**_QWEN_SEES, "n_wa_pattern": 2, "window_size": 16},
         parts=_qwen2,
     ),
+    "qwen3_5": Files(
+        "qwen35",
+        "qwen3vl_merger",
+        _DELTA,
+        tiled_heads,
+        _FLAT,
+        _qwen3,
+    ),
     "qwen3_vl": Files(
         "qwen3vl",
         "qwen3vl_merger",
         {**_SECTIONS, "n_deepstack_layers": 2},
-        sees={**_QWEN_SEES, "is_deepstack_layers": [True, True], "spatial_merge_size": 2},
+        sees=_DEEP,
         parts=_qwen3,
+    ),
+    "qwen3_vl_moe": Files(
+        "qwen3vlmoe",
+        "qwen3vl_merger",
+        {**_SECTIONS, **_EXPERTS, "n_deepstack_layers": 2},
+        sees=_DEEP,
+        parts=_qwen3,
+    ),
+    "qwen3_5_moe": Files(
+        "qwen35moe",
+        "qwen3vl_merger",
+        {**_DELTA, **_EXPERTS, "expert_shared_feed_forward_length": 48},
+        tiled_heads,
+        _FLAT,
+        _qwen3,
     ),
     "smolvlm": Files(
         "llama",

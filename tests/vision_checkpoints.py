@@ -148,6 +148,17 @@ def _qwen3_5() -> Family:
     return _qwen({"text_config": text, "vision_config": tower}, "Qwen3VL")
 
 
+def _mixed(dense: Family) -> Family:
+    """Return a family whose text is a mixture of experts."""
+    dense.config["text_config"] |= {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    }
+    return dense
+
+
 _TOWER = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -398,13 +409,17 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 }
 """Name of a family -> what its checkpoint is made of."""
 
-PUBLISHED = {"lfm2_vl_published": lambda: _lfm2_vl(as_published=True)}
-"""The same of families whose settings cannot be small in every format."""
+FURTHER = {
+    "lfm2_vl_published": lambda: _lfm2_vl(as_published=True),
+    "qwen3_vl_moe": lambda: _mixed(_qwen3_vl()),
+    "qwen3_5_moe": lambda: _mixed(_qwen3_5()),
+}
+"""The same of families whose settings cannot be small in every format, and of mixtures."""
 
 
 def family_of(name: str) -> Family:
     """Return what a checkpoint of a family is made of."""
-    return {**FAMILIES, **PUBLISHED}[name]()
+    return {**FAMILIES, **FURTHER}[name]()
 
 
 def make_vision_model(family: str, **vision: Any) -> Any:

@@ -45,8 +45,10 @@ def _qwen35(kind: Any, **fields: Any) -> Any:
     )
 
 
-def _tiled(config: Any) -> Any:
+def tiled_heads(config: Any) -> Any:
     """What the converter does to Qwen3.5: value heads are tiled, and more."""
+    wide = config.linear_value_head_dim
+    n_keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
 
     def tiled(rows: np.ndarray, width: int) -> np.ndarray:
         heads = rows.reshape(2, 2, width, *rows.shape[1:])
@@ -59,12 +61,12 @@ def _tiled(config: Any) -> Any:
         if leaf.startswith(("ssm_alpha", "ssm_beta", "ssm_dt")):
             return tiled(values, 1)
         if leaf == "attn_gate.weight":
-            return tiled(values, 8)
+            return tiled(values, wide)
         if leaf == "ssm_out.weight":
-            return tiled(values.T, 8).T
+            return tiled(values.T, wide).T
         if leaf.startswith(("attn_qkv", "ssm_conv1d")):
             values = values[:, 0] if "conv" in leaf else values
-            return np.concatenate([values[:32], tiled(values[32:], 8)])
+            return np.concatenate([values[:n_keys], tiled(values[n_keys:], wide)])
         is_offset = name.endswith("norm.weight") and leaf != "ssm_norm.weight"
         return values + 1 if is_offset else values
 
@@ -248,14 +250,14 @@ CASES = {
         },
         turned,
     ),
-    "qwen35": Case("qwen35", lambda: _qwen35(transformers.Qwen3_5TextConfig), _QWEN35, _tiled),
+    "qwen35": Case("qwen35", lambda: _qwen35(transformers.Qwen3_5TextConfig), _QWEN35, tiled_heads),
     "qwen35moe": Case(
         "qwen35moe",
         lambda: _qwen35(
             transformers.Qwen3_5MoeTextConfig, **_EXPERTS, shared_expert_intermediate_size=48
         ),
         {**_QWEN35, **_OF_EXPERTS, "expert_shared_feed_forward_length": 48},
-        _tiled,
+        tiled_heads,
     ),
     "lfm2": Case(
         "lfm2",
