@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +176,26 @@ def test_one_quantisation_of_a_repository_is_downloaded_and_no_other(home, monke
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     file = hub.pull("some/Model-GGUF:q4_k_m", no_progress)
     assert file == home / "repo" / "Q4_K_M" / "Some-Q4_K_M.gguf"
-    assert asked == [("some/Model-GGUF", ["*q4_k_m*.gguf", "*Q4_K_M*.gguf"], [])]
+    wanted = ["*q4_k_m*.gguf", "*Q4_K_M*.gguf", hub.VISION_FILE]
+    assert asked == [("some/Model-GGUF", wanted, [])]
     assert find_config("some/Model-GGUF:Q4_K_M") == file
     with pytest.raises(ModelError, match=r"no whole GGUF file of Q8_0; .*some/Model-GGUF:Q4_K_M"):
         hub.pull("some/Model-GGUF:Q8_0", no_progress)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"),
+    [
+        ("mmproj-F16.gguf", True),
+        ("mmproj-model-f16.gguf", True),
+        ("Model.mmproj-f16.gguf", True),
+        ("mmproj-BF16.gguf", False),
+        ("mmproj-Model-Q8_0.gguf", False),
+        ("Model-F16.gguf", False),
+    ],
+)
+def test_the_vision_part_in_16_bits_is_downloaded_beside_a_model(name, is_taken):
+    assert fnmatch(name, hub.VISION_FILE) is is_taken
 
 
 def test_names_of_the_hub_have_dots_and_names_of_gguf_files_are_not_looked_for(home, monkeypatch):

@@ -35,6 +35,9 @@ CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 OTHER_FORMATS = ("*/*", "consolidated*")
 """Patterns of files that are not downloaded: the same weights in other formats."""
 
+VISION_FILE = "*mmproj*[-_.][fF]16.gguf"
+"""Pattern of the vision part that is downloaded beside a GGUF file, if its repository has one."""
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -146,7 +149,7 @@ def pull(name: str, report: ProgressFn) -> Path:
             return _checked(from_hub(name, report), name, report)
         if HUB_QUANT.fullmatch(name):
             file = pull_quant(name, report)
-            for part in files_of(file):
+            for part in [*files_of(file), *file.parent.glob(VISION_FILE)]:
                 _checked(part, name, report)
             return file
     raise ModelError(
@@ -180,7 +183,10 @@ def _checked(path: Path, name: str, report: ProgressFn) -> Path:
 
 
 def pull_quant(name: str, report: ProgressFn) -> Path:
-    """Download one quantisation of a repository of GGUF files; return its first file.
+    """Download one quantisation of a repository of GGUF files, and its vision part in 16 bits.
+
+    Returns:
+        The first file of the text.
 
     Args:
         name: ``NAME:QUANT``; capitals do not matter in the second.
@@ -191,7 +197,8 @@ def pull_quant(name: str, report: ProgressFn) -> Path:
     """
     repo, quant = name.split(":")
     spellings = dict.fromkeys((quant, quant.upper(), quant.lower()))
-    folder = from_hub(repo, report, [f"*{one}*.gguf" for one in spellings], ignoring=())
+    wanted = [*(f"*{one}*.gguf" for one in spellings), VISION_FILE]
+    folder = from_hub(repo, report, wanted, ignoring=())
     there = [one for one in models_in(folder, repo, HUGGING_FACE) if one.format == "gguf"]
     match = [one for one in there if quant_of(one.path).upper() == quant.upper()]
     if len(match) != 1 or match[0].lacks:
