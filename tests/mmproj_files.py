@@ -18,7 +18,7 @@ from tests.models.gguf.case import added, plain, turned
 from tests.models.gguf.families import tiled_heads
 from tests.models.gguf.writing import Change, in_pairs, write_metadata, write_model
 from tests.models.tiny_checkpoints import make_tokenizer
-from tests.vision_checkpoints import TEMPLATE, family_of, make_vision_model
+from tests.vision_checkpoints import TEMPLATE, VOCAB_SIZE, family_of, make_vision_model
 
 Tensors = dict[str, np.ndarray]
 
@@ -253,13 +253,15 @@ def _vocabulary(family: str) -> Callable[[Any], None]:
     made = family_of(family)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": made.tokens})
-    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ÿÿ"]  # in no text
+    unused = [f"[PAD{at}]" for at in range(len(tokens), VOCAB_SIZE)]
 
     def write(writer: Any) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
-        writer.add_token_list([*tokens, "ÿÿ"])  # what is merged, and in no text
-        writer.add_token_types([3 if at >= 256 else 1 for at in range(len(tokens))] + [1])
+        writer.add_token_list([*tokens, *unused])
+        kinds = [1 if len(token) <= 2 else 3 for token in tokens]
+        writer.add_token_types([*kinds, *[5 for _ in unused]])
         writer.add_token_merges(["ÿ ÿ"])
         writer.add_bos_token_id(256)
         writer.add_eos_token_id(257)
