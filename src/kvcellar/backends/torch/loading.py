@@ -208,7 +208,7 @@ def _picture_reader(
             return None, why
     format = None if seen is not None else format_of(found.raw, found.folder)
     try:
-        vision = VisionClass(found.raw)
+        vision = VisionClass(found.raw if seen is None else seen.config)
     except NoPicturesError:
         return None, ""
     except ModelError as error:
@@ -378,7 +378,7 @@ def check_model(options: LoadOptions) -> None:
 
 def _check(folder: Path, options: LoadOptions, asked: str | None) -> _FoundCheckpoint:
     """Check a checkpoint's files and the options, and pick types and device."""
-    raw = _read_raw(folder)
+    raw = _read_raw(folder, sees=options.tp == 1)
     facts = model_facts(raw)
     facts.params  # noqa: B018 (what cannot be served is refused)
     stored = check_weights(folder)
@@ -452,17 +452,21 @@ def _has_kernel(device: torch.device) -> bool:
     return device.type == "cpu" or is_gpu(device)
 
 
-def _read_raw(folder: Path) -> dict[str, Any]:
+def _read_raw(folder: Path, *, sees: bool = True) -> dict[str, Any]:
     """Read a checkpoint's config, of which the weights must be ones that are read here.
 
     What a GGUF file says of its model is held against its tensors first: nothing is made by sizes
     that only a damaged file has.
+
+    Args:
+        folder: the checkpoint, or a GGUF file.
+        sees: of such a file, with the vision part beside it.
     """
     raw = read_config(folder)
     format_of(raw, folder)
     if folder.is_file():
         _check_gguf(_Stored.of(raw, folder))
-        return seeing_config(folder, raw)
+        return seeing_config(folder, raw) if sees else raw
     return raw
 
 

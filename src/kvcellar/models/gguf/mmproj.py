@@ -185,7 +185,7 @@ def _read(file: GgufFile, text: GgufFile) -> Mmproj:
 
 
 class _Said:
-    """What the files of a model and of its vision part say."""
+    """Reader of what the files of a model and of its vision part say."""
 
     def __init__(self, file: GgufFile, text: GgufFile, raw: Raw) -> None:
         """Take a vision part's file, the text's, and the text's config."""

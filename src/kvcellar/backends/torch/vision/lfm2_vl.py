@@ -52,7 +52,7 @@ class Lfm2VlImagesKwargs(ImagesKwargs, total=False):
 
 
 class Lfm2VlImageProcessor(PilBackend):
-    """What LFM2-VL is given of pictures; settings are those of :class:`Lfm2VlImagesKwargs`."""
+    """Processor of LFM2-VL's pictures; settings are those of :class:`Lfm2VlImagesKwargs`."""
 
     downsample_factor = 2
     do_image_splitting = True
