@@ -173,7 +173,7 @@ def _read(file: GgufFile, text: GgufFile) -> Mmproj:
             f"{' or '.join(known.texts)}, and {text.path.name} is {text.architecture}; take the "
             f"one that was published with this"
         )
-    said = _Said(file, text, config_of(text))
+    said = _Pair(file, text, config_of(text))
     width, wanted = said.shape(known.last)[known.axis], said.raw["hidden_size"]
     if width != wanted:
         raise ModelError(
@@ -184,7 +184,7 @@ def _read(file: GgufFile, text: GgufFile) -> Mmproj:
     return known.make(said)
 
 
-class _Said:
+class _Pair:
     """Reader of what the files of a model and of its vision part say."""
 
     def __init__(self, file: GgufFile, text: GgufFile, raw: Raw) -> None:
@@ -343,7 +343,7 @@ class _Said:
 # Projectors --------------------------------------------------------------------------------------
 
 
-def _gemma3(said: _Said) -> Mmproj:
+def _gemma3(said: _Pair) -> Mmproj:
     size = said.square()
     side = said.side(size, said.size("projector.scale_factor", 4))
     named = {
@@ -373,7 +373,7 @@ def _gemma3(said: _Said) -> Mmproj:
     return Mmproj(said.file, config, preprocessor, processor, named)
 
 
-def _idefics3(said: _Said) -> Mmproj:
+def _idefics3(said: _Pair) -> Mmproj:
     size, scale = said.square(), said.size("projector.scale_factor", 2)
     config = said.whole(
         "idefics3",
@@ -409,7 +409,7 @@ _QWEN_TOKENS = {
 }
 
 
-def _qwen(said: _Said, kind: str, vision: Raw, text: Raw, pixels: tuple[int, int]) -> Mmproj:
+def _qwen(said: _Pair, kind: str, vision: Raw, text: Raw, pixels: tuple[int, int]) -> Mmproj:
     """Return a vision part of the Qwens, whose rows are turned by rows and columns.
 
     Args:
@@ -444,7 +444,7 @@ def _qwen(said: _Said, kind: str, vision: Raw, text: Raw, pixels: tuple[int, int
     return Mmproj(said.file, config, preprocessor, processor, {})
 
 
-def _qwen_tower(said: _Said) -> Raw:
+def _qwen_tower(said: _Pair) -> Raw:
     tower = said.tower()
     return {
         "depth": tower["num_hidden_layers"],
@@ -461,7 +461,7 @@ _QWEN3_PIXELS = 256 * 256, 4096 * 4096
 """Least and most pixels of a picture, as the published models have them."""
 
 
-def _qwen2_vl(said: _Said) -> Mmproj:
+def _qwen2_vl(said: _Pair) -> Mmproj:
     tower = _qwen_tower(said)
     width = tower.pop("hidden_size")
     ratio = tower.pop("intermediate_size") / width
@@ -476,7 +476,7 @@ def _qwen2_vl(said: _Said) -> Mmproj:
     return _qwen(said, "Qwen2VL", vision, {"model_type": "qwen2_vl_text"}, _QWEN2_PIXELS)
 
 
-def _qwen2_5_vl(said: _Said) -> Mmproj:
+def _qwen2_5_vl(said: _Pair) -> Mmproj:
     tower = _qwen_tower(said)
     period = said.size("n_wa_pattern")
     vision = {
@@ -497,7 +497,7 @@ _QWEN3_TEXTS = {
 """Architectures of GGUF with this projector -> families of their texts."""
 
 
-def _qwen3_vl(said: _Said) -> Mmproj:
+def _qwen3_vl(said: _Pair) -> Mmproj:
     architecture = said.text.architecture
     tower = _qwen_tower(said)
     is_deep = said.file.numbers("clip.vision.is_deepstack_layers") or []
@@ -520,7 +520,7 @@ def _qwen3_vl(said: _Said) -> Mmproj:
     return _qwen(said, "Qwen3VL", vision, text, _QWEN3_PIXELS)
 
 
-def _pixtral(said: _Said) -> Mmproj:
+def _pixtral(said: _Pair) -> Mmproj:
     if not said.has("mm.patch_merger.weight"):
         raise ModelError(
             f"{said.file.path} has a projector of type 'pixtral' that merges no patches (Pixtral "
@@ -563,7 +563,7 @@ def _pixtral(said: _Said) -> Mmproj:
     return Mmproj(said.file, config, preprocessor, processor, {})
 
 
-def _internvl(said: _Said) -> Mmproj:
+def _internvl(said: _Pair) -> Mmproj:
     size, scale = said.square(), said.size("projector.scale_factor", 2)
     tower = said.tower()
     side, n_rows = tower.pop("patch_size"), said.side(size, scale) ** 2
@@ -611,7 +611,7 @@ _LFM2_ROWS = 64, 256
 """Least and most rows of a picture that is not cut, as the published models have them."""
 
 
-def _lfm2(said: _Said) -> Mmproj:
+def _lfm2(said: _Pair) -> Mmproj:
     tower, scale = said.tower(), said.size("projector.scale_factor", 2)
     pixels = (tower["patch_size"] * scale) ** 2
     least, most = (
@@ -658,7 +658,7 @@ class _Projector:
         axis: of that, which is as long as a row.
     """
 
-    make: Callable[[_Said], Mmproj]
+    make: Callable[[_Pair], Mmproj]
     texts: Collection[str]
     last: str
     axis: int = 0
