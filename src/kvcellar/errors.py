@@ -78,6 +78,10 @@ class ModelError(KVCellarError):
     """A checkpoint cannot be loaded: missing, half copied, or of an unknown architecture."""
 
 
+class LogitsError(ModelError):
+    """A forward gave no probabilities: its logits are no numbers, or leave no token to sample."""
+
+
 class TemplateLimitError(ModelError):
     """A chat template took more time, memory or output than rendering may take; it was stopped."""
 

@@ -164,13 +164,13 @@ class Expiring:
         self.n_renewed = 0
 
     def take(self, name: str) -> Lease:
-        return Lease(name, "me", expires_s=time.time() + self.lasts_s)
+        return Lease(name, "me", expires_s=time.monotonic() + self.lasts_s)
 
     def renew(self, lease: Lease) -> Lease:
         if not self.is_reachable:
             raise LeaseLostError(lease.name)
         self.n_renewed += 1
-        return Lease(lease.name, lease.owner, lease.token, time.time() + self.lasts_s)
+        return Lease(lease.name, lease.owner, lease.token, time.monotonic() + self.lasts_s)
 
     def release(self, lease: Lease) -> None:
         """Nothing is held."""

@@ -52,7 +52,7 @@ class Hold:
     async def keep_up(self) -> None:
         """Renew the lease again and again, until it is lost or this is cancelled."""
         while self._lease is not None and self._lease.expires_s is not None:
-            await asyncio.sleep(max(0.0, self._lease.expires_s - time.time()) / _RENEWALS)
+            await asyncio.sleep(max(0.0, self._lease.expires_s - time.monotonic()) / _RENEWALS)
             try:
                 self._lease = await asyncio.to_thread(self._leases.renew, self._lease)
             except LeaseLostError:

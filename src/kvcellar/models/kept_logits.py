@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.errors import ModelError
+from kvcellar.errors import LogitsError
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.sampler_settings import SamplerSettings
 from kvcellar.types import IntArray
@@ -161,17 +161,17 @@ class CompilingRunner(SamplingRunner, Protocol):
         ...
 
 
-def no_probabilities(row: int, best: float) -> ModelError:
+def no_probabilities(row: int, best: float) -> LogitsError:
     """Return the error of a row of logits whose maximum is no number."""
-    return ModelError(
+    return LogitsError(
         f"row {row} of the logits has the maximum {best}: the model computed no "
         f"probabilities; load it in another dtype, or check the weights"
     )
 
 
-def nothing_may_come(row: int) -> ModelError:
+def nothing_may_come(row: int) -> LogitsError:
     """Return the error of a row in which the settings leave no token."""
-    return ModelError(
+    return LogitsError(
         f"row {row} of the logits has no token that may come: its guide allows none to which the "
         f"model gives a probability; end the sequence where the guide is complete"
     )

@@ -35,7 +35,8 @@ class Lease:
         name: of the history.
         owner: who holds it, in words for others' errors.
         token: made up anew whenever it is taken, so that a later holder's is another.
-        expires_s: when it ends by itself, in seconds since 1970; None: with its process.
+        expires_s: when it ends by itself, by this process's ``time.monotonic``, which no change of
+            the clock moves; None: with its process.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Lease:
     @property
     def is_expired(self) -> bool:
         """True if it has ended by itself, and others may have taken it."""
-        return self.expires_s is not None and time.time() >= self.expires_s
+        return self.expires_s is not None and time.monotonic() >= self.expires_s
 
 
 class Leases(Protocol):

@@ -1,5 +1,9 @@
 """Leases among machines: names in the shared tier that can be made only once, and that expire.
 
+Clocks of machines differ, and are set: a lease ends for its holder by his own steady clock, and for
+others when the time that it names is over, or when they have seen it unchanged for as long as one
+lasts.
+
 A lease says who should extend a history. What keeps two from doing so is that a state is handed in
 only behind the one before it. So a place that is away costs no turn: leases are this machine's
 alone then, and who went on beside somebody else is found out when states are handed in.
@@ -37,13 +41,17 @@ class TierLeases:
         self._lock = threading.Lock()
         self._held: dict[str, Lease] = {}
         """By token the leases that the place has."""
+        self._left: set[str] = set()
+        """Tokens of leases that were released while the place was away, which it still has."""
+        self._seen: dict[str, tuple[tuple[str, str, float], float]] = {}
+        """By name another's lease that was in the way, and since when."""
 
     def take(self, name: str) -> Lease:
         """See ``Leases``; where the place is away, of this machine alone."""
         lease = self._local.take(name)
-        shared = replace(lease, expires_s=time.time() + TTL_S)
+        shared = replace(lease, expires_s=time.monotonic() + TTL_S)
         try:
-            owner = self._reach.ask(lambda place: _take(place, shared), ASK_S)
+            owner = self._reach.ask(lambda place: self._take(place, shared), ASK_S)
         except (AwayError, ForeignError):
             return lease
         if owner is not None:
@@ -56,9 +64,9 @@ class TierLeases:
     def renew(self, lease: Lease) -> Lease:
         """See ``Leases``; where the place is away, it counts as renewed."""
         self._local.renew(lease)
-        later = replace(lease, expires_s=time.time() + TTL_S)
+        later = replace(lease, expires_s=time.monotonic() + TTL_S)
         try:
-            is_mine = self._reach.ask(lambda place: _renew(place, later), ASK_S)
+            is_mine = self._reach.ask(lambda place: self._renew(place, later), ASK_S)
         except (AwayError, ForeignError):
             is_mine = True
         if not is_mine:
@@ -73,7 +81,8 @@ class TierLeases:
             if is_shared:
                 self._reach.ask(lambda place: _release(place, lease), ASK_S)
         except (AwayError, ForeignError):
-            pass  # it expires
+            with self._lock:
+                self._left.add(lease.token)
         finally:
             self._local.release(lease)
 
@@ -85,29 +94,46 @@ class TierLeases:
             self.release(lease)
         self._local.close()
 
+    def _take(self, place: SharedPlace, lease: Lease) -> str | None:
+        """Take a lease; return its owner where another has it."""
+        for _ in range(3):
+            if place.create(_key(lease.name), _written(lease), TTL_S):
+                return None
+            owner, token, expires_s = there = _read(place, lease.name)
+            if token == lease.token:  # it was made, and the answer was lost
+                return None
+            if expires_s > time.time() and not self._is_over(lease.name, there):
+                return owner
+            place.drop([_key(lease.name)])
+        return "another machine"
 
-def _take(place: SharedPlace, lease: Lease) -> str | None:
-    """Take a lease; return its owner where another has it."""
-    data = json.dumps([lease.owner, lease.token, lease.expires_s]).encode()
-    for _ in range(3):
-        if place.create(_key(lease.name), data, TTL_S):
-            return None
-        owner, token, expires_s = _read(place, lease.name)
-        if token == lease.token:  # it was made, and the answer was lost
-            return None
-        if expires_s > time.time():
-            return owner
-        place.drop([_key(lease.name)])
-    return "another machine"
+    def _is_over(self, name: str, there: tuple[str, str, float]) -> bool:
+        """Return true if another's lease was left here, or was not renewed while it was looked at."""
+        with self._lock:
+            if there[1] in self._left:
+                self._left.discard(there[1])
+                return True
+            before, since_s = self._seen.get(name, (None, 0.0))
+            if before != there:
+                self._seen[name] = there, time.monotonic()
+                return False
+            is_over = time.monotonic() - since_s >= TTL_S
+            if is_over:
+                del self._seen[name]
+            return is_over
+
+    def _renew(self, place: SharedPlace, lease: Lease) -> bool:
+        """Give a lease that is still this one a later end; false where another has it."""
+        _, token, _ = _read(place, lease.name)
+        if token != lease.token:
+            return token == "" and self._take(place, lease) is None
+        place.write(_key(lease.name), _written(lease))
+        return True
 
 
-def _renew(place: SharedPlace, lease: Lease) -> bool:
-    """Give a lease that is still this one a later end; false where another has it."""
-    _, token, _ = _read(place, lease.name)
-    if token != lease.token:
-        return token == "" and _take(place, lease) is None
-    place.write(_key(lease.name), json.dumps([lease.owner, lease.token, lease.expires_s]).encode())
-    return True
+def _written(lease: Lease) -> bytes:
+    """Return a lease as the place has it, with the time at which it ends for others."""
+    return json.dumps([lease.owner, lease.token, time.time() + TTL_S]).encode()
 
 
 def _release(place: SharedPlace, lease: Lease) -> None:
