@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_each_rewind_is_undone_in_turn(poet):
         (back,) = run(poet.dropped.undo("poet"))
         assert back.agent_id == "poet" and state_of(poet, "poet") == state
     run(turn(poet, "poet", "Four."))
+
+
+def test_what_was_dropped_last_comes_back_first_though_the_clock_was_set_back(poet, monkeypatch):
+    before = [tokens_of(poet, "poet")]
+    run(poet.lifecycle.rewind("poet", turn=-1))
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now - 10**15)
+    before.append(tokens_of(poet, "poet"))
+    run(poet.lifecycle.rewind("poet", turn=-1))
+    while before:
+        run(poet.dropped.undo("poet"))
+        assert tokens_of(poet, "poet") == before.pop()
 
 
 def test_a_rewind_into_an_answer_is_undone(poet):

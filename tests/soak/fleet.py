@@ -7,15 +7,15 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from tests.soak.oracle import Message, Oracle, digest
-from tests.soak.served import BrokenError, Served, until
+from tests.soak.served import GUESTS, BrokenError, Served, until
 
 LONGEST = 320
 """Tokens after which a conversation is begun anew: several fit into the cache, all do not."""
@@ -29,6 +29,17 @@ TEXTS = (
     "What is a cellar, and who goes there in winter? " * 3,
     "def fibonacci(n):\n    ",
 )
+
+
+NOT_KEPT = "is not on disk and is lost if the process ends"
+"""What is said with a turn that the disk did not take."""
+
+HARMED = {500, 503, 507}
+"""With which a request may fail that a fault met."""
+
+
+class FailedError(Exception):
+    """A request that a fault has ended, where there are faults."""
 
 
 def has_token(event: dict[str, Any]) -> bool:
@@ -45,16 +56,18 @@ class State:
         tokens: of it, as they were told.
         later: the prompt of a turn behind it, whose template or tokenizer wrote it otherwise; from
             then on its tokens are the beginning of that. None: there was none.
+        is_kept: if it must be there after a kill: its end was told, and not that it is not on disk.
     """
 
     messages: list[Message]
     tokens: list[int]
     later: list[int] | None = None
+    is_kept: bool = True
 
     def read_in(self, prompt: list[int]) -> State:
         """Return the state as a later turn's prompt has it."""
         is_same = prompt[: len(self.tokens)] == self.tokens
-        return State(self.messages, self.tokens, None if is_same else prompt)
+        return replace(self, later=None if is_same else prompt)
 
     def wanted(self, n_tokens: int) -> list[int]:
         """Return the tokens that a server must have, which says that it has so many."""
@@ -63,9 +76,10 @@ class State:
 
 @dataclass
 class Known:
-    """A named agent: its history after each of its turns, the first one empty."""
+    """A named agent of a model: its history after each of its turns, the first one empty."""
 
     name: str
+    model: str
     states: list[State]
 
     def read(self, prompt: list[int]) -> None:
@@ -90,6 +104,7 @@ class Report:
     requests: int = 0
     turns: int = 0
     refused: int = 0
+    failed: int = 0
     wrong_tokens: int = 0
     bytes_lost: int = 0
     operations: Counter[str] = field(default_factory=Counter)
@@ -103,22 +118,31 @@ class Worker:
     Args:
         name: begins the names of its agents.
         served: the server.
-        oracle: says what follows a prompt.
+        oracles: the models that it offers, each with what says what follows a prompt.
         is_exact: if the server must answer as the oracle; else only what it tells is compared with
             what it keeps.
         report: where it counts.
+        may_fail: if there are faults of which requests may end; it takes turns and reads then.
     """
 
     def __init__(
-        self, name: str, served: Served, oracle: Oracle, is_exact: bool, report: Report
+        self,
+        name: str,
+        served: Served,
+        oracles: Mapping[str, Oracle],
+        is_exact: bool,
+        report: Report,
+        *,
+        may_fail: bool = False,
     ) -> None:
         self.name = name
         self.served = served
-        self.oracle = oracle
+        self.oracles = oracles
         self.is_exact = is_exact
         self.report = report
+        self.may_fail = may_fail
         self.agents: dict[str, Known] = {}
-        self.chats: list[list[Message]] = []
+        self.chats: list[tuple[str, list[Message]]] = []
         self.rng = random.Random(name)
         self._n = 0
 
@@ -133,17 +157,33 @@ class Worker:
 
         Raises:
             BrokenError: it failed otherwise than by asking to come back.
+            FailedError: a fault ended it, and it said so.
         """
         for _ in range(200):
             self.report.requests += 1
             answer = self.served.http.request(method, path, json=body, headers=headers)
             if answer.is_success:
                 return answer.json()
-            if answer.status_code not in (429, 503) or "retry-after" not in answer.headers:
+            if self.may_fail and method == "GET" and answer.status_code in HARMED:
+                self.report.failed += 1  # it is asked again when the disk is well
+            elif answer.status_code in (429, 503) and "retry-after" in answer.headers:
+                self.report.refused += 1
+            else:
                 break
-            self.report.refused += 1
             time.sleep(0.2)
+        self.may_have_failed(method, answer.status_code, answer.text)
         raise self.broken(f"{method} {path} {body}: {answer.status_code} {answer.text}")
+
+    def may_have_failed(self, method: str, status: int, text: str) -> None:
+        """Take note of a request that a fault has ended.
+
+        Raises:
+            FailedError: it is one.
+        """
+        is_said = status in HARMED and bool(json.loads(text)["error"]["message"])
+        if self.may_fail and is_said:
+            self.report.failed += 1
+            raise FailedError(text)
 
     @contextmanager
     def streamed(self, name: str, text: str, max_tokens: int) -> Iterator[Iterator[Any]]:
@@ -152,7 +192,9 @@ class Worker:
         self.report.requests += 1
         with self.served.http.stream("POST", f"/v1/agents/{name}/generate", json=body) as answer:
             if not answer.is_success:
-                raise self.broken(f"a turn of {name}: {answer.status_code} {answer.read()!r}")
+                answer.read()
+                self.may_have_failed("POST", answer.status_code, answer.text)
+                raise self.broken(f"a turn of {name}: {answer.status_code} {answer.text}")
             yield (
                 json.loads(line.removeprefix("data: "))
                 for line in answer.iter_lines()
@@ -161,9 +203,15 @@ class Worker:
 
     # what must be
 
-    def expected(self, prompt: list[int], max_tokens: int) -> list[int] | None:
-        """Return the tokens of the answer, where they are known beforehand."""
-        return self.oracle.answer(prompt, max_tokens) if self.is_exact else None
+    def expected(self, model: str, prompt: list[int], most: int) -> tuple[list[int] | None, int]:
+        """Return the tokens of the answer, where they are known beforehand, and how many to ask for.
+
+        An answer is asked for as far as it is certain, and to one token at least.
+        """
+        if not self.is_exact:
+            return None, most
+        answer = self.oracles[model].answer(prompt, most)
+        return (answer, len(answer)) if answer else (None, 1)
 
     def check_tokens(self, where: str, said: list[int], wanted: list[int] | None) -> None:
         """Compare an answer with the oracle's."""
@@ -178,14 +226,18 @@ class Worker:
     def check(self, agent: Known) -> None:
         """Compare an agent with what the server has of it."""
         now = self.ask("GET", f"/v1/agents/{agent.name}")
+        self.check_history(agent, now)
+        if now["messages"] != agent.messages:
+            raise self.broken(f"{agent.name}: {now['messages']} is not {agent.messages}")
+
+    def check_history(self, agent: Known, now: dict[str, Any]) -> None:
+        """Compare the tokens of an agent with those that the server says it has."""
         if now["history_digest"] != digest(agent.states[-1].wanted(now["n_tokens"])):
             self.report.bytes_lost += max(0, len(agent.tokens) - now["n_tokens"])
             raise self.broken(
                 f"{agent.name} has {now['n_tokens']} tokens {now['history_digest']}, not the "
-                f"{len(agent.tokens)} of which it was told; messages {now['messages']}"
+                f"{len(agent.tokens)} of which it was told; {now}"
             )
-        if now["messages"] != agent.messages:
-            raise self.broken(f"{agent.name}: {now['messages']} is not {agent.messages}")
 
     def check_all(self) -> None:
         """Compare all agents of this worker."""
@@ -202,6 +254,9 @@ class Worker:
             (2, self.named_chat),
             (2, self.disconnect),
             (2, self.stop),
+            (8, self.read),
+        ]
+        verbs: list[tuple[int, Callable[[], None]]] = [
             (2, self.fork),
             (2, self.rewind_and_undo),
             (1, self.keep),
@@ -209,9 +264,13 @@ class Worker:
             (1, self.delete),
             (1, self.salted),
         ]
+        kinds += [] if self.may_fail else verbs
         (one,) = self.rng.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
         self.report.last.append(f"{self.name} {one.__name__}")
-        one()
+        try:
+            one()
+        except FailedError as failed:
+            self.report.last.append(f"{self.name} {one.__name__} failed: {failed}")
         self.report.operations[one.__name__] += 1
 
     def some(self) -> Known:
@@ -223,11 +282,12 @@ class Worker:
 
     def create(self) -> Known:
         """Make an agent."""
-        name = self.new_name()
+        name, model = self.new_name(), self.rng.choice(list(self.oracles))
         system = self.rng.choice(("", "Be brief.", "You write Python."))
-        self.ask("POST", "/v1/agents", {"id": name, **({"system": system} if system else {})})
+        more = {"system": system} if system else {}
+        self.ask("POST", "/v1/agents", {"id": name, "model": model, **more})
         messages = [{"role": "system", "content": system}] if system else []
-        made = self.agents[name] = Known(name, [State(messages, [])])
+        made = self.agents[name] = Known(name, model, [State(messages, [])])
         return made
 
     def new_name(self) -> str:
@@ -241,24 +301,41 @@ class Worker:
 
     def take_turn(self, agent: Known) -> None:
         """Say something to an agent and hear all of the answer."""
-        text, limit = self.rng.choice(TEXTS), self.limit()
+        text = self.rng.choice(TEXTS)
         asked = [*agent.messages, {"role": "user", "content": text}]
-        prompt = self.oracle.prompt(asked)
-        wanted = self.expected(prompt, limit)
-        with self.streamed(agent.name, text, limit) as events:
-            *tokens, end = list(events)
-        if "finish_reason" not in end:
-            raise self.broken(f"a turn of {agent.name} ended with {end}")
-        said = [one["token_id"] for one in tokens if has_token(one)]
+        prompt = self.oracles[agent.model].prompt(asked)
+        wanted, limit = self.expected(agent.model, prompt, self.limit())
+        said: list[int] = []
+        try:
+            with self.streamed(agent.name, text, limit) as events:
+                for event in events:
+                    if has_token(event):
+                        said.append(event["token_id"])
+            self.ended(event)
+        except FailedError:
+            self.settle(agent, text, wanted, len(said))
+            raise
+        if "finish_reason" not in event:
+            raise self.broken(f"a turn of {agent.name} ended with {event}")
         self.check_tokens(agent.name, said, wanted)
-        if end["usage"]["prompt_tokens"] != len(prompt):
-            raise self.broken(f"{agent.name}: {end['usage']} for {len(prompt)} tokens of prompt")
-        answer = {"role": "assistant", "content": end["text"]}
+        if event["usage"]["prompt_tokens"] != len(prompt):
+            raise self.broken(f"{agent.name}: {event['usage']} for {len(prompt)} tokens of prompt")
+        answer = {"role": "assistant", "content": event["text"]}
         agent.read(prompt)
-        agent.states.append(State([*asked, answer], prompt + said))
-        if end["history_digest"] != digest(agent.tokens):
+        is_kept = NOT_KEPT not in str(event)
+        agent.states.append(State([*asked, answer], prompt + said, is_kept=is_kept))
+        if event["history_digest"] != digest(agent.tokens):
             raise self.broken(f"{agent.name}: another history than {agent.tokens} after {text!r}")
         self.report.turns += 1
+
+    def ended(self, event: dict[str, Any]) -> None:
+        """Look if a stream ended with a fault.
+
+        Raises:
+            FailedError: it did.
+        """
+        if "error" in event:
+            self.may_have_failed("POST", 500, json.dumps(event))
 
     def turn(self) -> None:
         """Take a turn of some agent."""
@@ -267,58 +344,103 @@ class Worker:
     def chat(self) -> None:
         """Go on with a conversation that has no name, by its messages."""
         if not self.chats or (len(self.chats) < 4 and self.rng.random() < 0.3):
-            self.chats.append([])
-        talk = self.rng.choice(self.chats)
+            self.chats.append((self.rng.choice(list(self.oracles)), []))
+        model, talk = chosen = self.rng.choice(self.chats)
         if talk and self.rng.random() < 0.2:  # the last answer is asked for again
             del talk[-2:]
-        talk.append({"role": "user", "content": self.rng.choice(TEXTS)})
-        said, _ = self.completed(talk)
-        talk.append({"role": "assistant", "content": said})
-        if len(self.oracle.prompt(talk)) > LONGEST:
-            self.chats.remove(talk)
+        asked = [*talk, {"role": "user", "content": self.rng.choice(TEXTS)}]
+        answer, _ = self.completed(model, asked, self.limit())
+        talk[:] = [*asked, {"role": "assistant", "content": said_in(answer)}]
+        if len(self.oracles[model].prompt(talk)) > LONGEST:
+            self.chats.remove(chosen)
 
-    def completed(self, talk: list[Message], **headers: str) -> tuple[str, int]:
-        """Have messages answered; the text, and how many tokens were reused."""
-        limit, prompt = self.limit(), self.oracle.prompt(talk)
-        wanted = self.expected(prompt, limit)
-        body = {"model": "demo", "messages": talk, "max_tokens": limit, "temperature": 0}
+    def completed(
+        self, model: str, talk: list[Message], most: int, **headers: str
+    ) -> tuple[Any, list[int] | None]:
+        """Have messages answered; the answer, and the tokens that it had to have."""
+        oracle = self.oracles[model]
+        prompt = oracle.prompt(talk)
+        wanted, limit = self.expected(model, prompt, most)
+        body = {"model": model, "messages": talk, "max_tokens": limit, "temperature": 0}
         answer = self.ask("POST", "/v1/chat/completions", body, **headers)
-        said = answer["choices"][0]["message"]["content"] or ""
-        usage = answer["usage"]
-        if wanted is not None and said != self.oracle.text(wanted):
+        said, usage = said_in(answer), answer["usage"]
+        if wanted is not None and said != oracle.text(wanted):
             self.report.wrong_tokens += 1
-            raise self.broken(f"{talk}: {said!r}, the oracle says {self.oracle.text(wanted)!r}")
+            raise self.broken(f"{talk}: {said!r}, the oracle says {oracle.text(wanted)!r}")
         if usage["prompt_tokens"] != len(prompt):
             raise self.broken(f"{talk}: {usage} for {len(prompt)} tokens of prompt")
         self.report.turns += 1
-        return said, usage["prompt_tokens_details"]["cached_tokens"]
+        return answer, wanted
 
     def named_chat(self) -> None:
         """Take a turn of a named agent by the chat route, with all of its messages."""
-        agent = self.some()
-        asked = [*agent.messages, {"role": "user", "content": self.rng.choice(TEXTS)}]
-        said, _ = self.completed(asked, **{"X-Agent-Id": agent.name})
+        agent, text = self.some(), self.rng.choice(TEXTS)
+        asked = [*agent.messages, {"role": "user", "content": text}]
+        prompt, most = self.oracles[agent.model].prompt(asked), self.limit()
+        try:
+            answer, wanted = self.completed(agent.model, asked, most, **{"X-Agent-Id": agent.name})
+        except FailedError:
+            self.settle(agent, text, self.expected(agent.model, prompt, most)[0], 0)
+            raise
         now = self.ask("GET", f"/v1/agents/{agent.name}")
-        messages = [*asked, {"role": "assistant", "content": said}]
+        messages = [*asked, {"role": "assistant", "content": said_in(answer)}]
         if now["messages"] != messages:
             raise self.broken(f"{agent.name}: {now['messages']} is not {messages}")
-        prompt = self.oracle.prompt(asked)
-        wanted = self.expected(prompt, now["n_tokens"] - len(prompt))
         if wanted is None:  # nothing tells the tokens of such an answer
-            self.agents.pop(agent.name)
-            self.ask("DELETE", f"/v1/agents/{agent.name}?forever=true")
+            self.forget(agent)
             return
         agent.read(prompt)
-        agent.states.append(State(messages, prompt + wanted))
+        is_kept = NOT_KEPT not in str(answer)
+        agent.states.append(State(messages, prompt + wanted, is_kept=is_kept))
         self.check(agent)
+
+    def forget(self, agent: Known) -> None:
+        """Delete an agent for ever."""
+        with suppress(FailedError):
+            self.ask("DELETE", f"/v1/agents/{agent.name}?forever=true")
+        del self.agents[agent.name]
 
     def salted(self) -> None:
         """Ask as a stranger what is in the cache already: nothing of it may be reused."""
+        model = self.rng.choice(list(self.oracles))
         talk = [{"role": "user", "content": self.rng.choice(TEXTS)}]
-        self.completed(talk)
-        _, n_cached = self.completed(talk, **{"X-Cache-Salt": self.new_name() + "-salt"})
-        if n_cached:
+        self.completed(model, talk, self.limit())
+        stranger = {"X-Cache-Salt": self.new_name() + "-salt"}
+        if self.rng.random() < 0.5:  # somebody else with a key
+            stranger |= GUESTS
+            for name in self.agents:
+                self.report.requests += 1
+                seen = self.served.http.get(f"/v1/agents/{name}", headers=GUESTS)
+                if seen.status_code != 404:
+                    raise self.broken(f"a guest sees {name}: {seen.status_code} {seen.text}")
+        answer, _ = self.completed(model, talk, self.limit(), **stranger)
+        if n_cached := answer["usage"]["prompt_tokens_details"]["cached_tokens"]:
             raise self.broken(f"a stranger reused {n_cached} tokens of {talk}")
+
+    def read(self) -> None:
+        """Look at what is told of everything, and compare it with what is known."""
+        listed = {one["id"]: one for one in self.ask("GET", "/v1/agents")["data"]}
+        for agent in self.agents.values():
+            self.check_history(agent, listed.get(agent.name, {"n_tokens": 0, "history_digest": ""}))
+        if not self.may_fail:
+            mine = {name: one for name, one in listed.items() if name.startswith(f"{self.name}-")}
+            if mine.keys() != self.agents.keys():
+                raise self.broken(f"there is {mine}, not {sorted(self.agents)}")
+        for agent in self.agents.values():
+            self.check(agent)
+            why = self.ask("GET", f"/v1/agents/{agent.name}/why")
+            if why["miss"] != self.ask("GET", f"/v1/agents/{agent.name}")["miss"]:
+                raise self.broken(f"{agent.name} says two things: {why}")
+        health = self.ask("GET", "/health")
+        offered = {one["id"] for one in self.ask("GET", "/v1/models")["data"]}
+        if health["status"] != "ok" or offered != set(self.oracles):
+            raise self.broken(f"{health} of {offered}")
+        for model, talk in self.chats:
+            asked = [*talk, {"role": "user", "content": self.rng.choice(TEXTS)}]
+            body = {"model": model, "messages": asked}
+            counted = self.ask("POST", "/v1/messages/count_tokens", body)
+            if counted["input_tokens"] != len(self.oracles[model].prompt(asked)):
+                raise self.broken(f"{asked}: {counted}")
 
     def disconnect(self) -> None:
         """Leave in the middle of an answer."""
@@ -330,8 +452,9 @@ class Worker:
         """Say something, hear a few tokens and leave."""
         agent, text = self.some(), self.rng.choice(TEXTS)
         asked = [*agent.messages, {"role": "user", "content": text}]
-        wanted, heard, n = self.expected(self.oracle.prompt(asked), 24), 0, self.rng.randint(0, 3)
-        with self.streamed(agent.name, text, 24) as events:
+        wanted, limit = self.expected(agent.model, self.oracles[agent.model].prompt(asked), 24)
+        heard, n = 0, self.rng.randint(0, 3)
+        with suppress(FailedError), self.streamed(agent.name, text, limit) as events:
             while heard < n and has_token(next(events, {})):
                 heard += 1
         return agent, text, wanted, heard
@@ -341,8 +464,9 @@ class Worker:
         self.report.faults["stop"] += 1
         agent, text = self.some(), self.rng.choice(TEXTS)
         asked = [*agent.messages, {"role": "user", "content": text}]
-        wanted, heard = self.expected(self.oracle.prompt(asked), 24), 0
-        with self.streamed(agent.name, text, 24) as events:
+        wanted, limit = self.expected(agent.model, self.oracles[agent.model].prompt(asked), 24)
+        heard = 0
+        with suppress(FailedError), self.streamed(agent.name, text, limit) as events:
             for event in events:
                 heard += has_token(event)
                 if heard == 1 and has_token(event):
@@ -361,15 +485,15 @@ class Worker:
         )
         now = self.ask("GET", f"/v1/agents/{agent.name}")
         asked = [*agent.messages, {"role": "user", "content": text}]
-        prompt = self.oracle.prompt(asked)
+        oracle = self.oracles[agent.model]
+        prompt = oracle.prompt(asked)
         if now["history_digest"] == digest(agent.states[-1].wanted(now["n_tokens"])):
             if heard:
                 raise self.broken(f"{agent.name} has nothing of the {heard} tokens that it said")
             return
         agent.read(prompt)
         if wanted is None:
-            self.ask("POST", f"/v1/agents/{agent.name}/rewind")
-            self.check(agent)
+            self.forget(agent)
             return
         n_said = now["n_tokens"] - len(prompt)
         tokens = prompt + wanted[: max(0, n_said)]
@@ -378,9 +502,9 @@ class Worker:
                 f"{agent.name} has {n_said} tokens of an answer, {heard} were heard, the oracle "
                 f"says {wanted} behind {len(prompt)}: {now['messages']}, {now['turns'][-1:]}"
             )
-        agent.states.append(State(now["messages"], tokens))
+        agent.states.append(State(now["messages"], tokens, is_kept=not self.may_fail))
         if now["messages"][:-1] != asked or (
-            not self.oracle.text(tokens[len(prompt) :]).startswith(now["messages"][-1]["content"])
+            not oracle.text(tokens[len(prompt) :]).startswith(now["messages"][-1]["content"])
         ):
             raise self.broken(f"{agent.name}: {now['messages']} is not {asked} and an answer")
 
@@ -393,7 +517,7 @@ class Worker:
         name = self.new_name()
         body = {"id": name, **({"turn": turn} if turn < len(agent.states) - 1 else {})}
         self.ask("POST", f"/v1/agents/{agent.name}/fork", body)
-        made = self.agents[name] = Known(name, agent.states[: turn + 1])
+        made = self.agents[name] = Known(name, agent.model, agent.states[: turn + 1])
         self.check(made)
         self.take_turn(made)
         self.check(agent)
@@ -418,7 +542,7 @@ class Worker:
         family = []
         for parent in (trunk, trunk, None):
             parent = parent or family[-1]
-            made = Known(self.new_name(), list(parent.states))
+            made = Known(self.new_name(), parent.model, list(parent.states))
             self.ask("POST", f"/v1/agents/{parent.name}/fork", {"id": made.name})
             self.take_turn(made)
             family.append(made)
@@ -430,8 +554,9 @@ class Worker:
         for one in (kept, *others):
             self.check(one)
         self.agents[kept.name] = kept
-        for one in (*others, self.agents.pop(trunk.name)):
+        for one in others:
             self.ask("DELETE", f"/v1/agents/{one.name}?forever=true")
+        self.forget(trunk)
 
     def pause(self) -> None:
         """Have an agent on disk alone, and back."""
@@ -452,16 +577,40 @@ class Worker:
             self.ask("POST", f"/v1/agents/{agent.name}/undo")
             self.check(agent)
         else:
-            self.ask("DELETE", f"/v1/agents/{agent.name}?forever=true")
-            del self.agents[agent.name]
+            self.forget(agent)
             if self.served.http.get(f"/v1/agents/{agent.name}").status_code != 404:
                 raise self.broken(f"{agent.name} is there after it was deleted for ever")
 
     def prune(self) -> None:
         """Delete all but a few agents, so that what there is does not grow with time."""
-        for name in list(self.agents)[:-4]:
-            self.ask("DELETE", f"/v1/agents/{name}?forever=true")
-            del self.agents[name]
+        for agent in list(self.agents.values())[:-4]:
+            self.forget(agent)
+
+    def recover(self) -> None:
+        """Go back, after a kill, to what is there: all that was told to be on disk, and more or less
+        of what was not."""
+        for agent in list(self.agents.values()):
+            found = self.served.http.get(f"/v1/agents/{agent.name}")
+            now = found.json() if found.is_success else {"n_tokens": 0, "history_digest": ""}
+            n_there = next(
+                (
+                    n
+                    for n in range(len(agent.states), 0, -1)
+                    if digest(agent.states[n - 1].wanted(now["n_tokens"])) == now["history_digest"]
+                ),
+                0,
+            )
+            if any(state.is_kept for state in agent.states[n_there:]):
+                self.check_history(agent, now)
+                raise self.broken(f"{agent.name} has lost what was on disk: {now}")
+            del agent.states[n_there:]
+            if not n_there:
+                del self.agents[agent.name]
+
+
+def said_in(answer: Any) -> str:
+    """Return the text of an answer of the chat route."""
+    return answer["choices"][0]["message"]["content"] or ""
 
 
 class Fleet:

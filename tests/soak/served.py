@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -18,6 +19,11 @@ from tests.processes import ROOT
 
 PATIENCE_S = 120.0
 """For whatever has to come at some time."""
+
+OWNER, GUEST = "owner", "guest"
+"""Keys that a server takes."""
+
+OWNERS, GUESTS = ({"Authorization": f"Bearer {key}"} for key in (OWNER, GUEST))
 
 
 class BrokenError(AssertionError):
@@ -38,20 +44,29 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 
 class Served:
-    """`kvcellar serve demo` with a store in a folder; its log is beside the store."""
+    """`kvcellar serve` with a store in a folder, and faults that it is told; its log is there, too.
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    Args:
+        folder: where the store, the log and all else of it are.
+        options: what it is started with.
+        struck: is told each fault that strikes.
+    """
+
+    def __init__(self, folder: Path, *options: str, struck: Callable[[str], None] = id) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.store = folder / "store"
         self._options = options
+        self._struck = struck
         self._log = folder / "log"
-        self._home = folder / "home"
+        self._keys = folder / "keys"
+        self._keys.write_text(f"{OWNER}\n{GUEST}\n")
+        self._keys.chmod(0o600)
         self._process: subprocess.Popen[str] | None = None
+        self._is_told = threading.Semaphore(0)
         self.http = httpx.Client()
 
     def _env(self) -> dict[str, str]:
         return os.environ | {
-            "KVCELLAR_HOME": str(self._home),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         }
@@ -64,32 +79,65 @@ class Served:
 
     def start(self) -> None:
         """Start the process and wait until it listens."""
-        command = [sys.executable, "-W", "ignore", "-m", "kvcellar", "serve", "--port", "0"]
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(
-                [*command, "--store", str(self.store), *self._options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self._env(),
-            )
-        assert self._process.stdout is not None
+        command = [sys.executable, "-W", "ignore", "-m", "tests.soak.faulty", "serve"]
+        more = ["--port", "0", "--store", str(self.store), "--api-key-file", str(self._keys)]
+        self._process = subprocess.Popen(
+            [*command, *self._options, *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,  # a file could not be written while none may grow
+            text=True,
+            env=self._env(),
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        threading.Thread(target=self._note, args=(self._process.stderr,), daemon=True).start()
         said = self._process.stdout.readline()
         if "http://" not in said:
+            time.sleep(1)  # until all that it said has been noted
             raise BrokenError(f"the server did not start: {self._log.read_text()[-2000:]}")
+        threading.Thread(target=self._hear, args=(self._process.stdout,), daemon=True).start()
         self.http.close()
         self.http = httpx.Client(
             base_url=said.split()[-1],
+            headers=OWNERS,
             timeout=PATIENCE_S,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=4),
         )
+
+    def _note(self, stream: IO[str]) -> None:
+        """Write what the process logs into its log."""
+        with self._log.open("a") as log:
+            for line in stream:
+                log.write(line)
+                log.flush()
+
+    def _hear(self, stream: IO[str]) -> None:
+        """Take note of faults that strike."""
+        for line in stream:
+            if line.startswith("struck "):
+                self._struck(line.removeprefix("struck ").strip())
+            elif line == "told\n":
+                self._is_told.release()
+
+    def tell(self, fault: str) -> None:
+        """Have a fault from now on; ``tests/soak/faulty.py`` says which there are."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(f"{fault}\n")
+        self._process.stdin.flush()
+        if not self._is_told.acquire(timeout=PATIENCE_S):
+            raise BrokenError(f"the process does not take {fault!r}")
+
+    @property
+    def is_running(self) -> bool:
+        """True between a start and the end."""
+        return self._process is not None
 
     def kill(self) -> None:
         """End the process as a power cut would, and close the connections to it."""
         self.http.close()
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait(PATIENCE_S)
             self._process = None
 
     def stop(self) -> None:
@@ -101,7 +149,7 @@ class Served:
         assert self._process is not None
         self.http.close()
         self._process.terminate()
-        self._process.communicate(timeout=PATIENCE_S)
+        self._process.wait(PATIENCE_S)
         code, self._process = self._process.returncode, None
         if code:
             raise BrokenError(f"the server ended with {code}")
@@ -148,7 +196,7 @@ class Served:
             BrokenError: a line of the log has a traceback.
         """
         for line in self._log.read_text().splitlines():
-            if line.startswith("{") and "traceback" in json.loads(line):
+            if line.startswith("{") and "injected" not in json.loads(line).get("traceback", "injected"):
                 raise BrokenError(f"the log has a traceback: {line[:2000]}")
 
     def verify(self) -> None:

@@ -102,7 +102,7 @@ class DroppedStates:
             known = await asyncio.to_thread(_read_all, self.store) if verb == "delete" else ()
             if all(state.created_s != agent.created_s for _, state in known):
                 return None
-        now = time.time_ns()
+        now = await asyncio.to_thread(_next_ns, self.store)
         said = {"id": agent.agent_id, "verb": verb, "by": by, "act": act, "at_s": now / 1e9}
         state = agent.copied(f"{DROPPED}{now:020d}-{uuid.uuid4().hex[:8]}", dropped=said)
         try:
@@ -209,6 +209,13 @@ def _forget(store: Store, names: Iterable[str]) -> int:
             store.delete(name)
             n += 1
     return n
+
+
+def _next_ns(store: Store) -> int:
+    """Return nanoseconds since 1970, or more: behind those of all dropped states, as a clock that
+    was set back would not be. For threads."""
+    stamps = (name.removeprefix(DROPPED).partition("-")[0] for name in _names(store))
+    return max(time.time_ns(), *(int(stamp) + 1 for stamp in stamps if stamp.isdecimal()), 0)
 
 
 def _names(store: Store) -> list[str]:
