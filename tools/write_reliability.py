@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Write docs/reliability.md from what a soak has printed: ``make soak`` says how one is run.
+"""Write docs/reliability.md from what soaks have printed: ``make soak`` says how one is run.
 
-python tools/write_reliability.py FILE             write docs/reliability.md
-python tools/write_reliability.py FILE --to PAGE   write another page
+python tools/write_reliability.py FILE...             write docs/reliability.md
+python tools/write_reliability.py FILE... --to PAGE   write another page
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,84 +19,144 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 INTRODUCTION = """\
 # Reliability
 
-<!-- Written by tools/write_reliability.py from a run of `make soak`; do not edit. -->
+<!-- Written by tools/write_reliability.py from runs of `make soak`; do not edit. -->
 
-`make soak` has simulated agents talk with a real server for some time (20 minutes, or `MINUTES=`),
+`make soak` has simulated agents talk with real servers for some time (20 minutes, or `MINUTES=`),
 each with a model of what it must see: turns by `/v1/agents` and `/v1/chat/completions`, whole and
-streamed, forks, rewinds, undo, keep, pause, deletion, strangers with a salt of their own. The cache
-has 1,024 cells, so that agents give way to each other; guesses are verified (`--speculate ngram`).
-Meanwhile clients leave in mid-answer, turns are stopped, a shared place (a folder) goes away and
-comes back, and after the first round the server is killed (`kill -9`) and started again.
+streamed, forks, rewinds, undo, keep, pause, deletion, strangers with a salt or a key of their own;
+and reads of histories, lists and counts, each compared with what is known. Clients leave in
+mid-answer, and turns are stopped. It goes from one world to the next, half a minute in each:
+
+| world | what it has |
+| --- | --- |
+| plain | 1,024 cells, so that agents give way to each other; guesses (`--speculate ngram`); a shared place (a folder) that goes away and comes back; one process for the whole run |
+| int8 | K and V in int8, in blocks; what the server tells is compared with what it keeps |
+| window | a model with sliding windows, of random weights |
+| hybrid | a model with recurrent layers (LFM2's), of random weights |
+| adapters | two LoRA adapters beside the model |
+| swaps | two models inside `--memory`, each let go of after a second |
+| faults, harmed | forwards that raise, find no memory, or give NaN; a disk that is full, slow, fails, or cuts what is written at any byte; with torch, and with our kernel alone |
+| bounded, crowded | sixteen clients inside `--memory`, of which there is little more than the least that is taken; one process for the whole run; with our kernel alone, and with torch |
+
+In all of them the clock is set, by up to three days, forwards and backwards. A server that does not
+go on ends as its user ends it, or with `kill -9` while it answers, and starts again.
 
 - An answer is compared with that of a plain loop, which reads its whole prompt into an empty cache:
   the digest of an agent's history is that of the loop's tokens. A turn that was cut short has a
-  beginning of them. Answers of the chat route are compared as text.
+  beginning of them. Answers of the chat route are compared as text. An answer is asked for as far
+  as its tokens are the best by more than what float32 rounds away.
 - After each round: every agent has the history that it was told of; every cell is free, or held by
   the prefix index alone; nothing runs or waits; the store has no temporary file, the log no
-  traceback; `/health` is well, and `kvcellar store verify` finds nothing. One of four rounds has K
-  and V in int8 and a paged cache, where it is compared that what the server tells is what it keeps.
-- After the kill, every turn whose end was told before is there.
-- In rounds of 30 seconds or more, resident memory after each is within 5% of that after the first
-  round of the process that was measured, beside what pools and stored blocks in RAM have grown by.
+  traceback but of what was injected; `/health` is well, and `kvcellar store verify` finds nothing.
+- A request that a fault ends says so with a status of 500, 503 or 507, and its agent is as it was,
+  or has a beginning of the answer. An answer that the disk did not take says so.
+- After a kill, every turn whose end was told is there, but those of which that was said.
+- Resident memory of the first world's process, after each of its rounds but the first two, is
+  within 5% of that after the second, beside what pools and stored blocks in RAM have grown by. That
+  of processes with `--memory` is never above it; it is looked at five times a second.
 
 The first thing that does not hold ends a run with exit status 1, its seed, and the last operations.
 """
 
+BEHIND = """\
+## What this does not cover
 
-def page(told: dict[str, Any]) -> str:
-    """Return the page of a run, from the JSON that it printed."""
+Small models, in float32 where tokens are compared; one machine, one server at a time. Faults of the
+disk are those of writing: what is read is damaged in `tests/store/test_faults.py`. A run of an hour
+says little of what grows over days.
+"""
+
+
+def total(told: Sequence[dict[str, Any]], name: str) -> Counter[str]:
+    """Return the sums of a mapping from names to numbers that each run has."""
+    return sum((Counter(one[name]) for one in told), Counter())
+
+
+def listed(numbers: Counter[str]) -> str:
+    """Return numbers with their names, in one line."""
+    return ", ".join(f"{name} {n:,}" for name, n in sorted(numbers.items()))
+
+
+def megabytes(held: dict[str, int] | None, name: str) -> str:
+    """Return a size of a run as a cell of the table; empty where it was not measured."""
+    return f"{held[name] / 1e6:,.1f}" if held else ""
+
+
+def page(told: Sequence[dict[str, Any]]) -> str:
+    """Return the page of some runs, from the JSON that each printed."""
+    faults = total(told, "faults")
     rows = [
-        ("minutes", f"{told['minutes']:.1f}"),
-        ("seed", str(told["seed"])),
-        ("rounds", f"{told['rounds']:,}"),
-        ("of them with K and V in int8", f"{told['quantised_rounds']:,}"),
-        ("rounds after which memory was compared", f"{told['memory_compared']:,}"),
-        ("requests", f"{told['requests']:,}"),
-        ("turns that were compared whole", f"{told['turns']:,}"),
-        ("requests that were told to come back", f"{told['refused']:,}"),
-        *((f"faults: {name}", f"{n:,}") for name, n in told["faults"].items()),
-        ("wrong tokens", f"{told['wrong_tokens']:,}"),
-        ("bytes lost", f"{told['bytes_lost']:,}"),
-        ("broken invariant", told["broken"] or "none"),
+        ("runs", f"{len(told):,}"),
+        ("minutes", f"{sum(one['minutes'] for one in told):,.1f}"),
+        ("requests", f"{sum(one['requests'] for one in told):,}"),
+        ("turns that were compared whole", f"{sum(one['turns'] for one in told):,}"),
+        ("faults", f"{faults.total():,}"),
+        *((f"faults: {name}", f"{n:,}") for name, n in sorted(faults.items())),
+        ("requests that a fault ended", f"{sum(one['failed'] for one in told):,}"),
+        ("requests that were told to come back", f"{sum(one['refused'] for one in told):,}"),
+        ("wrong tokens", f"{sum(one['wrong_tokens'] for one in told):,}"),
+        ("bytes lost", f"{sum(one['bytes_lost'] for one in told):,}"),
+        ("broken invariants", "; ".join(one["broken"] for one in told if one["broken"]) or "none"),
     ]
-    for name, held in (("after warm-up", told["warm"]), ("at the end", told["end"])):
-        if held:
-            resident, accounted = held["resident_bytes"] / 1e6, held["accounted_bytes"] / 1e6
-            rows.append((f"resident memory {name}", f"{resident:,.1f} MB"))
-            rows.append((f"of it pools and stored blocks in RAM {name}", f"{accounted:,.1f} MB"))
-    operations = ", ".join(f"{name} {n:,}" for name, n in told["operations"].items())
+    runs = [
+        (
+            str(one["seed"]),
+            f"{one['minutes']:.1f}",
+            f"{sum(one['rounds'].values()):,}",
+            f"{one['requests']:,}",
+            f"{sum(one['faults'].values()):,}",
+            *(
+                megabytes(one[when], what)
+                for when in ("warm", "end")
+                for what in ("resident_bytes", "accounted_bytes")
+            ),
+            *(
+                f"{held['most_bytes'] / 1e6:,.1f} of {held['limit_bytes'] / 1e6:,.1f}"
+                for _, held in sorted(one["bounded"].items())
+            ),
+        )
+        for one in told
+    ]
+    bounded = [f"most in {name}" for name in sorted(told[0]["bounded"])]
+    head = ["seed", "minutes", "rounds", "requests", "faults", "warm", "of it known", "at the end"]
+    machines = sorted({f"Python {one['python']}, {one['machine']}" for one in told})
+    versions = sorted({one["version"] for one in told})
     return "\n".join(
         [
             INTRODUCTION,
-            "## The last run that was published",
+            "## The runs that were published last",
             "",
-            f"Version {told['version']}, Python {told['python']}, {told['machine']}.",
+            f"Version {', '.join(versions)}; {'; '.join(machines)}.",
             "",
             "| what | how many |",
             "| --- | --- |",
             *(f"| {name} | {value} |" for name, value in rows),
             "",
-            f"Operations, and tokens that gave way: {operations}.",
+            "Of each run, in MB: resident memory of the first world's process after its second",
+            "round and after its last, and what of it pools and stored blocks in RAM are; the most",
+            "that processes inside `--memory` had.",
             "",
-            "## What this does not cover",
+            f"| {' | '.join([*head, 'of it known', *bounded])} |",
+            f"|{' --- |' * (len(head) + 1 + len(bounded))}",
+            *(f"| {' | '.join(run)} |" for run in runs),
             "",
-            "The bundled model alone, in float32 where tokens are compared; one machine, one",
-            "server at a time. No model was swapped; no adapter, sliding window or recurrent layer",
-            "was there; no disk failed, and no clock jumped. A run of minutes says little of what",
-            "grows over days.",
+            f"Rounds: {listed(total(told, 'rounds'))}.",
             "",
+            f"Operations: {listed(total(told, 'operations'))}.",
+            "",
+            BEHIND,
         ]
     )
 
 
 def main() -> None:
-    """Read the run and write the page."""
+    """Read the runs and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--to", type=Path, default=PAGE)
     options = parser.parse_args()
-    last = options.file.read_text(encoding="utf-8").strip().splitlines()[-1]
-    options.to.write_text(page(json.loads(last)), encoding="utf-8")
+    lasts = [file.read_text(encoding="utf-8").strip().splitlines()[-1] for file in options.files]
+    options.to.write_text(page([json.loads(last) for last in lasts]), encoding="utf-8")
 
 
 if __name__ == "__main__":

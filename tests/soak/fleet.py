@@ -204,9 +204,9 @@ class Worker:
     # what must be
 
     def expected(self, model: str, prompt: list[int], most: int) -> tuple[list[int] | None, int]:
-        """Return the tokens of the answer, where they are known beforehand, and how many to ask for.
+        """Return the tokens of the answer, where they are known, and how many to ask for.
 
-        An answer is asked for as far as it is certain, and to one token at least.
+        An answer is asked for as far as it is certain, and for one token at least.
         """
         if not self.is_exact:
             return None, most
@@ -587,8 +587,7 @@ class Worker:
             self.forget(agent)
 
     def recover(self) -> None:
-        """Go back, after a kill, to what is there: all that was told to be on disk, and more or less
-        of what was not."""
+        """Go back, after a kill, to what is there: all that was told to be on disk, at least."""
         for agent in list(self.agents.values()):
             found = self.served.http.get(f"/v1/agents/{agent.name}")
             now = found.json() if found.is_success else {"n_tokens": 0, "history_digest": ""}

@@ -196,7 +196,9 @@ class Served:
             BrokenError: a line of the log has a traceback.
         """
         for line in self._log.read_text().splitlines():
-            if line.startswith("{") and "injected" not in json.loads(line).get("traceback", "injected"):
+            if line.startswith("{") and "injected" not in json.loads(line).get(
+                "traceback", "injected"
+            ):
                 raise BrokenError(f"the log has a traceback: {line[:2000]}")
 
     def verify(self) -> None:

@@ -43,6 +43,7 @@ class World:
         faults: what strikes it in a round; ``place`` takes the shared place away for a while.
         pause_s: how long nothing strikes between two of them, at most.
         limit_bytes: what the process may have in memory, at any time.
+        stays: if its server goes on from round to round, so that it is seen what grows.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class World:
         faults: Sequence[str] = CLOCK,
         pause_s: float = 10.0,
         limit_bytes: int | None = None,
+        stays: bool = False,
     ) -> None:
         self.name = name
         self.report = report
         self.faults = faults
         self.pause_s = pause_s
         self.limit_bytes = limit_bytes
+        self.stays = stays
         self.most_bytes = 0
         self.n_rounds = 0
         self.place = folder / name / "place"
@@ -219,7 +222,7 @@ class World:
 
 
 def worlds(folder: Path, report: Report) -> list[World]:
-    """Return all worlds; the first is that whose server goes on, and whose memory is compared."""
+    """Return all worlds; the first is that whose memory is compared from round to round."""
     made = folder / "models"
     window = make_checkpoint("gemma3", made / "window")
     write_hybrid("lfm2", made / "hybrid")
@@ -234,12 +237,26 @@ def worlds(folder: Path, report: Report) -> list[World]:
     only = {"demo": demo}
     return [
         world(
-            "plain", only, "demo", *TORCH, *CELLS, "--speculate", "ngram", faults=("place", "clock")
+            "plain",
+            only,
+            "demo",
+            *TORCH,
+            *CELLS,
+            "--speculate",
+            "ngram",
+            faults=("place", "clock"),
+            stays=True,
         ),
-        world("int8", only, "demo", *TORCH, *CELLS, "--kv-dtype=int8", "--cache=paged", is_exact=False),
+        world(
+            "int8", only, "demo", *TORCH, *CELLS, "--kv-dtype=int8", "--cache=paged", is_exact=False
+        ),
         world("window", {"window": of_window}, f"window={window}", *TORCH, *CELLS),
         world(
-            "hybrid", {"hybrid": Oracle(made / "hybrid")}, f"hybrid={made / 'hybrid'}", *TORCH, *CELLS
+            "hybrid",
+            {"hybrid": Oracle(made / "hybrid")},
+            f"hybrid={made / 'hybrid'}",
+            *TORCH,
+            *CELLS,
         ),
         world("adapters", only | adapted, "demo", *TORCH, *CELLS, *beside),
         world(
@@ -252,8 +269,10 @@ def worlds(folder: Path, report: Report) -> list[World]:
             "--idle-unload=1",
             limit_bytes=900_000_000,
         ),
-        world("faults", only, "demo", *TORCH, *CELLS, faults=(*FORWARD, *FORWARD, *DISK), pause_s=0.5),
-        world("bounded", only, "demo", *NATIVE, n_workers=16, limit_bytes=400_000_000),
+        world(
+            "faults", only, "demo", *TORCH, *CELLS, faults=(*FORWARD, *FORWARD, *DISK), pause_s=0.5
+        ),
+        world("bounded", only, "demo", *NATIVE, n_workers=16, limit_bytes=310_000_000, stays=True),
         world("harmed", only, "demo", *NATIVE, *CELLS, faults=(*FORWARD, *DISK), pause_s=0.5),
-        world("crowded", only, "demo", *TORCH, n_workers=16, limit_bytes=850_000_000),
+        world("crowded", only, "demo", *TORCH, n_workers=16, limit_bytes=760_000_000, stays=True),
     ]
