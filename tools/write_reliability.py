@@ -27,16 +27,17 @@ streamed, forks, rewinds, undo, keep, pause, deletion, strangers with a salt or 
 and reads of histories, lists and counts, each compared with what is known. Clients leave in
 mid-answer, and turns are stopped. It goes from one world to the next, half a minute in each:
 
-| world | what it has |
-| --- | --- |
-| plain | 1,024 cells, so that agents give way to each other; guesses (`--speculate ngram`); a shared place (a folder) that goes away and comes back; one process for the whole run |
-| int8 | K and V in int8, in blocks; what the server tells is compared with what it keeps |
-| window | a model with sliding windows, of random weights |
-| hybrid | a model with recurrent layers (LFM2's), of random weights |
-| adapters | two LoRA adapters beside the model |
-| swaps | two models inside `--memory`, each let go of after a second |
-| faults, harmed | forwards that raise, find no memory, or give NaN; a disk that is full, slow, fails, or cuts what is written at any byte; with torch, and with our kernel alone |
-| bounded, crowded | sixteen clients inside `--memory`, of which there is little more than the least that is taken; one process for the whole run; with our kernel alone, and with torch |
+- **plain**: 1,024 cells, so that agents give way to each other; guesses (`--speculate ngram`); a
+  shared place (a folder) that goes away and comes back; one process for the whole run.
+- **int8**: K and V in int8, in blocks; what the server tells is compared with what it keeps.
+- **window**, **hybrid**: models with sliding windows (Gemma 3's), and with recurrent layers
+  (LFM2's), of random weights.
+- **adapters**: two LoRA adapters beside the model.
+- **swaps**: two models inside `--memory`, each let go of when nobody used it for a second.
+- **faults**, **harmed**: forwards that raise, find no memory, or give NaN; a disk that is full,
+  slow, fails, or cuts what is written at any byte; with torch, and with our kernel alone.
+- **bounded**, **crowded**: sixteen clients inside `--memory`, with little more than the least that
+  is taken; one process for the whole run; with our kernel alone, and with torch.
 
 In all of them the clock is set, by up to three days, forwards and backwards. A server that does not
 go on ends as its user ends it, or with `kill -9` while it answers, and starts again.
