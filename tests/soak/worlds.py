@@ -154,7 +154,7 @@ class World:
         Then all that it has told must be there when it starts again.
         """
         rng = random.Random(f"{seed}/{self.name}/end")
-        if rng.random() < 0.5:
+        if rng.random() < 0.3:
             self.served.stop()
             return
         disk = [fault for fault in self.faults if fault.startswith("disk")]

@@ -212,8 +212,10 @@ def _forget(store: Store, names: Iterable[str]) -> int:
 
 
 def _next_ns(store: Store) -> int:
-    """Return nanoseconds since 1970, or more: behind those of all dropped states, as a clock that
-    was set back would not be. For threads."""
+    """Return nanoseconds since 1970, or more: after all dropped states, also where a clock was set.
+
+    For threads.
+    """
     stamps = (name.removeprefix(DROPPED).partition("-")[0] for name in _names(store))
     return max(time.time_ns(), *(int(stamp) + 1 for stamp in stamps if stamp.isdecimal()), 0)
 

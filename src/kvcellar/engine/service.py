@@ -7,6 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class EngineService:
         self._lock = threading.Lock()
         self._is_closed = False
         self._failure: EngineFailedError | None = None
+        self._step_since_s: float | None = None
         self._thread = threading.Thread(target=self._work, name="kvcellar-engine", daemon=True)
         self._thread.start()
 
@@ -120,6 +122,12 @@ class EngineService:
     def failure(self) -> EngineFailedError | None:
         """Why the engine has stopped for good; None while it works, or was closed."""
         return self._engine.failure if self._failure is None else self._failure
+
+    @property
+    def step_s(self) -> float:
+        """How long the step that is computed has taken so far; 0 while none is."""
+        since_s = self._step_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def run(self, function: Callable[[Engine], T]) -> Future[T]:
         """Call a function with the engine between two steps, in the engine's thread.
@@ -257,7 +265,10 @@ class EngineService:
         """Step and do what callers ask for, until the service is closed or the engine stops."""
         while self._take_commands() and self._engine.failure is None:
             if not self._engine.is_idle:
-                self._tell(self._engine.step())
+                self._step_since_s = time.monotonic()
+                events = self._engine.step()
+                self._step_since_s = None
+                self._tell(events)
                 if self._engine.is_idle:
                     self.when_at_rest(_TIDY, self._tidy)
 

@@ -106,7 +106,7 @@ class Saver:
         may_read: bool,
     ) -> SaveTicket:
         """Take what is new and queue it; see ``Store.save``."""
-        ticket = SaveTicket(state.name, n_computed)
+        ticket = SaveTicket(state.name, n_computed, _wait_for=self._writer.wait_for)
         size = state.tokens.tokens.nbytes
         taken = _Taken(state, ticket, source, self._writer.n_free_bytes - size, may_read)
         if taken.room < 0:

@@ -348,8 +348,8 @@ class Store:
 
     @property
     def is_failing(self) -> bool:
-        """True while what is said now is not made durable: the last ``record`` did not succeed."""
-        return self._cold.journal.is_failing
+        """True while the last ``record`` did not succeed, or nothing that is written ends."""
+        return self._cold.journal.is_failing or self._writer.is_stuck
 
     def recorded(self, name: str, after: int = 0) -> list[tuple[int, bytes]]:
         """Return what was recorded of a history behind a serial number, with the numbers."""

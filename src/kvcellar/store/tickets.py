@@ -109,6 +109,7 @@ class SaveTicket:
     reason: str = ""
     reference: Reference | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
+    _wait_for: Callable[[threading.Event], object] = threading.Event.wait
 
     @property
     def is_partial(self) -> bool:
@@ -116,8 +117,15 @@ class SaveTicket:
         return self.n_stored < self.n_tokens or self.lacks_boundary
 
     def wait(self, timeout_s: float | None = None) -> SaveState:
-        """Wait until it is over, or for so long; return the state at that time."""
-        self._is_over.wait(timeout_s)
+        """Wait until it is over, or for so long; return the state at that time.
+
+        Raises:
+            StoreError: no time was given, and nothing that is written ends; it may still happen.
+        """
+        if timeout_s is None:
+            self._wait_for(self._is_over)
+        else:
+            self._is_over.wait(timeout_s)
         return self.state
 
     def end(self, state: SaveState, reason: str = "") -> None:

@@ -8,6 +8,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +24,11 @@ log = logging.getLogger("kvcellar.store")
 NICENESS = 10
 """Of the thread, where a thread can have its own: those that compute go first, and the writer still
 gets a tenth of a processor that they keep busy."""
+
+STUCK_S = 120.0
+"""How long one job may take before nobody waits for the writer: its disk does not answer."""
+
+_LOOK_S = 1.0
 
 
 class Writer:
@@ -42,6 +48,8 @@ class Writer:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
         self._is_closed = False
+        self._since_s: float | None = None
+        """Since when the job that runs does, by ``time.monotonic``; None: none does."""
         self._thread = threading.Thread(target=self._work, name="kvcellar-store", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._jobs, self._thread)
@@ -62,6 +70,25 @@ class Writer:
         return self._is_closed
 
     @property
+    def is_stuck(self) -> bool:
+        """True while one job has been running for ``STUCK_S``."""
+        since_s = self._since_s
+        return since_s is not None and time.monotonic() - since_s >= STUCK_S
+
+    def wait_for(self, over: threading.Event) -> None:
+        """Wait for the end of something that was queued.
+
+        Raises:
+            StoreError: the writer is stuck; what was queued may still happen.
+        """
+        while not over.wait(min(_LOOK_S, STUCK_S)):
+            if self.is_stuck:
+                raise StoreError(
+                    f"the store has been writing one thing for {STUCK_S:g} s, so nothing is waited "
+                    f"for that comes after it; see whether its disk answers"
+                )
+
+    @property
     def is_here(self) -> bool:
         """True in the writer's own thread."""
         return threading.current_thread() is self._thread
@@ -79,7 +106,8 @@ class Writer:
         """Run something behind all that is queued, and wait for what it returns or raises.
 
         Raises:
-            StoreError: the store is closed, or it took longer; it may still happen.
+            StoreError: the store is closed, or it took longer, or the writer is stuck; it may
+                still happen.
         """
         if self.is_here:
             return work()
@@ -95,6 +123,10 @@ class Writer:
             if self._is_closed:
                 raise StoreError("the store is closed; open it again")
             self._jobs.put((job, 0))
+        if timeout_s is None:
+            over = threading.Event()
+            future.add_done_callback(lambda _: over.set())
+            self.wait_for(over)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
@@ -123,11 +155,13 @@ class Writer:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (item := self._jobs.get()) is not None:
             job, size_bytes = item
+            self._since_s = time.monotonic()
             try:
                 job()
             except BaseException as error:
                 self._tell(error)
             finally:
+                self._since_s = None
                 with self._lock:
                     self._queued_bytes -= size_bytes
             del item, job  # the bytes go now, not with the next job

@@ -26,7 +26,7 @@ async def health(request: Request) -> JSONResponse:
 
     Where the engine of a model has stopped after an error, the status is ``failed`` and 503: the
     server has to be started again. ``store`` says ``failing`` while turns are answered and cannot
-    be written to disk.
+    be written to disk, or the disk has not answered for two minutes.
     """
     service = service_of(request)
     is_failed = any(host.service.failure for host in service.models.hosts())
@@ -34,7 +34,7 @@ async def health(request: Request) -> JSONResponse:
     said = {
         "status": status,
         "version": __version__,
-        "uptime_s": round(time.time() - service.started_s, 1),
+        "uptime_s": round(time.monotonic() - service.started_s, 1),
         "active": service.n_active,
         "swapping": service.models.swapping,
         "store": "failing" if service.store.is_failing else "ok",
@@ -67,7 +67,11 @@ async def metrics(request: Request) -> Response:
         ("agents", "Agents that are known.", float(len(await service.agents.directory.listed()))),
         ("pinned_tokens", "Tokens that clients asked to keep.", float(service.pins.n_tokens)),
         ("model_loads", "Models that were loaded.", float(service.models.n_loads)),
-        ("store_is_failing", "1 while turns are not on disk.", float(service.store.is_failing)),
+        (
+            "store_is_failing",
+            "1 while what is said is not on disk.",
+            float(service.store.is_failing),
+        ),
         ("resident_bytes", "Main memory of the process.", float(resident_bytes())),
         *(
             (f"store_{name}", "Of the store.", float(value))

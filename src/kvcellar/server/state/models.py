@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcellar.agents import ModelHost, ModelRegistry
@@ -15,6 +15,9 @@ from kvcellar.engine.embedding import TextEmbedder
 from kvcellar.errors import KVCellarError
 from kvcellar.hosting.text_limits import longest_token
 from kvcellar.server.errors import ApiError, as_api_error
+
+LONG_STEP_S = 60.0
+"""How long a step takes, at least, of which it is said how long."""
 
 LoadFn = Callable[[str, Callable[[float, str], None]], ModelHost]
 """From a path, and whom to tell how far it is, to a running host."""
@@ -29,7 +32,7 @@ class ModelState:
         state: ``absent``, ``loading``, ``ready``, ``leaving`` or ``failed``: it could not be
             loaded, or its engine has stopped.
         since_s: seconds since 1970.
-        detail: how far loading is, or what went wrong.
+        detail: how far loading is, what went wrong, or for how long a step has not ended.
         fraction: of loading, 0 to 1.
     """
 
@@ -175,7 +178,10 @@ class ServedModels:
                 elif state.state == "ready" and host is not None and host.service.failure:
                     reason = str(as_api_error(host.service.failure))
                     self._states[path] = ModelState(state.name, "failed", time.time(), reason)
-            return list(self._states.values())
+            return [
+                _with_long_step(state, loaded.get(self._split(path)[0]))
+                for path, state in self._states.items()
+            ]
 
     @property
     def swapping(self) -> bool:
@@ -247,3 +253,12 @@ class ServedModels:
             }
             for state in self.states()
         ]
+
+
+def _with_long_step(state: ModelState, host: ModelHost | None) -> ModelState:
+    """Return a state that says it where the engine has computed one step for long."""
+    if state.state != "ready" or host is None or host.service.step_s < LONG_STEP_S:
+        return state
+    return replace(
+        state, detail=f"its engine has computed one step for {host.service.step_s:.0f} s"
+    )

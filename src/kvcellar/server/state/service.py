@@ -45,7 +45,7 @@ class Service:
         signer: signs what models think.
         stored_conversations: those that clients keep here.
         pictures: reads those of requests.
-        started_s: seconds since 1970.
+        started_s: when it began, by ``time.monotonic``.
     """
 
     def __init__(self, config: ServerConfig, store: Store, models: ServedModels) -> None:
@@ -68,7 +68,7 @@ class Service:
         self.signer = signer_of(store.path, store.shared)
         self.stored_conversations = StoredConversations(store)
         self.pictures = PictureDesk(Fetcher(config.allowed_fetches))
-        self.started_s = time.time()
+        self.started_s = time.monotonic()
         self.is_closing = False
         self.is_ended = False
         self.closing = asyncio.Event()

@@ -108,7 +108,7 @@ class TierLeases:
         return "another machine"
 
     def _is_over(self, name: str, there: tuple[str, str, float]) -> bool:
-        """Return true if another's lease was left here, or was not renewed while it was looked at."""
+        """Return true if this machine left a lease, or saw one unchanged for its time."""
         with self._lock:
             if there[1] in self._left:
                 self._left.discard(there[1])
