@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from kvcellar.errors import DeviceMemoryError
 from kvcellar.server.state import models
 from kvcellar.store import writer
+from kvcellar.store.values import blocks
 from tests.server.live import Live, serving
 from tests.server.test_full_disk import BODIES
 
@@ -191,3 +194,30 @@ def test_a_disk_that_never_answers_stops_what_waits_for_it_alone(
         n_turns = live.get("/v1/agents/poet")["n_turns"]
     with serving(tmp_path) as again:
         assert again.get("/v1/agents/poet")["n_turns"] == n_turns == 3
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_blocks_that_a_disk_does_not_give_are_computed_again(
+    is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turn(live: Live, agent: str) -> Any:
+        body = {"text": "Go on. " * 20, "max_tokens": 5, "temperature": 0}
+        return live.http.post(f"/v1/agents/{agent}/generate", json=body)
+
+    with serving(tmp_path, warm_bytes=0) as live:
+        for agent in ("well", "met"):
+            live.post("/v1/agents", {"id": agent})
+            turn(live, agent)
+            live.post(f"/v1/agents/{agent}/pause")
+        wanted = turn(live, "well").json()["text"]
+
+    def unreadable(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with serving(tmp_path, warm_bytes=0) as live:
+        if not is_read:
+            monkeypatch.setattr(blocks, "read_file", unreadable)
+        answer = turn(live, "met").json()
+        assert answer["text"] == wanted
+        assert (answer["usage"]["restored_tokens"] > 0) == is_read
+        assert live.get("/health")["status"] == "ok"
