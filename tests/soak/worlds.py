@@ -201,6 +201,8 @@ class World:
         for one in models():
             if one["evictable_cells"] + one["free_cells"] != one["capacity"]:
                 raise BrokenError(f"cells that are nobody's: {one}")
+            if one["free_slots"] + one["snapshots"] != one["n_slots"]:
+                raise BrokenError(f"slots that are nobody's: {one}")
             for group in one["groups"]:
                 if group["window"] is None and group["live"] != one["evictable_cells"]:
                     raise BrokenError(f"cells that the prefix index does not hold: {one}")
