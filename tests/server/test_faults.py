@@ -142,7 +142,7 @@ def test_an_engine_whose_thread_dies_ends_its_answers_and_health_says_so(tmp_pat
 def test_health_says_for_how_long_a_step_has_not_ended(
     live: Live, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a card hangs, or who guesses."""
+    """A card may hang, or who guesses."""
     monkeypatch.setattr(models, "LONG_STEP_S", 0.1)
     gate, compute = threading.Event(), forwards.compute
 

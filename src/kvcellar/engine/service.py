@@ -125,7 +125,7 @@ class EngineService:
 
     @property
     def step_s(self) -> float:
-        """How long the step that is computed has taken so far; 0 while none is."""
+        """Seconds that the step has taken so far that is being computed; 0 while none is."""
         since_s = self._step_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
