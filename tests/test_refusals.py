@@ -158,10 +158,14 @@ def test_an_engine_that_was_closed_does_nothing_more():
         host.service.submit_quietly(Request((1, 2)), lambda _: None)
 
 
-def test_files_that_cannot_be_read_have_no_fingerprint(demo, tmp_path):
+def test_a_model_whose_files_cannot_be_read_has_no_fingerprint(demo, tmp_path, monkeypatch):
     gone = replace(demo, path=tmp_path / "gone")
     with pytest.raises(StoreError):
         gone.fingerprint()
+    monkeypatch.setattr("kvcellar.models.fingerprint._Known.digest", no_room)
+    for call in (open_host, lambda options: Hosting(options).open("demo")):
+        with pytest.raises(StoreError):
+            call(LoadOptions("demo"))
 
 
 def test_an_agent_that_cannot_do_it_is_as_it_was(cellar):
@@ -184,11 +188,13 @@ def test_an_agent_that_cannot_do_it_is_as_it_was(cellar):
 def test_a_branch_that_talks_is_not_let_go_of(cellar):
     trunk = cellar.agent("trunk")
     trunk.say("Hello.", max_tokens=2)
-    one, other = trunk.branch(2)
+    one, other = branches = trunk.branch(2)
     with other.stream("Write a lot.", max_tokens=200) as stream:
         next(iter(stream))
         with pytest.raises(AgentError):
             one.keep()
+        with pytest.raises(AgentError):
+            branches.keep(0)
     one.delete(forever=True)
     other.delete(forever=True)
     trunk.delete(forever=True)
