@@ -82,8 +82,8 @@ def known() -> Found:
     return found
 
 
-def tests_of(file: str) -> set[str]:
-    """Return the names of all tests of a file."""
+def functions_of(file: str) -> set[str]:
+    """Return the names of all functions of a file."""
     tree = ast.parse((ROOT / file).read_text())
     return {
         node.name
@@ -167,7 +167,7 @@ class Recorder:
             for name, tests in known().items()
         }
         merged = {
-            name: dict(sorted({**kept.get(name, {}), **self.found.get(name, {})}.items()))
+            name: dict(sorted({**self.found.get(name, {}), **kept.get(name, {})}.items()))
             for name in sorted({*kept, *self.found})
         }
         FILE.write_text(json.dumps({k: v for k, v in merged.items() if v}, indent=1) + "\n")

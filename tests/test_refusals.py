@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from kvcellar.agents import (
     planned_context,
 )
 from kvcellar.cellar import Cellar
-from kvcellar.engine import EngineConfig, Request
+from kvcellar.engine import EngineConfig, Request, SamplingParams, branch, encode_chat, generate
 from kvcellar.errors import (
     AgentError,
     AgentNameError,
@@ -35,18 +36,25 @@ from kvcellar.errors import (
     EngineClosedError,
     KVCellarError,
     ModelError,
+    PictureError,
     PromptError,
+    SessionClosedError,
     ShapeError,
     StoreError,
     UnknownReferenceError,
 )
 from kvcellar.hosting import loader
 from kvcellar.models import LoadOptions, check_model, load_model
+from kvcellar.space import Space
 from kvcellar.store import Store, writer
 from kvcellar.store.disk.folder import Folder
 from kvcellar.store.disk.journal import Journal
 from tests.agents.fakes import make_host
 from tests.agents.test_durable import full
+from tests.engine.fakes import PARAMS, ByteTokenizer, HashRunner, make_cache
+from tests.pictures.fakes import VOCAB
+from tests.pictures.test_engine import host_of
+from tests.pictures.test_engine import tokens_of as picture_tokens
 from tests.store.fakes import FULL, STATE, History, make_key, save, tokens_of
 
 MISSING = "no/such/model"
@@ -147,6 +155,36 @@ def test_settings_that_nobody_knows_are_refused(demo, tmp_path):
         checked_id("../up")
 
 
+def test_names_and_places_that_are_not_there_are_refused(demo, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError):
+        EngineConfig(block_size=3).make_index([], 2)
+    with closing(make_host()) as host, pytest.raises(ConfigError):
+        host.engine.submit(Request((1, 2), space=Space(adapter="sql")))
+    with pytest.raises(ConfigError):
+        Store(tmp_path, shared="nowhere://there")
+    with kv.make_seq_session(demo.backend, kv.make_config(demo.params, 64)) as session:
+        pass
+    with pytest.raises(SessionClosedError):
+        demo.bind(session)
+    monkeypatch.setattr(type(demo), "has_session_ropes", True)
+    with pytest.raises(ConfigError, match="rope_length"):
+        demo.fingerprint()
+
+
+def test_what_reads_text_alone_refuses_pictures():
+    with host_of() as host:
+        prompt = [1, *picture_tokens(host, 1)]
+    cache = make_cache("seq", 400, PARAMS)
+    runner = HashRunner(cache, VOCAB)
+    with pytest.raises(PictureError):
+        next(generate(runner, cache, ByteTokenizer(), prompt))
+    with pytest.raises(PictureError):
+        branch(runner, cache, ByteTokenizer(), prompt, SamplingParams(max_tokens=2), 2)
+    gone = {"role": "user", "content": "See.", "pictures": [{"name": "0" * 64, "at": 0}]}
+    with host_of() as host, pytest.raises(PictureError):
+        encode_chat(host.tokenizer, [gone], looks=host.looks)
+
+
 def test_an_engine_that_was_closed_does_nothing_more():
     host = make_host()
     host.service.close()
@@ -241,6 +279,8 @@ def test_what_a_store_cannot_keep_is_refused(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Journal, "_changing", full)
     with pytest.raises(StoreError):
         store.put_document("resp_1", b"said")
+    with pytest.raises(StoreError):
+        store.record("a", 9, b"said")
     with pytest.raises(StoreError):
         store.put_picture("0" * 64, b"drawn")
 

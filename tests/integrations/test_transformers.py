@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.errors import CacheFullError, ConfigError, RewindError, ShapeError
+from kvcellar.errors import CacheFullError, ConfigError, ModelError, RewindError, ShapeError
 from tests.models.players import text
 from tests.models.tiny_checkpoints import FAMILIES, WINDOW
 
@@ -325,3 +325,20 @@ def test_states_cannot_be_cut_back_and_that_is_said(tmp_path: Any) -> None:
     with pytest.raises(RuntimeError, match="does not track past states"):
         cache.crop(-1)
     assert cache.get_seq_length() == 10
+
+
+def test_a_model_or_a_type_that_nobody_knows_gets_no_cache():
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            vocab_size=8,
+        )
+    )
+    with pytest.raises(ConfigError):
+        make_cache(model, 16, kv_dtype="int3")
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=8)
+    with pytest.raises(ModelError, match="has recurrent layers alone"):
+        make_cache(transformers.AutoModelForCausalLM.from_config(config), 16)

@@ -17,6 +17,7 @@ from kvcellar.backends.executorch import Program, building, native
 from kvcellar.backends.executorch.archive import seal
 from kvcellar.errors import (
     BackendError,
+    CacheFullError,
     ConfigError,
     MetadataError,
     ModelError,
@@ -161,6 +162,24 @@ def test_a_program_of_others_on_a_cache_of_other_heads_is_refused(tiny):
         with pytest.raises(ShapeError, match="2 KV heads of 8"):
             method(torch.randn(1, 4, 3, 24), torch.arange(3)[:, None])
         assert session.cache.length == 0
+
+
+def test_a_program_of_others_on_a_full_cache_is_refused(tiny):
+    config = kv.make_config(ModelCacheParams(1, 2, 8), 8)
+    with kv.make_decode_session("executorch", config) as session:
+        method = Program(tiny).load_method(cache_key=session.cache_key)
+        with pytest.raises(CacheFullError):
+            method(torch.randn(1, 4, 9, 24), torch.arange(9)[:, None])
+        assert session.cache.length == 0
+
+
+def test_without_its_native_part_no_program_is_opened(tiny, monkeypatch):
+    def missing() -> None:
+        raise BackendError("no compiler")
+
+    monkeypatch.setattr(native, "library", missing)
+    with pytest.raises(BackendError, match="no compiler"):
+        Program(tiny)
 
 
 # Sessions ---------------------------------------------------------------------------------------
