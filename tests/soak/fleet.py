@@ -572,7 +572,7 @@ class Worker:
         if not self.agents:
             return
         agent = self.rng.choice(list(self.agents.values()))
-        if self.rng.random() < 0.5:
+        if agent.messages and self.rng.random() < 0.5:  # of who said nothing nothing is kept
             self.ask("DELETE", f"/v1/agents/{agent.name}")
             self.ask("POST", f"/v1/agents/{agent.name}/undo")
             self.check(agent)

@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ import pytest
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig, StoreEvent
+from kvcellar.store.disk.folder import Folder
 from kvcellar.store.disk.journal import Journal
 from kvcellar.store.writer import Writer
 from tests.store.fakes import FULL, STATE, WINDOW, History, load_all, make_key, save, tokens_of
@@ -485,3 +486,24 @@ def test_a_folder_that_takes_no_lock_is_refused_in_words(tmp_path: Path) -> None
         for change in (store.verify, store.gc):
             with pytest.raises(StoreError, match="cannot be written to"):
                 change()
+
+
+def test_a_reference_that_is_there_after_all_keeps_its_blocks(tmp_path: Path) -> None:
+    """The disk failed when its name was there, and was to be made durable."""
+    tokens = HISTORIES["a"].tokens
+    settle = Folder.settle
+
+    def failing(folders: Iterable[Path]) -> None:
+        if any(folder.name == "references" for folder in folders):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        settle(folders)
+
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(KEY, tokens[:10]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Folder, "settle", staticmethod(failing))
+            ticket = store.save("b", KEY, tokens[:10], History(KEY, tokens[:10]))
+            assert ticket.wait(60) == "failed"
+        save(store, "a", HISTORIES["a"])  # which needs its last block no more
+        assert store.verify().is_good
+        assert load_all(store, History(KEY, store.get("b").tokens)) == 10

@@ -175,7 +175,11 @@ class ColdTier:
             self._listing.current()
             if self._listing.is_stale:
                 self.refresh()
-            yield
+            try:
+                yield
+            except OSError:  # a file may have its name, and not be listed
+                self._listing.is_stale = True
+                raise
 
     def put(
         self,

@@ -26,8 +26,8 @@ class Listing:
     """One catalogue at a time, which says what the files say. For any thread.
 
     Attributes:
-        is_stale: whether others were writing when it was opened, so that it has to be looked at
-            again before the first change.
+        is_stale: whether others were writing when it was opened, or a change of the files has
+            failed, so that it has to be looked at again before the next change.
     """
 
     def __init__(self, folder: Folder, references: ReferenceFiles, events: EventLog) -> None:
