@@ -116,7 +116,8 @@ def inject() -> None:
         @contextmanager
         def faulty(self: Any) -> Iterator[Any]:
             try:
-                refuse_or_wait()
+                if getattr(self, "path", "") is not None:  # a catalogue may be in memory alone
+                    refuse_or_wait()
             except OSError as error:
                 refused = sqlite3.OperationalError("disk I/O error")
                 refused.sqlite_errorcode = sqlite3.SQLITE_IOERR
