@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -304,3 +305,18 @@ def test_who_waits_for_a_disk_that_does_not_answer_is_told(store, monkeypatch):
     gate.set()
     monkeypatch.undo()
     assert ticket.wait() == "published"
+
+
+def test_a_slow_disk_that_writes_block_after_block_is_waited_for(store, monkeypatch):
+    monkeypatch.setattr(writer, "STUCK_S", 0.2)
+    written = Folder.write
+
+    def slowly(folder, data):
+        time.sleep(0.1)
+        return written(folder, data)
+
+    monkeypatch.setattr(Folder, "write", slowly)
+    history = History(KEY, tokens_of(3, 96))
+    began = time.monotonic()
+    assert store.save("c", KEY, history.tokens, history).wait() == "published"
+    assert time.monotonic() - began > 0.3  # longer than nothing may take

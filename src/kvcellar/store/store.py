@@ -100,6 +100,7 @@ class Store:
         )
         self._warm = WarmTier(self.config.warm_bytes)
         self._writer = Writer(self.config.queue_bytes, self._on_writer_error)
+        self._cold.on_change = self._writer.goes_on
         self._pictures = PictureFiles(self._folder, self._events)
         self.shared = (
             None if place is None else SharedTier(place, self._cold, self._pictures, self._events)
@@ -504,9 +505,14 @@ class Store:
                 f"again; nothing was published"
             )
 
+        def told(part: float, what: str) -> None:
+            self._writer.goes_on()
+            if on_progress is not None:
+                on_progress(part, what)
+
         def work() -> Reference:
             with self._cold.locked():
-                ref = exchange.verify_export(path, on_progress)
+                ref = exchange.verify_export(path, told)
                 if adopt is not None:
                     ref = adopt(ref)
                 self._check_free(checked_name(ref.name))

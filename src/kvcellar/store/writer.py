@@ -26,7 +26,7 @@ NICENESS = 10
 gets a tenth of a processor that they keep busy."""
 
 STUCK_S = 120.0
-"""How long one job may take before nobody waits for the writer: its disk does not answer."""
+"""How long a job may get no further before nobody waits for the writer: its disk does not answer."""
 
 _LOOK_S = 1.0
 
@@ -49,7 +49,7 @@ class Writer:
         self._jobs: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
         self._is_closed = False
         self._since_s: float | None = None
-        """Since when the job that runs does, by ``time.monotonic``; None: none does."""
+        """Since when the job that runs got no further, by ``time.monotonic``; None: none runs."""
         self._thread = threading.Thread(target=self._work, name="kvcellar-store", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._jobs, self._thread)
@@ -71,9 +71,14 @@ class Writer:
 
     @property
     def is_stuck(self) -> bool:
-        """True while one job has been running for ``STUCK_S``."""
+        """True while a job has been running for ``STUCK_S`` in which it got no further."""
         since_s = self._since_s
         return since_s is not None and time.monotonic() - since_s >= STUCK_S
+
+    def goes_on(self) -> None:
+        """Note that the job that runs has got further, as it does with each file of many."""
+        if self._since_s is not None:
+            self._since_s = time.monotonic()
 
     def wait_for(self, over: threading.Event) -> None:
         """Wait for the end of something that was queued.
@@ -84,7 +89,7 @@ class Writer:
         while not over.wait(min(_LOOK_S, STUCK_S)):
             if self.is_stuck:
                 raise StoreError(
-                    f"the store has been writing one thing for {STUCK_S:g} s, so nothing is waited "
+                    f"the store has been writing one file for {STUCK_S:g} s, so nothing is waited "
                     f"for that comes after it; see whether its disk answers"
                 )
 

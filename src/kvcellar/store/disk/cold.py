@@ -49,6 +49,8 @@ class ColdTier:
         self.journal = Journal(folder, events)
         self.references = ReferenceFiles(folder, events)
         self._listing = Listing(folder, self.references, events)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called with each block that was written or removed."""
         self._lock_timeout_s = lock_timeout_s
         self._seen: dict[bytes, bool] = {}
         """Addresses that were stored when they were last looked at, and whether exactly."""
@@ -212,6 +214,7 @@ class ColdTier:
             self.folder.mark_proven(sealed.info.address)
         self.tell(lambda catalogue: catalogue.add_blocks([sealed.info], time.time()))
         self.note_there(sealed.info.address, sealed.info.is_exact)
+        self.on_change()
 
     def settle(self) -> None:
         """Make published blocks durable."""
@@ -259,6 +262,7 @@ class ColdTier:
     def _remove(self, kind: Kind, address: bytes) -> None:
         self.folder.of(kind, address).unlink(missing_ok=True)
         self._unlist(address)
+        self.on_change()
 
     def _unlist(self, address: bytes) -> None:
         self.folder.mark_proven(address)
