@@ -26,7 +26,7 @@ NICENESS = 10
 gets a tenth of a processor that they keep busy."""
 
 STUCK_S = 120.0
-"""How long a job may get no further before nobody waits for the writer: its disk does not answer."""
+"""How long a job may get no further before nobody waits: the disk does not answer."""
 
 _LOOK_S = 1.0
 
