@@ -36,7 +36,7 @@ def test_a_dropped_history_takes_what_only_it_needs_down_to_what_is_kept(kind):
     put(index, [*trunk, *[2] * 8], 0)
     put(index, [*trunk, *[3] * 8], 100)
     whole = [*trunk, *[3] * 8]
-    assert index.drop_path(index.match_prefix(whole).handle, keep=10).n_tokens == 4
+    assert index.drop_path(index.match_prefix(whole).handle, keep=9).n_tokens == 4
     assert index.match_prefix(whole).length == 12
     gone = index.drop_path(index.match_prefix(whole).handle)
     assert sorted(gone.cells[0].tolist()) == list(range(108, 112))
@@ -61,3 +61,16 @@ def test_to_demote_what_others_go_on_from_changes_nothing():
     index.demote(index.match_prefix([1] * 4).handle)
     index.check()
     assert index.drop_path(index.match_prefix([1] * 4).handle).n_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["radix", "hashed"])
+def test_a_dropped_history_says_all_that_went_of_it(kind):
+    index = make_index(kind, (FULL,), block_size=4)
+    whole = [*[1] * 8, *[3] * 8]
+    put(index, [*[1] * 8, *[2] * 8], 0)
+    put(index, whole, 100)
+    index.drop_path(index.match_prefix([*[1] * 8, *[2] * 8]).handle, keep=8)
+    gone = index.drop_path(index.match_prefix(whole).handle, keep=3)
+    assert gone.n_tokens == 12 == gone.cells[0].size
+    assert index.match_prefix(whole).length == 4
+    index.check()

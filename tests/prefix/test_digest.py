@@ -57,6 +57,13 @@ def test_what_does_not_fit_is_what_was_used_longest_ago_and_nothing_stands_behin
     assert set(digest.hashes.tolist()) == behind
 
 
+def test_a_digest_may_have_a_hash_for_each_token():
+    index = RadixIndex()
+    insert(index, [3, 1, 2])
+    digest = PrefixDigest.from_bytes(digest_of(index, chunk=1).to_bytes())
+    assert [digest.match(tokens) for tokens in ([3, 1, 2], [3, 1, 4], [1])] == [3, 2, 0]
+
+
 def test_a_digest_of_another_space_matches_nothing():
     tokens = np.arange(256, dtype=np.int64)
     index = RadixIndex()

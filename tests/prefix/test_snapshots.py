@@ -158,5 +158,7 @@ def test_the_end_that_somebody_runs_on_from_costs_nothing_and_a_trunk_does(kind)
     running = filled.index.match_prefix([*range(30), *[5] * 4])
     filled.index.lock_handle(running.handle)
     assert filled.index.states_costs(3, (), -1) == [8, 30]
+    assert filled.index.states_costs(2, (), -1) == [8], "one of two costs nothing"
+    assert filled.index.states_costs(1, (), -1) == []
     assert filled.index.states_costs(3, (), 2) == [30], "the other is about to run"
     assert filled.index.states_costs(3, {1}, 2) == [30, 34], "somebody else wants it"
