@@ -37,6 +37,16 @@ def as_usual_gemma3(raw: Raw) -> Raw:
     return {**_OF_GEMMA3, **raw}
 
 
+def as_usual_gemma2(raw: Raw) -> Raw:
+    """Return a config of Gemma 2 with the caps that its class takes where nothing is said."""
+    return {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
+
+
+def as_usual_seed_oss(raw: Raw) -> Raw:
+    """Return a config of Seed-OSS with what its class takes where nothing is said."""
+    return {"attention_bias": True, **raw}
+
+
 def as_usual_glm(raw: Raw) -> Raw:
     """Return a config of GLM with what its class takes where nothing is said."""
     return {"attention_bias": True, "partial_rotary_factor": 0.5, **raw}

@@ -6,10 +6,12 @@ from typing import Any
 
 from kvcellar.models.plans.dense import (
     as_usual_first_gemma,
+    as_usual_gemma2,
     as_usual_gemma3,
     as_usual_glm,
     as_usual_internlm3,
     as_usual_olmo3,
+    as_usual_seed_oss,
     rope_but_where_all_is_seen,
     rope_of_ministral3,
 )
@@ -213,6 +215,7 @@ FAMILIES = {
         "attention_out_bias",
         "mlp_bias",
         is_tied=False,
+        as_usual=as_usual_seed_oss,
         reads=frozenset(("attention_out_bias",)),
         spares=frozenset(("residual_dropout",)),
     ),
@@ -262,6 +265,7 @@ FAMILIES = {
         "Gemma2ForCausalLM",
         **_OF_GEMMA,
         kinds=all_but(2),
+        as_usual=as_usual_gemma2,
         reads=_READ_BY_GEMMAS,
         spares=_SPARED_BY_GEMMAS,
     ),
