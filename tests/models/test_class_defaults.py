@@ -1,4 +1,4 @@
-"""Rules of families, where a config leaves something out: as its class of transformers fills it in."""
+"""Rules of families where a config leaves something out: as its class of transformers has it."""
 
 from __future__ import annotations
 

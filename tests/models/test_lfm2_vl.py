@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import PILImageResampling
 
@@ -95,3 +96,11 @@ def test_pictures_are_cut_and_made_patches_as_by_transformers(theirs):
             np.testing.assert_allclose(np.asarray(found[name]), np.asarray(one), atol=1e-5)
         cut += len(found["spatial_shapes"]) > 1
     assert cut > 100
+
+
+@pytest.mark.parametrize("size", [(6000, 4), (4, 6000), (2000, 3), (1600, 33), (1, 1)])
+def test_a_picture_far_longer_than_wide_is_read_within_the_bound(size):
+    processor = Lfm2VlImageProcessor()
+    found = processor(images=[Image.new("RGB", size)], return_tensors="pt")
+    for height, width in found["spatial_shapes"].tolist():
+        assert 0 < height * width <= 4 * processor.max_image_tokens

@@ -155,7 +155,10 @@ def _small_size(height: int, width: int, said: dict[str, Any]) -> tuple[int, int
     high, wide = _rounded(height, step, step), _rounded(width, step, step)
     if high * wide > most:
         scale = math.sqrt(height * width / most)
-        high, wide = (max(step, math.floor(n / scale / step) * step) for n in (height, width))
+        longest = most // step**2 * step  # of one that is hardly high, or wide
+        high, wide = (
+            min(longest, max(step, math.floor(n / scale / step) * step)) for n in (height, width)
+        )
     elif high * wide < least:
         scale = math.sqrt(least / (height * width))
         high, wide = (math.ceil(n * scale / step) * step for n in (height, width))
