@@ -440,8 +440,15 @@ RESULTS = {
 }
 """How templates write results of tools."""
 
+TURNS = (
+    "{% set ns = namespace(n=0) %}{% for m in messages if m.role == 'user' or "
+    "(m.role == 'assistant' and not m.tool_calls) %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('take turns') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+)
+"""That of a template where the user and answers that are no calls have to take turns."""
 
-@pytest.mark.parametrize("way", RESULTS)
+
+@pytest.mark.parametrize("way", [*RESULTS, "turns"])
 def test_a_picture_of_a_result_is_read_there_or_in_a_message_of_the_user_behind(way: str) -> None:
     from kvcellar.models.text.prompts import encode, render
     from tests.models.tiny_checkpoints import make_tokenizer
@@ -455,9 +462,11 @@ def test_a_picture_of_a_result_is_read_there_or_in_a_message_of_the_user_behind(
             "{% endif %}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}"
             "<|end|>{% endfor %}"
         )
-        .replace("RESULT", RESULTS[way])
+        .replace("RESULT", RESULTS["json" if way == "turns" else way])
         .replace("PLAIN", RESULTS["parts"])
     )
+    if way == "turns":
+        tokenizer.chat_template = TURNS + tokenizer.chat_template
     looks: Any = FakeReader()
     looks.token_id = tokenizer.convert_tokens_to_ids("<pad>")
     looks.look = lambda name: FakeReader.look(looks, {CAT.name: CAT, DOG.name: DOG}[name])
@@ -483,11 +492,13 @@ def test_a_picture_of_a_result_is_read_there_or_in_a_message_of_the_user_behind(
         assert f"<|tool|>One{rows}Two<|end|><|tool|>[" in rendered.text and not rendered.notes
     else:
         line = "[image: shown below]"
-        quote = '"' if way == "json" else ""
+        quote = "" if way == "texts" else '"'
+        between = "<|assistant|>I look at what came.<|end|>" if way == "turns" else ""
         assert f"<|tool|>{quote}One{line}Two{quote}<|end|><|tool|>{quote}{line}{quote}<|end|>" in (
             rendered.text
         )
-        assert f"<|end|><|user|>{rows}[" in rendered.text
+        assert f"<|end|>{between}<|user|>{rows}[" in rendered.text
+        assert bool(between) == any("a short answer is read" in note for note in rendered.notes)
         assert any("read in a message of the user behind" in note for note in rendered.notes)
 
 

@@ -24,6 +24,9 @@ Takes = Callable[[str], bool]
 RESULT_BEGIN, RESULT_END = "<tool_response>\n", "\n</tool_response>"
 """Around the result of a tool, for a template that has no role for it."""
 
+_LOOKS = "I look at what came."
+"""What stands between a result and its pictures where nothing may stand behind a result."""
+
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 """Ids of calls that every template takes."""
 
@@ -340,6 +343,27 @@ def _users_behind_results(messages: list[Message], takes: Takes) -> list[Message
             found[-1] = _merged([found[-1], message])
         else:
             found.append(message)
+    return found
+
+
+def apart_from_results(
+    messages: Sequence[Message], is_shown: Callable[[Message], bool], takes: Takes
+) -> list[Message]:
+    """Put an answer between a result and the pictures that the user shows right behind it.
+
+    For a template that takes no user there, so that both would be read as the result.
+
+    Args:
+        messages: the conversation.
+        is_shown: true for a message that has pictures.
+        takes: as of ``fit``.
+    """
+    found: list[Message] = []
+    for message in messages:
+        is_behind = found and found[-1].get("role") == "tool" and message.get("role") == "user"
+        if is_behind and is_shown(message) and not takes("user behind result"):
+            found.append(_said("assistant", _LOOKS))
+        found.append(message)
     return found
 
 

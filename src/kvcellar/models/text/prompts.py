@@ -19,6 +19,7 @@ from kvcellar.errors import ModelError, TemplateLimitError
 from kvcellar.models.seeing import Look
 from kvcellar.models.text.controls import controls_of, free_mark, is_rendered_here
 from kvcellar.models.text.fitting import (
+    apart_from_results,
     fit,
     has_result_pictures_moved,
     in_parts,
@@ -286,6 +287,11 @@ _MOVED = (
     "of the user behind them"
 )
 
+_APART = (
+    "the model's chat template takes no user behind a result of a tool; a short answer is read "
+    "between the result and its pictures"
+)
+
 
 def _continued(
     tokenizer: PromptTokenizer,
@@ -348,7 +354,14 @@ def _apply(
         has_result_pictures_moved(template, words, pictures.written)
     ):
         said, moved = behind_results(said, pictures.mark), (_MOVED,)
-    said, notes = fit(said, lambda name: takes(template, words, name))
+
+    def taken(name: str) -> bool:
+        return takes(template, words, name)
+
+    apart = apart_from_results(said, pictures.is_in, taken)
+    if len(apart) > len(said):
+        moved = (*moved, _APART)
+    said, notes = fit(apart, taken)
     has_thoughts = any(message.get("reasoning_content") for message in said)
     if has_thoughts and reads_thoughts(template, words) == "parts":
         said = [thinking_in_parts(message) for message in said]
