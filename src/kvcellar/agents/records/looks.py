@@ -78,9 +78,16 @@ def say_turn(error: PictureLostError, agent: AgentRecord) -> None:
 
 
 def looks_as_json(looks: Mapping[str, Look], names: Iterable[str]) -> dict[str, Any]:
-    """Return looks at some pictures as the store keeps them, of those that are known."""
+    """Return looks at some pictures as the store keeps them, of those that are known.
+
+    One whose text is longer than is read again is left out.
+    """
     found = {name: looks[name] for name in names if name in looks}
-    return {name: [_packed(one.text), one.n_rows, *one.grid] for name, one in found.items()}
+    return {
+        name: [_packed(one.text), one.n_rows, *one.grid]
+        for name, one in found.items()
+        if len(one.text.encode()) < _MOST_TEXT
+    }
 
 
 def looks_of(value: Mapping[str, Any]) -> dict[str, Look]:
