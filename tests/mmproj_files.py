@@ -6,6 +6,7 @@ published checkpoints, and what it does to tensors on the way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,40 @@ def _lfm2(name: str, values: np.ndarray) -> Tensors | None:
     return None
 
 
+_OF_LLAVA = {
+    "image_newline": "model.image_newline",
+    "multi_modal_projector.linear_1": "mm.0",
+    "multi_modal_projector.linear_2": "mm.2",
+    "vision_tower": "v",
+    "encoder.layers": "blk",
+    "embeddings.": "",
+    "self_attn.": "attn_",
+    "_proj": "",
+    "layer_norm": "ln",
+    "layrnorm": "ln",
+    "mlp.fc1": "ffn_down",
+    "mlp.fc2": "ffn_up",
+    "embedding": "embd",
+}
+"""What the converter of LLaVA replaces, in this order; it takes up for down."""
+
+
+def _llava(n_layers: int) -> Callable[[str, np.ndarray], Tensors]:
+    """Make what writes a LLaVA's vision part without what no row is read of."""
+
+    def write(name: str, values: np.ndarray) -> Tensors:
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if ".post_layernorm." in name or (layer is not None and int(layer[1]) >= n_layers):
+            return {}
+        if ".head." in name:
+            return {f"v.{name.removeprefix('vision_tower.')}": values}
+        for theirs, own in _OF_LLAVA.items():
+            name = name.replace(theirs, own)
+        return {name: values}
+
+    return write
+
+
 def _convolved(config: Any) -> Change:
     return lambda name, values: values[:, 0] if ".conv." in name else values
 
@@ -146,6 +181,18 @@ _DELTA = {
     "rope.dimension_count": 16,
 }
 
+_GRANITE = {
+    "rope.dimension_count": 16,
+    "attention.scale": 0.25,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.5,
+    "logit_scale": 1.0,
+}
+_GRIDS = {
+    "image_grid_pinpoints": [16, 32, 32, 16, 32, 32],
+    "mm_patch_merge_type": "spatial_unpad",
+}
+
 FILES = {
     "gemma3": Files(
         "gemma3",
@@ -180,6 +227,30 @@ FILES = {
         _convolved,
         {"projector.scale_factor": 2},
         _lfm2,
+    ),
+    "llava": Files(
+        "llama",
+        "mlp",
+        {"rope.dimension_count": 16},
+        turned,
+        {"block_count": 2},
+        _llava(2),
+    ),
+    "llava_next": Files(
+        "granite",
+        "mlp",
+        _GRANITE,
+        turned,
+        {"block_count": 2, "feature_layer": [2], **_GRIDS},
+        _llava(2),
+    ),
+    "granite_vision": Files(
+        "granite",
+        "mlp",
+        _GRANITE,
+        turned,
+        {"feature_layer": [1, 3], **_GRIDS},
+        _llava(3),
     ),
     "mistral3": Files("mistral3", "pixtral", {}, turned, {"spatial_merge_size": 2}, _pixtral),
     "qwen2_vl": Files("qwen2vl", "qwen2vl_merger", _SECTIONS, sees=_QWEN_SEES, parts=_qwen2),
@@ -354,7 +425,8 @@ def write_mmproj(
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_bool(f"clip.use_{'silu' if projector == 'qwen2.5vl_merger' else 'gelu'}", True)
+    is_gelu = getattr(vision, "hidden_act", "gelu") != "quick_gelu"
+    writer.add_bool(f"clip.use_{'silu' if projector == 'qwen2.5vl_merger' else 'gelu'}", is_gelu)
     writer.add_string("clip.projector_type", projector)
     for key, value in pictures.items():
         if value is not None:

@@ -167,6 +167,8 @@ _TOWER = {
     "patch_size": 4,
     "image_size": 16,
 }
+_LLAVA = {**_TOWER, "num_hidden_layers": 3, "intermediate_size": 48}
+"""One whose layers are told apart, and up from down."""
 _LLAMA = {"model_type": "llama", **_TEXT}
 _GRANITE = {"attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
 _SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, **_MEAN}
@@ -175,7 +177,7 @@ _SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 1
 def _llava() -> Family:
     said = {"patch_size": 4, "vision_feature_select_strategy": "default"}
     return Family(
-        {"text_config": _LLAMA, "vision_config": _TOWER, "image_token_index": _OWN},
+        {"text_config": _LLAMA, "vision_config": _LLAVA, "image_token_index": _OWN},
         ["<image>"],
         "<image>",
         {"image_processor_type": "CLIPImageProcessor", **_SQUARE},
@@ -184,13 +186,12 @@ def _llava() -> Family:
 
 
 def _llava_next() -> Family:
-    """Granite Vision 3 is one of these."""
     pinpoints = [[16, 32], [32, 16], [32, 32]]
     said = {"patch_size": 4, "vision_feature_select_strategy": "default"}
     return Family(
         {
             "text_config": {**_TEXT, "model_type": "granite", **_GRANITE},
-            "vision_config": _TOWER,
+            "vision_config": _LLAVA,
             "image_token_index": _OWN,
             "image_grid_pinpoints": pinpoints,
         },
@@ -203,6 +204,19 @@ def _llava_next() -> Family:
         },
         {"processor_class": "LlavaNextProcessor", "num_additional_image_tokens": 1, **said},
     )
+
+
+def _granite_vision() -> Family:
+    """A LLaVA-NeXT that reads several layers of a SigLIP."""
+    made = _llava_next()
+    made.config["model_type"] = "llava_next"
+    made.config["vision_config"] = {**_LLAVA, "model_type": "siglip_vision_model"}
+    made.config |= {
+        "vision_feature_layer": [-3, -1],
+        "vision_feature_select_strategy": "full",
+    }
+    made.processor |= {"num_additional_image_tokens": 0, "vision_feature_select_strategy": "full"}
+    return made
 
 
 _TILES = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
@@ -410,6 +424,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 """Name of a family -> what its checkpoint is made of."""
 
 FURTHER = {
+    "granite_vision": _granite_vision,
     "lfm2_vl_published": lambda: _lfm2_vl(as_published=True),
     "qwen3_vl_moe": lambda: _mixed(_qwen3_vl()),
     "qwen3_5_moe": lambda: _mixed(_qwen3_5()),

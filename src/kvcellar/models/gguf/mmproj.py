@@ -226,6 +226,15 @@ class _Pair:
             raise wrong(self.file.path, f"has {list(shape)} numbers for {tensor}")
         return shape
 
+    def knows(self, token: str) -> bool:
+        """Return true if the text's vocabulary has a token."""
+        return token in self._vocabulary
+
+    def unknown(self) -> str:
+        """Return the token that stands for what a vocabulary does not know; empty: it has none."""
+        at = self.text.whole("tokenizer.ggml.unknown_token_id")
+        return self._vocabulary[at] if at is not None and at < len(self._vocabulary) else ""
+
     def token(self, text: str) -> int:
         """Return the id of a token of the text's vocabulary.
 
@@ -647,6 +656,98 @@ def _lfm2(said: _Pair) -> Mmproj:
     return Mmproj(said.file, config, preprocessor, {"processor_class": "Lfm2VlProcessor"}, {})
 
 
+_PLACEHOLDER = "<image>"
+
+
+def _mlp(said: _Pair) -> Mmproj:
+    """Read the vision part of a LLaVA, whose rows are those of inner layers.
+
+    A file has no layer behind the last that is read.
+    """
+    size, tower, has_class = said.square(), said.tower(), said.has("v.class_embd")
+    if not said.has("mm.0.weight") or said.has("mm.4.weight"):
+        raise ModelError(
+            f"{said.file.path} has a projector of type 'mlp' that is not of two layers, which is "
+            f"not read here; take the model's folder of Hugging Face"
+        )
+    is_gelu = said.file.flag("clip.use_gelu")
+    vision = {
+        "model_type": "clip_vision_model" if has_class else "siglip_vision_model",
+        **tower,
+        "image_size": size,
+        "layer_norm_eps": said.epsilon(),
+        "hidden_act": ("gelu" if is_gelu else "quick_gelu") if has_class else "gelu_pytorch_tanh",
+        **({} if has_class else {"vision_use_head": False}),
+    }
+    layers = _feature_layers(said, tower["num_hidden_layers"])
+    placeholder = _PLACEHOLDER if said.knows(_PLACEHOLDER) else said.unknown()
+    strategy = "default" if has_class else "full"
+    kind, tiles = _tiles(said, size)
+    config = said.whole(
+        kind,
+        vision,
+        image_token_index=said.token(placeholder or _PLACEHOLDER),
+        multimodal_projector_bias=said.has("mm.0.bias"),
+        projector_hidden_act="gelu",
+        vision_feature_layer=layers[0] if len(layers) == 1 else layers,
+        vision_feature_select_strategy=strategy,
+        **tiles,
+    )
+    preprocessor = {
+        "image_processor_type": "LlavaNextImageProcessor" if tiles else "CLIPImageProcessor",
+        "size": {"shortest_edge": size},
+        "crop_size": {"height": size, "width": size},
+        **tiles,
+        **said.colours(),
+    }
+    processor = {
+        "processor_class": "LlavaNextProcessor" if tiles else "LlavaProcessor",
+        "patch_size": tower["patch_size"],
+        "num_additional_image_tokens": int(has_class),
+        "vision_feature_select_strategy": strategy,
+    }
+    return Mmproj(said.file, config, preprocessor, processor, {"image_token": placeholder})
+
+
+def _feature_layers(said: _Pair, n_layers: int) -> list[int]:
+    """Return the layers behind which rows are read; 0: before the first."""
+    found = said.file.numbers("clip.vision.feature_layer") or [n_layers]
+    layers = [one for one in found if type(one) is int and 0 <= one <= n_layers]
+    if len(layers) != len(found):
+        raise wrong(said.file.path, f"has {found[:8]} for layers that are read, of {n_layers}")
+    return layers
+
+
+def _tiles(said: _Pair, size: int) -> tuple[str, Raw]:
+    """Return a LLaVA's kind, and what its config says of the tiles of which it has pictures.
+
+    Args:
+        said: what its files say.
+        size: pixels of a side of a tile.
+    """
+    sides = said.file.numbers("clip.vision.image_grid_pinpoints") or []
+    merge = said.file.text("clip.vision.mm_patch_merge_type") or "flat"
+    has_newline = said.has("model.image_newline")
+    if not sides and not has_newline:
+        return "llava", {}
+    if not (sides and has_newline and merge == "spatial_unpad"):
+        raise ModelError(
+            f"{said.file.path} is of a LLaVA with {len(sides) // 2} grids of tiles that are merged "
+            f"as {merge[:40]!r}, {'with' if has_newline else 'without'} what ends a row of them "
+            f"(model.image_newline); 'spatial_unpad' with grids and that is read here, and what "
+            f"has none of these; take the model's folder of Hugging Face"
+        )
+    if len(sides) % 2 or not all(type(one) is int and 0 < one <= _MOST_SIDE for one in sides):
+        raise wrong(said.file.path, f"has {sides[:8]} for clip.vision.image_grid_pinpoints")
+    grids = [list(pair) for pair in zip(sides[::2], sides[1::2], strict=True)]
+    for height, width in grids:
+        if height % size or width % size or height * width > _MOST_TILES * size**2:
+            raise wrong(
+                said.file.path, f"has a grid of {height} by {width} pixels of tiles of {size}"
+            )
+    return "llava_next", {"image_grid_pinpoints": grids}
+
+
 @dataclass(frozen=True, slots=True)
 class _Projector:
     """A type of projector.
@@ -671,6 +772,7 @@ _PROJECTORS = {
         _internvl, ("llama", "qwen2", "qwen3", "qwen3moe"), "mm.model.mlp.3.weight"
     ),
     "lfm2": _Projector(_lfm2, ("lfm2", "lfm2moe"), "mm.2.weight"),
+    "mlp": _Projector(_mlp, ("llama", "granite", "phi3", "qwen2"), "mm.2.weight"),
     "pixtral": _Projector(_pixtral, ("llama", "mistral3"), "mm.2.weight"),
     "qwen2vl_merger": _Projector(_qwen2_vl, ("qwen2vl",), "mm.2.weight"),
     "qwen2.5vl_merger": _Projector(_qwen2_5_vl, ("qwen2vl",), "mm.2.weight"),

@@ -22,24 +22,35 @@ _OWN = {
     "visual.merger.linear_fc1": "mm.0",
     "visual.merger.linear_fc2": "mm.2",
     "vision_tower.embeddings.cls_token": "v.class_embd",
+    "vision_tower.embeddings.class_embedding": "v.class_embd",
     "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
+    "image_newline": "model.image_newline",
 }
 """Names of modules and of parameters that the format's table does not know -> names in files."""
 
-_OF_INTERNVL = {
-    "multi_modal_projector.layer_norm": "mm.model.mlp.0",
-    "multi_modal_projector.linear_1": "mm.model.mlp.1",
-    "multi_modal_projector.linear_2": "mm.model.mlp.3",
+_OF_LLAVA = {
+    "multi_modal_projector.linear_1": "mm.0",
+    "multi_modal_projector.linear_2": "mm.2",
 }
-"""The same of a projector whose names other projectors have for others."""
+_OF_KIND = {
+    "internvl": {
+        "multi_modal_projector.layer_norm": "mm.model.mlp.0",
+        "multi_modal_projector.linear_1": "mm.model.mlp.1",
+        "multi_modal_projector.linear_2": "mm.model.mlp.3",
+    },
+    "llava": _OF_LLAVA,
+    "llava_next": _OF_LLAVA,
+}
+"""The same of projectors whose names other projectors have for others, by kinds of wrappers."""
 
 _SCALE = re.compile(r"^vision_tower\.encoder\.layer\.(\d+)\.lambda_([12])$")
 _DEEP = re.compile(r"^visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc1|linear_fc2)\.(\w+)$")
 _FFN = re.compile(r"\.ffn_(up|down)\.")
 _OTHER = {"up": "down", "down": "up"}
 
-UNUSED = re.compile(r"^v\.token_embd\.img_break$")
-"""Tensors of vision parts that the text has as well."""
+UNUSED = re.compile(r"^v\.(?:token_embd\.img_break$|head\.)")
+"""Tensors of vision parts that the text has as well, or that say of a picture as a whole what it is
+like."""
 
 
 def seen_as(file: GgufFile, config: Any, names: Iterable[str]) -> dict[str, Stored]:
@@ -77,7 +88,7 @@ def _source(table: Any, config: Any, name: str) -> str:
     if deep is not None:
         layer = config.vision_config.deepstack_visual_indexes[int(deep[1])]
         return f"v.deepstack.{layer}.{deep[2].removeprefix('linear_')}.{deep[3]}"
-    own = {**_OWN, **_OF_INTERNVL} if config.model_type == "internvl" else _OWN
+    own = {**_OWN, **_OF_KIND.get(config.model_type, {})}
     base, _, end = name.rpartition(".")
     if name in own:
         return own[name]

@@ -323,6 +323,9 @@ def _prune(module: nn.Module, kept: set[int]) -> bool:
     for (name, _), is_left in zip(list(module.named_children()), left, strict=True):
         if not is_left:
             setattr(module, name, None)
+    for name, one in list(module.named_parameters(recurse=False)):
+        delattr(module, name)
+        setattr(module, name, one.detach())  # a class may fill it, and none is read from files
     return any(left)
 
 

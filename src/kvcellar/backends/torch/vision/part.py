@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcellar.backends.torch.load.gguf import makers_of
 from kvcellar.backends.torch.load.networks import NetworkClasses, text_part, without
@@ -144,6 +144,8 @@ def _reader(classes: NetworkClasses, config: Any) -> type[Any]:
         owner, decoder = text_part(self, config.get_text_config(decoder=True))
         others = [module for name, module in self.named_modules() if _is_other(name)]
         without(self, [decoder, owner.get_output_embeddings(), *others])
+        if hasattr(config, "vision_feature_layer"):
+            _without_last_norm(self)
         self.all_tied_weights_keys = {}
         # transformers asks for both when it has read the weights, to tie them.
         self.get_input_embeddings = self.get_output_embeddings = lambda: None
@@ -155,6 +157,13 @@ def _reader(classes: NetworkClasses, config: Any) -> type[Any]:
         "tie_weights": lambda self, *args, **kwargs: None,
     }
     return type(whole.__name__, (whole,), own)
+
+
+def _without_last_norm(reader: nn.Module) -> None:
+    """Take away what is behind the last layer, where rows are those of layers; GGUF has it not."""
+    for owner in reader.modules():
+        if isinstance(getattr(owner, "post_layernorm", None), nn.Module):
+            owner.post_layernorm = nn.Identity()
 
 
 def _is_other(name: str) -> bool:
