@@ -23,6 +23,12 @@ from tests.vision_checkpoints import TEMPLATE, VOCAB_SIZE, family_of, make_visio
 
 Tensors = dict[str, np.ndarray]
 
+TEXT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim }}\n"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""A chat template that writes messages' text alone."""
+
 _SECTIONS = {"rope.dimension_sections": [4, 2, 2, 0]}
 _COMMON = "clip.vision."
 
@@ -343,13 +349,34 @@ def _vocabulary(family: str) -> Callable[[Any], None]:
     return write
 
 
-def make_gguf(folder: Path, family: str, kind: Any = None) -> Path:
+def write_old_vocabulary(writer: Any) -> None:
+    """Write one of SentencePiece without a placeholder, and a template of text alone."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    unused = [f"[PAD{at}]" for at in range(len(tokens), VOCAB_SIZE)]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*tokens, *unused])
+    writer.add_token_scores([0.0] * VOCAB_SIZE)
+    writer.add_token_types([2, 3, 3, *([6] * 256), 1, *([5] * len(unused))])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template(TEXT_TEMPLATE)
+
+
+def make_gguf(
+    folder: Path,
+    family: str,
+    kind: Any = None,
+    vocabulary: Callable[[Any], None] | None = None,
+) -> Path:
     """Write a family's text and its vision part; return the text's file.
 
     Args:
         folder: where to.
         family: one of ``FILES``.
         kind: type of the text's matrices; None: float32.
+        vocabulary: writes the tokenizer; None: the family's own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files, wrapper = FILES[family], make_vision_model(family)
@@ -361,7 +388,7 @@ def make_gguf(folder: Path, family: str, kind: Any = None) -> Path:
         files.said,
         files.change(text.config),
         kind=kind,
-        vocabulary=_vocabulary(family),
+        vocabulary=vocabulary or _vocabulary(family),
     )
     write_mmproj(folder / "mmproj-model-F32.gguf", family, wrapper)
     return path

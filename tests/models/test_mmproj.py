@@ -16,10 +16,13 @@ from kvcellar import make_config, make_seq_session
 from kvcellar.backends.native.loading import lack_of
 from kvcellar.backends.torch.vision.beside import seen_beside
 from kvcellar.backends.torch.vision.processor import Processor
+from kvcellar.hosting.pictures import HostLooks
 from kvcellar.models import load_model
 from kvcellar.models.options import LoadOptions
+from kvcellar.models.text.prompts import encode, render
+from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import ids_of, pictures_in
-from tests.mmproj_files import FILES, make_gguf, write_mmproj
+from tests.mmproj_files import FILES, make_gguf, write_mmproj, write_old_vocabulary
 from tests.models.picture_players import INTERLEAVED, ONE, TWO, Own, Player, assert_close
 from tests.vision_checkpoints import make_picture, make_vision_checkpoint, make_vision_model
 
@@ -88,6 +91,55 @@ def test_every_number_is_the_checkpoints(own, family, tmp_path):
     for name, one in found.items():
         torch.testing.assert_close(one, tensors[name], rtol=1e-6, atol=1e-6)
     assert torch.equal(model.pictures.encode(ONE[0]).rows, want.pictures.encode(ONE[0]).rows)
+
+
+@pytest.fixture(scope="module")
+def old(own, tmp_path_factory):
+    """A LLaVA whose vocabulary has no placeholder, and whose template writes text alone."""
+    path = make_gguf(tmp_path_factory.mktemp("old"), "llava", vocabulary=write_old_vocabulary)
+    model = load_model(path, dtype="float32")
+    assert model.pictures is not None, model.no_pictures
+    return Own(model, own("llava").wrapper, None)
+
+
+def shown(*pictures, text):
+    """A message of the user, with pictures in place of IMG."""
+    parts, content, placed = text.split("IMG"), "", []
+    for picture, part in zip((None, *pictures), parts, strict=True):
+        placed += [] if picture is None else [{"name": picture.name, "at": len(content)}]
+        content += part
+    return {"role": "user", "content": content, "pictures": placed}
+
+
+PICTURES = [("IMGWhat is it?", ONE), ("IMGIMGWhich?", TWO), (INTERLEAVED, TWO)]
+
+
+@pytest.mark.parametrize(("text", "pictures"), PICTURES)
+def test_a_vocabulary_without_a_placeholder_reads_pictures(old, text, pictures):
+    shelf = PictureShelf()
+    held = [shelf.read(one.data) for one in pictures]
+    looks = HostLooks(old.model.pictures, shelf)
+    said = [shown(*held, text=text), {"role": "assistant", "content": "<unk>"}]
+    said.append({"role": "user", "content": "<unk> and <image>?"})
+    tokens = np.array(encode(old.model.tokenizer, render(old.model.tokenizer, said, looks=looks)))
+    ids = ids_of(tokens)
+    n_rows = [looks.look(one.name).n_rows for one in held]
+    assert [len(one.places) for one in pictures_in(tokens)] == n_rows
+    assert [one.name for one in pictures_in(tokens)] == [one.name for one in held]
+    assert np.count_nonzero(ids == 0) == sum(n_rows)  # what is said spells none
+    written = old.model.tokenizer.decode([int(one) for one in ids[1:]])
+    for n in n_rows:
+        written = written.replace("<unk>" * n, "IMG", 1)
+    assert written == (f"USER: {text}\nASSISTANT: <unk>\nUSER: <unk> and <image>?\nASSISTANT:")
+    theirs = old.wrapper.config.image_token_id
+    inputs = [old.reader._processor.inputs(one)["pixel_values"] for one in held]
+    with torch.inference_mode():
+        kept = torch.from_numpy(np.where(ids == 0, theirs, ids))[None]
+        found = old.wrapper(input_ids=kept, pixel_values=torch.cat(inputs), use_cache=False)
+        want = found.logits[0].numpy()
+    with make_seq_session("torch", make_config(old.model.params, 2048)) as session:
+        play = Player(old, session)
+        assert_close(play, play.feed((0, tokens, len(tokens), held))[0], want)
 
 
 @pytest.fixture

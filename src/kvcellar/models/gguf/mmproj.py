@@ -230,11 +230,6 @@ class _Pair:
         """Return true if the text's vocabulary has a token."""
         return token in self._vocabulary
 
-    def unknown(self) -> str:
-        """Return the token that stands for what a vocabulary does not know; empty: it has none."""
-        at = self.text.whole("tokenizer.ggml.unknown_token_id")
-        return self._vocabulary[at] if at is not None and at < len(self._vocabulary) else ""
-
     def token(self, text: str) -> int:
         """Return the id of a token of the text's vocabulary.
 
@@ -656,7 +651,17 @@ def _lfm2(said: _Pair) -> Mmproj:
     return Mmproj(said.file, config, preprocessor, {"processor_class": "Lfm2VlProcessor"}, {})
 
 
-_PLACEHOLDER = "<image>"
+_PLACEHOLDER, _UNKNOWN = "<image>", "<unk>"
+
+
+def _placeholder(said: _Pair) -> str:
+    """Return what stands for a row of a LLaVA's picture.
+
+    Older vocabularies have no token for it. Those of SentencePiece have one that no text becomes,
+    since they know every byte.
+    """
+    is_old = said.text.text("tokenizer.ggml.model") == "llama" and not said.knows(_PLACEHOLDER)
+    return _UNKNOWN if is_old and said.knows("<0x00>") else _PLACEHOLDER
 
 
 def _mlp(said: _Pair) -> Mmproj:
@@ -680,13 +685,13 @@ def _mlp(said: _Pair) -> Mmproj:
         **({} if has_class else {"vision_use_head": False}),
     }
     layers = _feature_layers(said, tower["num_hidden_layers"])
-    placeholder = _PLACEHOLDER if said.knows(_PLACEHOLDER) else said.unknown()
+    placeholder = _placeholder(said)
     strategy = "default" if has_class else "full"
     kind, tiles = _tiles(said, size)
     config = said.whole(
         kind,
         vision,
-        image_token_index=said.token(placeholder or _PLACEHOLDER),
+        image_token_index=said.token(placeholder),
         multimodal_projector_bias=said.has("mm.0.bias"),
         projector_hidden_act="gelu",
         vision_feature_layer=layers[0] if len(layers) == 1 else layers,

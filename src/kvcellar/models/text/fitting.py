@@ -148,6 +148,27 @@ def has_result_pictures_moved(
     return written not in text or "kvfound" not in text
 
 
+@lru_cache(maxsize=64)
+def writes_text_alone(template: str, words: tuple[tuple[str, str], ...], written: str) -> bool:
+    """Return true if a template writes no pictures, and what stands for one in a message's text.
+
+    Those of older models, and of texts that were not made for pictures, are so.
+
+    Args:
+        template: Jinja.
+        words: the special tokens that the template may name.
+        written: what stands for a picture.
+
+    Raises:
+        TemplateLimitError: it takes more time, memory or output than is allowed.
+    """
+    said = {"type": "text", "text": "kvone"}
+    in_parts = _written(template, words, [{"role": "user", "content": [{"type": "image"}, said]}])
+    if written in in_parts:
+        return False
+    return written in _written(template, words, [_said("user", f"{written}kvone")])
+
+
 def _texts_of(message: Message) -> list[str]:
     calls = message.get("tool_calls") or ()
     said = [message["content"]] if message["content"] else []

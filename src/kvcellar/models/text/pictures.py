@@ -1,8 +1,8 @@
-"""Pictures in messages, as chat templates take them: parts between texts, or a line in their place.
+"""Pictures in messages, as chat templates take them: parts between texts, or text in their place.
 
 A message says with ``pictures`` where in its content they stand. While a conversation is made so
 that a template takes it, texts are joined and moved: so each picture is a mark in its text until
-that is done, with its number, and becomes a part then.
+that is done, with its number, and becomes a part then, or what stands for a picture in text.
 """
 
 from __future__ import annotations
@@ -103,26 +103,36 @@ def behind_results(messages: Sequence[Message], mark: str) -> list[Message]:
     return [*found, {"role": "user", "content": "".join(held)}] if held else found
 
 
-def picture_parts(messages: Sequence[Message], mark: str, order: list[int]) -> list[Message]:
+def picture_parts(
+    messages: Sequence[Message], mark: str, order: list[int], written: str = ""
+) -> list[Message]:
     """Return messages whose content is in parts where it has marks of pictures.
 
     Args:
         messages: as a template takes them.
         mark: of pictures; empty: there are none.
         order: is made the numbers of the pictures, in the order in which they stand now.
+        written: stands in the text for each of them, for a template that writes text alone; empty:
+            a part does.
     """
     order.clear()
-    return [_in_parts(message, mark, order) if mark else message for message in messages]
+    if not mark:
+        return list(messages)
+    return [_in_parts(message, mark, order, written) for message in messages]
 
 
-def _in_parts(message: Message, mark: str, order: list[int]) -> Message:
+def _in_parts(message: Message, mark: str, order: list[int], written: str) -> Message:
     content = message.get("content")
     if not isinstance(content, str) or mark not in content:
         return message
+    pieces = content.split(mark)
+    order += [int(number) for number in pieces[1::2]]
+    if written:
+        pieces[1::2] = [written] * len(pieces[1::2])
+        return {**message, "content": "".join(pieces)}
     parts: list[dict[str, str]] = []
-    for i, piece in enumerate(content.split(mark)):
+    for i, piece in enumerate(pieces):
         if i % 2:
-            order.append(int(piece))
             parts.append({"type": "image"})
         elif piece:
             parts.append({"type": "text", "text": piece})

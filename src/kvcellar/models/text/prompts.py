@@ -27,6 +27,7 @@ from kvcellar.models.text.fitting import (
     reads_thoughts,
     takes,
     thinking_in_parts,
+    writes_text_alone,
 )
 from kvcellar.models.text.pictures import (
     behind_results,
@@ -133,7 +134,8 @@ def render(
     """Write a conversation by the model's chat template.
 
     Where a message has ``pictures``, each a ``name`` and ``at``, the place in its content where it
-    stands, the template is given parts in their place.
+    stands, the template is given parts in their place; one that writes text alone is given text
+    with what stands for them.
 
     Args:
         tokenizer: of the model.
@@ -333,7 +335,8 @@ def _apply(
 ) -> tuple[str, tuple[str, ...]]:
     """Render a conversation by ``apply_chat_template``, made so that the template takes it.
 
-    Where a text has the mark of pictures, the template is given a part for each.
+    Where a text has the mark of pictures, the template is given a part for each, or what stands for
+    one where it writes text alone.
     """
     if not is_rendered_here(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
@@ -365,7 +368,9 @@ def _apply(
     has_thoughts = any(message.get("reasoning_content") for message in said)
     if has_thoughts and reads_thoughts(template, words) == "parts":
         said = [thinking_in_parts(message) for message in said]
-    said = picture_parts(said, pictures.mark, pictures.order)
+    is_text = pictures.mark and writes_text_alone(template, words, pictures.written)
+    written = pictures.written if is_text else ""
+    said = picture_parts(said, pictures.mark, pictures.order, written)
     if reads_parts_alone(template, words):
         said = [in_parts(message) for message in said]
     job = {
