@@ -111,7 +111,7 @@ MESSAGES = st.one_of(
 class _Looks:
     """A model that reads any picture as three rows."""
 
-    written, token_id = "<picture>", 1
+    written, in_text, token_id = "<picture>", "<picture>", 1
 
     def look(self, name: str) -> Look:
         return Look("<pad><pad><pad>", 3)

@@ -22,9 +22,14 @@ from kvcellar.models.options import LoadOptions
 from kvcellar.models.text.prompts import encode, render
 from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import ids_of, pictures_in
-from tests.mmproj_files import FILES, make_gguf, write_mmproj, write_old_vocabulary
+from tests.mmproj_files import FILES, TEXT_TEMPLATE, make_gguf, write_mmproj, write_old_vocabulary
 from tests.models.picture_players import INTERLEAVED, ONE, TWO, Own, Player, assert_close
-from tests.vision_checkpoints import make_picture, make_vision_checkpoint, make_vision_model
+from tests.vision_checkpoints import (
+    family_of,
+    make_picture,
+    make_vision_checkpoint,
+    make_vision_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +117,30 @@ def shown(*pictures, text):
 
 
 PICTURES = [("IMGWhat is it?", ONE), ("IMGIMGWhich?", TWO), (INTERLEAVED, TWO)]
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_a_template_of_text_alone_is_given_what_the_processor_reads(own, family, monkeypatch):
+    made = own(family)
+    known = made.model.tokenizer
+    monkeypatch.setattr(known, "chat_template", TEXT_TEMPLATE)
+    own_text = family_of(family).written
+    for text, pictures in PICTURES:
+        shelf = PictureShelf()
+        held = [shelf.read(one.data) for one in pictures]
+        looks = HostLooks(made.reader, shelf)
+        said = [shown(*held, text=text), {"role": "assistant", "content": own_text}]
+        tokens = encode(known, render(known, said, looks=looks, is_asking=False))
+        written = text.replace("IMG", own_text)
+        read = made.processor(
+            text=[f"<s>USER: {written}\nASSISTANT: "], images=[one.pixels() for one in held]
+        )
+        ids = list(ids_of(np.array(tokens)))
+        want = [int(one) for one in read["input_ids"][0]]
+        assert ids[: len(want)] == want
+        spelt = ids[len(want) :]
+        assert known.decode(spelt) == f"{own_text}\n"
+        assert made.reader.token_id not in spelt
 
 
 @pytest.mark.parametrize(("text", "pictures"), PICTURES)

@@ -60,7 +60,7 @@ def as_read(tokens: Any) -> list[int]:
 class FakeReader:
     """A :class:`kvcellar.models.seeing.PictureReader`: a token for 8 by 8 pixels."""
 
-    written, token_id, size_bytes = WRITTEN, PAD, 0
+    written, in_text, token_id, size_bytes = WRITTEN, WRITTEN, PAD, 0
 
     def __init__(self, *, is_whole: bool = False) -> None:
         self.is_whole = is_whole

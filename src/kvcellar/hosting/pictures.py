@@ -37,6 +37,11 @@ class HostLooks:
         return self.reader.written
 
     @property
+    def in_text(self) -> str:
+        """The text that stands for a picture where the template writes messages' text alone."""
+        return self.reader.in_text
+
+    @property
     def token_id(self) -> int:
         """Id of the placeholder for a row of a picture."""
         return self.reader.token_id

@@ -70,6 +70,8 @@ class PictureReader(Protocol):
     Attributes:
         written: what a chat template writes where a picture stands, to be replaced by
             ``Look.text``.
+        in_text: stands in a message for a picture where a template writes text alone: ``written``,
+            and what else a template would write around it.
         token_id: of the placeholder.
         is_whole: rows of a picture see each other both ways, so that all tokens of one have to be
             in the same forward.
@@ -77,6 +79,7 @@ class PictureReader(Protocol):
     """
 
     written: str
+    in_text: str
     token_id: int
     is_whole: bool
     size_bytes: int

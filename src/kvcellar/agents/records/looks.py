@@ -40,6 +40,11 @@ class RecalledLooks:
         return self._own.written
 
     @property
+    def in_text(self) -> str:
+        """The text that stands for a picture where the template writes messages' text alone."""
+        return self._own.in_text
+
+    @property
     def token_id(self) -> int:
         """Id of the placeholder for a row of a picture."""
         return self._own.token_id

@@ -104,7 +104,7 @@ def behind_results(messages: Sequence[Message], mark: str) -> list[Message]:
 
 
 def picture_parts(
-    messages: Sequence[Message], mark: str, order: list[int], written: str = ""
+    messages: Sequence[Message], mark: str, order: list[int], in_text: str = ""
 ) -> list[Message]:
     """Return messages whose content is in parts where it has marks of pictures.
 
@@ -112,23 +112,23 @@ def picture_parts(
         messages: as a template takes them.
         mark: of pictures; empty: there are none.
         order: is made the numbers of the pictures, in the order in which they stand now.
-        written: stands in the text for each of them, for a template that writes text alone; empty:
+        in_text: stands in the text for each of them, for a template that writes text alone; empty:
             a part does.
     """
     order.clear()
     if not mark:
         return list(messages)
-    return [_in_parts(message, mark, order, written) for message in messages]
+    return [_in_parts(message, mark, order, in_text) for message in messages]
 
 
-def _in_parts(message: Message, mark: str, order: list[int], written: str) -> Message:
+def _in_parts(message: Message, mark: str, order: list[int], in_text: str) -> Message:
     content = message.get("content")
     if not isinstance(content, str) or mark not in content:
         return message
     pieces = content.split(mark)
     order += [int(number) for number in pieces[1::2]]
-    if written:
-        pieces[1::2] = [written] * len(pieces[1::2])
+    if in_text:
+        pieces[1::2] = [in_text] * len(pieces[1::2])
         return {**message, "content": "".join(pieces)}
     parts: list[dict[str, str]] = []
     for i, piece in enumerate(pieces):

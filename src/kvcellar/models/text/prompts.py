@@ -70,6 +70,11 @@ class Looks(Protocol):
         ...
 
     @property
+    def in_text(self) -> str:
+        """The text that stands for a picture where the template writes messages' text alone."""
+        ...
+
+    @property
     def token_id(self) -> int:
         """Id of the placeholder for a row of a picture."""
         ...
@@ -181,7 +186,8 @@ def render(
         is_begun = is_asking and begun_of(said) is not None
         write = _continued if is_begun else _apply
         order: list[int] = []
-        pictures = _Marked(picture_mark, order, looks.written if names and looks else "")
+        said_of = (looks.written, looks.in_text) if names and looks else ("", "")
+        pictures = _Marked(picture_mark, order, *said_of)
         text, notes = write(tokenizer, said, rest[0], rest[1], is_asking, pictures)
     except TemplateLimitError:
         raise
@@ -273,11 +279,13 @@ class _Marked(NamedTuple):
         mark: stands in texts before and behind the number of each; empty: there are none.
         order: gets their numbers in the order in which the template is given them.
         written: what the template writes for one.
+        in_text: stands in a text for one, where the template writes text alone.
     """
 
     mark: str
     order: list[int]
     written: str
+    in_text: str
 
     def is_in(self, message: Mapping[str, Any]) -> bool:
         """Return true if the text of a message has the mark of one."""
@@ -369,8 +377,8 @@ def _apply(
     if has_thoughts and reads_thoughts(template, words) == "parts":
         said = [thinking_in_parts(message) for message in said]
     is_text = pictures.mark and writes_text_alone(template, words, pictures.written)
-    written = pictures.written if is_text else ""
-    said = picture_parts(said, pictures.mark, pictures.order, written)
+    in_text = pictures.in_text if is_text else ""
+    said = picture_parts(said, pictures.mark, pictures.order, in_text)
     if reads_parts_alone(template, words):
         said = [in_parts(message) for message in said]
     job = {

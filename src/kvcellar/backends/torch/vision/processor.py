@@ -27,6 +27,9 @@ from kvcellar.pictures.picture import Picture
 _SAMPLE = 224, 224
 """Width and height of a picture by which a processor is tried."""
 
+_OPENED = ("vision", "image")
+"""What configs call the tokens before and behind a picture that processors do not write."""
+
 _NAMED_IN = (*PROCESSOR_FILES, "tokenizer_config.json")
 """Files in which a checkpoint may name the class of its processor."""
 
@@ -36,6 +39,7 @@ class Processor:
 
     Attributes:
         written: what a chat template writes where a picture stands, for the processor to replace.
+        in_text: that with the tokens around it that only a chat template writes, such as Qwen's.
     """
 
     def __init__(self, folder: Path, config: Any, tokenizer: Any = None) -> None:
@@ -58,6 +62,7 @@ class Processor:
             with quiet(lambda part: None):
                 self._processor = _read(folder, config, tokenizer)
             self.written: str = self._processor.image_token
+            self.in_text = self._surrounded(config)
             self._made(Image.new("RGB", _SAMPLE), return_text_replacement_offsets=True)
         except ModelError:
             raise
@@ -90,6 +95,16 @@ class Processor:
             for name, value in said.items():
                 Path(folder, name).write_text(json.dumps(value), encoding="utf-8")
             return cls(Path(folder), config, made)
+
+    def _surrounded(self, config: Any) -> str:
+        """Return what stands for a picture in a text that no template writes parts into."""
+        known = self._processor.tokenizer
+        for name in _OPENED:
+            ids = [getattr(config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
+            around = [None if one is None else known.convert_ids_to_tokens(one) for one in ids]
+            if None not in around:
+                return f"{around[0]}{self.written}{around[1]}"
+        return self.written
 
     @property
     def merge_size(self) -> int:

@@ -46,7 +46,7 @@ class TorchPictureReader:
         self._part: Any = None
         self._lock = threading.Lock()
         self.facts = facts
-        self.written = processor.written
+        self.written, self.in_text = processor.written, processor.in_text
         self.token_id = int(vision.config.image_token_id)
         self.is_whole = facts.is_whole
         self.size_bytes = vision.n_numbers * dtype.itemsize
