@@ -325,7 +325,7 @@ class _Text:
         return {**found, "lm_head.weight": self._wrapper.lm_head.weight}
 
 
-def _vocabulary(family: str) -> Callable[[Any], None]:
+def vocabulary_of(family: str) -> Callable[[Any], None]:
     """Make what writes a family's tiny vocabulary: bytes, and special tokens."""
     made = family_of(family)
     tokenizer = make_tokenizer()
@@ -388,7 +388,7 @@ def make_gguf(
         files.said,
         files.change(text.config),
         kind=kind,
-        vocabulary=vocabulary or _vocabulary(family),
+        vocabulary=vocabulary or vocabulary_of(family),
     )
     write_mmproj(folder / "mmproj-model-F32.gguf", family, wrapper)
     return path

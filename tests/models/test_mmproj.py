@@ -22,7 +22,14 @@ from kvcellar.models.options import LoadOptions
 from kvcellar.models.text.prompts import encode, render
 from kvcellar.pictures.shelf import PictureShelf
 from kvcellar.pictures.tokens import ids_of, pictures_in
-from tests.mmproj_files import FILES, TEXT_TEMPLATE, make_gguf, write_mmproj, write_old_vocabulary
+from tests.mmproj_files import (
+    FILES,
+    TEXT_TEMPLATE,
+    make_gguf,
+    vocabulary_of,
+    write_mmproj,
+    write_old_vocabulary,
+)
 from tests.models.picture_players import INTERLEAVED, ONE, TWO, Own, Player, assert_close
 from tests.vision_checkpoints import (
     family_of,
@@ -265,6 +272,49 @@ def test_a_vision_part_that_cannot_be_read_is_told_by_what_is_wrong(gemma, how, 
     write(**how)
     assert re.search(why, why_not(path))
     assert str(mmproj) in why_not(path)
+
+
+def _newline(tensors):
+    tensors["model.image_newline"] = np.ones(64, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "why"),
+    [
+        ("llava", {"feature_layer": [3]}, r"\[3\] for layers that are read, of 2"),
+        ("llava", {"feature_layer": [-2]}, r"\[-2\] for layers that are read, of 2"),
+        ("llava", {"change": _newline}, "0 grids of tiles that are merged as 'flat', with what"),
+        (
+            "llava",
+            {"change": lambda all: all.pop("mm.0.weight")},
+            "'mlp' that is not of two layers",
+        ),
+        ("llava_next", {"image_grid_pinpoints": None}, "0 grids .* 'spatial_unpad', with what"),
+        ("llava_next", {"mm_patch_merge_type": None}, "3 grids .* 'flat', with what"),
+        (
+            "llava_next",
+            {"change": lambda all: all.pop("model.image_newline")},
+            "3 grids .* without",
+        ),
+        ("llava_next", {"image_grid_pinpoints": [16, 32, 16]}, "image_grid_pinpoints"),
+        ("llava_next", {"image_grid_pinpoints": [16, 24]}, "16 by 24 pixels of tiles of 16"),
+        ("llava_next", {"image_grid_pinpoints": [8192, 8192]}, "8192 by 8192 pixels of tiles"),
+        ("granite_vision", {"feature_layer": [3]}, "numbers"),
+        ("granite_vision", {"feature_layer": [0, 1, 2]}, "numbers"),
+    ],
+)
+def test_a_llava_that_cannot_be_read_is_told_by_what_is_wrong(tmp_path, family, how, why):
+    path = make_gguf(tmp_path, family)
+    assert not why_not(path)
+    mmproj = tmp_path / "mmproj-model-F32.gguf"
+    mmproj.unlink()
+    write_mmproj(mmproj, family, make_vision_model(family), **how)
+    assert re.search(why, why_not(path)), why_not(path)
+
+
+def test_a_vocabulary_of_other_kinds_needs_a_placeholder(tmp_path):
+    path = make_gguf(tmp_path, "llava", vocabulary=vocabulary_of("gemma3"))
+    assert "has no token '<image>', which stands for a picture" in why_not(path)
 
 
 def test_a_model_whose_vision_part_cannot_be_read_reads_text(gemma):

@@ -20,6 +20,7 @@ from kvcellar.errors import PictureLostError
 from kvcellar.pictures.picture import Picture
 from kvcellar.pictures.tokens import NAME_DIGITS, placeholders
 from kvcellar.store.disk.exchange import REFERENCE, reference_of
+from tests.mmproj_files import make_gguf, write_old_vocabulary
 from tests.pictures.fakes import PAD, as_read, make_seeing_host, picture_file
 from tests.server.live import serving
 from tests.vision_checkpoints import make_vision_checkpoint
@@ -633,3 +634,40 @@ def test_a_checkpoint_reads_pictures_of_all_protocols_alike(tmp_path, closing):
         said = [{"role": "user", "content": [other, {"type": "text", "text": "What?"}]}]
         chat = client.chat.completions.create(model="seeing", messages=said, max_tokens=4, **how)
         assert chat.usage.prompt_tokens_details.cached_tokens < 8
+
+
+def test_a_template_of_text_alone_is_shown_pictures_by_a_server(tmp_path, closing):
+    path = str(make_gguf(tmp_path / "model", "llava", vocabulary=write_old_vocabulary))
+
+    def load(name, progress):
+        return open_host(name, capacity=1024, dtype="float32", progress=progress)
+
+    with serving(tmp_path / "store", load=load, offered={"old": path}) as live:
+        client = closing(openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0))
+
+        def ask(*content):
+            said = [
+                {"type": "text", "text": part}
+                if isinstance(part, str)
+                else {"type": "image_url", "image_url": {"url": url_of(part)}}
+                for part in content
+            ]
+            answer = client.chat.completions.create(
+                model="old",
+                messages=[{"role": "user", "content": said}],
+                max_tokens=4,
+                temperature=0,
+                seed=1,
+            )
+            return answer.usage.prompt_tokens, answer.choices[0].message.content
+
+        cat, dog = picture_file(1), picture_file(2, 40, 16)
+        none, one = ask("Look: and what?"), ask("Look:", cat, " and what?")
+        rows = 16  # of a square of 16 pixels, by patches of 4
+        assert one[0] == none[0] + rows
+        both = [ask(cat, "Look: and what?", dog), ask("Look:", cat, dog, " and what?")]
+        assert [n for n, _ in both] == [none[0] + 2 * rows] * 2
+        spelt = ask("Look: <unk> and <image>", cat)
+        assert spelt[0] == ask("Look: ~~~~~ and ~~~~~~~")[0] + rows
+        other = ask("Look:", dog, " and what?")
+        assert len({one[1], other[1], none[1], *(text for _, text in both)}) > 2
