@@ -18,7 +18,8 @@ from kvcellar.errors import ConfigError, KVCellarError, PictureError, PromptErro
 from kvcellar.hosting.given_pictures import reads_text_alone
 from kvcellar.hosting.pictures import HostLooks
 from kvcellar.models.picture_facts import text_alone
-from tests.vision_checkpoints import make_picture, make_vision_checkpoint
+from tests.mmproj_files import make_gguf, write_mmproj
+from tests.vision_checkpoints import make_picture, make_vision_checkpoint, make_vision_model
 
 SHORT = ("--max-tokens", "4", "--temperature", "0", "--dtype", "float32")
 
@@ -232,6 +233,20 @@ def text_alone_of(backend: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvcellar.models.picture_facts.has_pictures", lambda folder, raw: True)
         return text_alone(Path(), {}, backend)
+
+
+def test_a_model_whose_vision_part_is_not_read_says_why(files: list[str], tmp_path: Path) -> None:
+    path = str(make_gguf(tmp_path / "model", "gemma3"))
+    mmproj = tmp_path / "model" / "mmproj-model-F32.gguf"
+    mmproj.unlink()
+    write_mmproj(mmproj, "gemma3", make_vision_model("gemma3"), projector="glm4v")
+    typed = f"/image {files[0]}\nWhat?\n"
+    for said in (
+        run("generate", path, "-p", "What?", "--image", files[0], *SHORT, is_refused=True),
+        run("chat", path, *SHORT, stdin=typed, is_refused=True),
+        run("agents", "chat", "eye", "--model", path, *SHORT, stdin=typed, is_refused=True),
+    ):
+        assert "type 'glm4v', which is not read here" in " ".join(said.split())
 
 
 def test_pictures_are_said_in_python(model: str, files: list[str], tmp_path: Path) -> None:

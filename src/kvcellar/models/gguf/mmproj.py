@@ -777,7 +777,7 @@ _PROJECTORS = {
         _internvl, ("llama", "qwen2", "qwen3", "qwen3moe"), "mm.model.mlp.3.weight"
     ),
     "lfm2": _Projector(_lfm2, ("lfm2", "lfm2moe"), "mm.2.weight"),
-    "mlp": _Projector(_mlp, ("llama", "granite", "phi3", "qwen2"), "mm.2.weight"),
+    "mlp": _Projector(_mlp, ("llama", "granite"), "mm.2.weight"),
     "pixtral": _Projector(_pixtral, ("llama", "mistral3"), "mm.2.weight"),
     "qwen2vl_merger": _Projector(_qwen2_vl, ("qwen2vl",), "mm.2.weight"),
     "qwen2.5vl_merger": _Projector(_qwen2_5_vl, ("qwen2vl",), "mm.2.weight"),
