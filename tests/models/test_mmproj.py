@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -18,6 +19,7 @@ from kvcellar.backends.torch.vision.beside import seen_beside
 from kvcellar.backends.torch.vision.processor import Processor
 from kvcellar.hosting.pictures import HostLooks
 from kvcellar.models import load_model
+from kvcellar.models.gguf import mmproj
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.text.prompts import encode, render
 from kvcellar.pictures.shelf import PictureShelf
@@ -336,6 +338,20 @@ def test_metadata_of_any_kind_ends_in_a_reason(gemma):
         for value in (0, 2**31 - 1, "text", [True, False]):
             write(**{key.replace(".", "__"): value})
             seen_beside(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "model"),
+    [
+        ("mmproj-gemma-4b-it-F16", "gemma-4b-it-Q4_K_M"),
+        ("gemma-4b-it.mmproj-f16", "gemma-4b-it.Q4_K_M"),
+        ("gemma-4b-it-mmproj-F16", "gemma-4b-it-UD-Q4_K_XL"),
+        ("mmproj-gemma-4b-it-bf16", "gemma-4b-it.i1-IQ4_XS-00001-of-00002"),
+    ],
+)
+def test_of_several_one_is_found_by_the_ways_in_which_files_are_named(part, model):
+    there = [Path(f"{name}.gguf") for name in (part, part.replace("4b", "12b"), model)]
+    assert mmproj._find(there[-1], there) == there[0]
 
 
 def test_of_several_the_one_with_the_models_name_is_read(gemma):

@@ -189,6 +189,8 @@ def test_one_quantisation_of_a_repository_is_downloaded_and_no_other(home, monke
         ("mmproj-F16.gguf", True),
         ("mmproj-model-f16.gguf", True),
         ("Model.mmproj-f16.gguf", True),
+        ("mmproj-model-f16-4B.gguf", True),
+        ("MMPROJ-F16.gguf", True),
         ("mmproj-BF16.gguf", False),
         ("mmproj-Model-Q8_0.gguf", False),
         ("Model-F16.gguf", False),

@@ -35,7 +35,7 @@ CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 OTHER_FORMATS = ("*/*", "consolidated*")
 """Patterns of files that are not downloaded: the same weights in other formats."""
 
-VISION_FILE = "*mmproj*[-_.][fF]16.gguf"
+VISION_FILE = "*[mM][mM][pP][rR][oO][jJ]*[!bB][fF]16*.gguf"
 """Pattern of the vision part that is downloaded beside a GGUF file, if its repository has one."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -22,7 +22,9 @@ from kvcellar.models.gguf.reader import GgufFile, read_gguf, wrong
 from kvcellar.models.gguf.ropes import theta_of
 
 _NAME = re.compile(r"[-_.]?mmproj[-_.]?", re.IGNORECASE)
-_QUANT = re.compile(r"[-_.](?:(?:iq|q|tq)\d\w*|b?f16|f32|mxfp4\w*|fp16|bf16|model)$", re.IGNORECASE)
+_QUANT = re.compile(
+    r"[-_.](?:(?:iq|q|tq)\d\w*|b?f16|f32|mxfp4\w*|fp16|model|ud|i1)$", re.IGNORECASE
+)
 
 _MOST_SIDE = 1 << 13
 """Pixels of a side to which a file may have pictures resized."""
@@ -122,7 +124,7 @@ def _find(path: Path, beside: list[Path]) -> Path | None:
     """
     found = [one for one in beside if _NAME.search(one.stem) and one != path]
     if len(found) > 1:
-        named = [one for one in found if _bare(_NAME.sub("", one.stem)) == _bare(path.stem)]
+        named = [one for one in found if _bare(_NAME.sub("-", one.stem)) == _bare(path.stem)]
         if len(named) != 1:
             raise ModelError(
                 f"{len(found)} vision parts lie beside {path.name} "
@@ -135,7 +137,7 @@ def _find(path: Path, beside: list[Path]) -> Path | None:
 
 def _bare(stem: str) -> str:
     """Return the name of a model without its quantisation and the number of its file."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower().strip("-_.")
     while _QUANT.search(stem):
         stem = _QUANT.sub("", stem)
     return stem
