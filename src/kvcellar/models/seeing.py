@@ -33,6 +33,10 @@ class Look(NamedTuple):
     grid: tuple[int, int] = (0, 0)
 
 
+def _at_once() -> None:
+    """Wait for nothing."""
+
+
 class EncodedPicture(NamedTuple):
     """Rows that a model's vision part makes of a picture, as its runner takes them.
 
@@ -41,11 +45,14 @@ class EncodedPicture(NamedTuple):
         deep: rows of the same shape, each to be added to the hidden states of the placeholders
             behind one of the first layers, in their order; none for most models.
         n_bytes: of all of these.
+        await_rows: has what a thread gives the device from now on wait until the rows are there;
+            called before they are read, each time. The thread itself does not wait.
     """
 
     rows: Any
     deep: tuple[Any, ...]
     n_bytes: int
+    await_rows: Callable[[], None] = _at_once
 
 
 EncodeFn = Callable[[str], EncodedPicture]
@@ -103,10 +110,11 @@ class PictureReader(Protocol):
         ...
 
     def encode(self, picture: Picture) -> EncodedPicture:
-        """Run the vision part on a picture, once it is loaded.
+        """Run the vision part on a picture, once it is loaded; its rows are there on return.
 
         Raises:
             PictureError: the model cannot read it.
+            DeviceMemoryError: the device has no memory for it.
         """
         ...
 

@@ -240,7 +240,12 @@ def _picture_reader(
     read_pictures(network, verdict.facts.n_deep)
     where = found.dtype, found.device
     weights = found.folder if seen is None else seen.file.path
-    return TorchPictureReader(weights, processor, vision, verdict.facts, *where), ""
+    side = None
+    if is_gpu(found.device):
+        from kvcellar.backends.torch.gpu.transfer.side import SideStream  # it imports Triton
+
+        side = SideStream(found.device)
+    return TorchPictureReader(weights, processor, vision, verdict.facts, *where, side), ""
 
 
 def _expanded(found: _FoundCheckpoint) -> list[str]:

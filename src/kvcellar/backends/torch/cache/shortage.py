@@ -17,6 +17,7 @@ def within_memory(
     device: torch.device,
     let_go: Callable[[], None] = lambda: None,
     what: str = "a forward",
+    instead: str = "bring fewer tokens in a step",
 ) -> R:
     """Return what a call returns; where a device's memory runs out, free what can be freed.
 
@@ -24,7 +25,8 @@ def within_memory(
         call: works on the device.
         device: whose memory torch keeps for reuse; it is given back then.
         let_go: frees what is kept for speed alone.
-        what: the call, for messages.
+        what: the call, for messages,
+        instead: and what may be asked of it that takes less memory.
 
     Raises:
         DeviceMemoryError: there was no memory for it.
@@ -38,6 +40,6 @@ def within_memory(
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
     raise DeviceMemoryError(
-        f"{what} found no memory on {device} ({said}); bring fewer tokens in a step, or have "
+        f"{what} found no memory on {device} ({said}); {instead}, or have "
         f"the cache leave more room: a lower --memory, or a smaller capacity"
     )

@@ -86,10 +86,11 @@ def _rows(
         raise StepError(
             f"the forward has tokens of the picture {picture.placed.name}, which nobody has encoded"
         )
-    tokens, rows, deep, _ = np.flatnonzero(is_read) + start, *picture.encoded
-    index = torch.as_tensor(numbers[is_read], device=rows.device)
-    found = tuple(one[index] for one in (rows, *deep))
-    return PlacedRows(torch.as_tensor(tokens, device=device), found[0], found[1:])
+    encoded, tokens = picture.encoded, np.flatnonzero(is_read) + start
+    index = torch.as_tensor(numbers[is_read], device=encoded.rows.device)
+    encoded.await_rows()
+    rows, *deep = (one[index] for one in (encoded.rows, *encoded.deep))
+    return PlacedRows(torch.as_tensor(tokens, device=device), rows, tuple(deep))
 
 
 def _whole(placed: PlacedPicture, own: IntArray, start: int) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -16,8 +15,8 @@ R = TypeVar("R")
 MOST_DRIVER_BYTES = 64 << 20
 """Most bytes that one graph is counted with for the driver: beyond it another program took them."""
 
-_ONE = threading.Lock()
-"""Held while a graph is recorded: CUDA records one at a time in a process."""
+PRIORITY = -1
+"""Of kernels in graphs, before those of other streams, which have 0: less is sooner for CUDA."""
 
 
 class Graph(Protocol):
@@ -92,7 +91,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         """Take a side stream of a device; nothing is recorded yet."""
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=PRIORITY)
         self._pool = torch.cuda.graph_pool_handle()
         self._staging = torch.empty(0, dtype=torch.int32)
         self._is_sent: torch.cuda.Event | None = None
@@ -128,7 +127,7 @@ class CudaGraphs:
     def capture(self, call: Callable[[], R]) -> tuple[CudaGraph, R]:
         """Record work of this thread on the side stream; see :class:`GraphDevice`."""
         graph = torch.cuda.CUDAGraph()
-        with _ONE, torch.cuda.device(self._device):
+        with torch.cuda.device(self._device):
             here, before = torch.cuda.current_stream(), self._of_driver()
             try:
                 with torch.cuda.graph(

@@ -32,6 +32,7 @@ from kvcellar.backends.torch.gpu.record.recording import (
     joined,
     put_tokens,
 )
+from kvcellar.backends.torch.gpu.transfer.side import RECORDING
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.types import IntArray, StepPlan
 
@@ -88,7 +89,8 @@ class _Ready:
 class StepGraphs:
     """Small steps of one network over one cache as graphs, where they can be.
 
-    A shape that comes for the second time is recorded. Graphs are gone when anything that they were
+    A shape that comes for the second time is recorded; later where another graph is being recorded
+    then, or another thread works beside the steps. Graphs are gone when anything that they were
     recorded over has moved: pools that have grown, or the buffer of plans.
     """
 
@@ -156,7 +158,7 @@ class StepGraphs:
             return None
         self._device.send(numbers, self._buffer[: len(numbers)])
         self._await_transfers(cache, ready.plans)
-        recorded = recorded or self._record(cache, shape)
+        recorded = recorded or self._record_alone(cache, shape)
         if recorded is None:
             return None
         self._graphs.move_to_end(shape)
@@ -286,6 +288,15 @@ class StepGraphs:
             self._met.clear()
         self._met.add(shape)
         return False
+
+    def _record_alone(self, cache: TorchCache, shape: Shape) -> Recorded | None:
+        """Record the step that is in the buffer as ``_record``; None: not now, too."""
+        if not RECORDING.acquire(blocking=False):
+            return None  # to wait would hold up everybody's tokens
+        try:
+            return self._record(cache, shape)
+        finally:
+            RECORDING.release()
 
     def _record(self, cache: TorchCache, shape: Shape) -> Recorded | None:
         """Record the step that is in the buffer; None: it cannot be, or there is no memory."""

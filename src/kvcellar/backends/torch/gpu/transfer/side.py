@@ -1,10 +1,14 @@
-"""A stream for work between a card and main memory, beside the stream that computes."""
+"""A stream beside the one that computes steps: for copies to and from main memory, for pictures.
+
+It has the least priority that CUDA knows, 0, as torch's default stream has.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
@@ -15,6 +19,13 @@ from torch import Tensor
 from kvcellar.backends.torch.gpu.attend.launch import on_device
 
 Held = deque[tuple[Any, tuple[Any, ...]]]
+
+RECORDING = threading.Lock()
+"""Held while a graph is recorded in this process, and while another thread works beside the steps.
+
+While torch records a graph it gives no kept memory back to the card, for any thread: an allocation
+that needed it ends, and so does a call that asks for it.
+"""
 
 
 class Landed:
@@ -88,6 +99,17 @@ class SideStream:
         """Have what is computed from now on wait for an event of the side stream."""
         with on_device(self._device):
             self._module.current_stream().wait_event(event)
+
+    def lend(self, done: Any, tensors: Sequence[Tensor]) -> None:
+        """Have what is computed from now on wait for an event, and read tensors made before it.
+
+        Their memory, the side stream's, goes to nobody else before that has been computed.
+        """
+        self.make_wait(done)
+        if not self._is_cpu:
+            with on_device(self._device):
+                for tensor in tensors:
+                    tensor.record_stream(self._module.current_stream())
 
     def sent(self, array: Any) -> Tensor:
         """Return a copy of a small array on the device, in ``work``; the array may change then."""
