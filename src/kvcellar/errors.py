@@ -71,7 +71,10 @@ class RankLostError(BackendError):
 
 
 class DeviceMemoryError(KVCellarError, MemoryError):
-    """A forward found no memory on its device. Its step was taken back; what was held still is."""
+    """A forward, or a picture's encoding, found no memory on its device.
+
+    A forward's step was taken back; what was held still is.
+    """
 
 
 class ModelError(KVCellarError):
