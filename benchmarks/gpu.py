@@ -37,8 +37,8 @@ WORKER = [sys.executable, str(Path(__file__).resolve().parent / "gpu_parts.py")]
 PARTS = {
     "engine": 150, "decode": 60, "branches": 60, "kv": 60, "transfers": 40, "hybrid": 150,
     "serve": 240, "mixture": 120, "compiled": 90, "sampling": 60, "weights": 180,
-    "agreement": 90, "prompts": 40, "shortage": 30, "first_tokens": 30, "second_card": 40,
-    "checks": 240,
+    "agreement": 90, "pictures": 60, "prompts": 40, "shortage": 30, "first_tokens": 30,
+    "second_card": 40, "checks": 240,
 }  # fmt: skip
 """Parts in the order of their worth -> the seconds that each may take at most on a card.
 
@@ -114,6 +114,8 @@ GOALS = (
     ),
     *(Goal("agreement", f"float32_apart_{family}", "<=", 1e-4) for family in _EXACT),
     Goal("agreement", "bfloat16_error_over_transformers", "<=", 1.1),
+    Goal("pictures", "pictures_are_equal", "==", True),
+    Goal("pictures", "beside_encoding_over_alone", "<=", 1.5),
     Goal("prompts", "prefill_8192_over_transformers", ">=", 1.0),
     Goal("shortage", "shortage_is_survived", "==", True),
     Goal("checks", "is_correct", "==", True),

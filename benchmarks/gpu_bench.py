@@ -31,6 +31,7 @@ from kvcellar.engine import (
     Request,
     SamplingParams,
 )
+from kvcellar.engine.picture_rows import PictureRows
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.kept_logits import RowSampling, SamplingRunner
 from kvcellar.models.sizes.snapshots import slots_bytes
@@ -167,7 +168,12 @@ class Bench:
 
     @contextmanager
     def engine(
-        self, model: Any, capacity: int, n_sequences: int, most_tokens: int | None = None
+        self,
+        model: Any,
+        capacity: int,
+        n_sequences: int,
+        most_tokens: int | None = None,
+        rows: PictureRows | None = None,
     ) -> Iterator[Engine]:
         """Open an engine, which is prepared as ``kvcellar serve`` does it.
 
@@ -176,10 +182,12 @@ class Bench:
             capacity: of its cache.
             n_sequences: that run at a time.
             most_tokens: of a step; None: as many as are the default.
+            rows: of pictures, for a model that reads them.
         """
         config = EngineConfig(most_tokens or self.step, n_sequences)
         with kv.make_seq_session("torch", self.config(capacity, model=model)) as session:
-            made = Engine(self.bound(model, session), session.cache, config=config)
+            runner = self.bound(model, session)
+            made = Engine(runner, session.cache, config=config, rows=rows)
             made.prepare(lambda part, what: None)
             yield made
 

@@ -1,13 +1,16 @@
 """Parts of ``gpu.py`` that ask whether a card computes what transformers does, and NumPy.
 
-How far logits are from transformers' own, with chunks, forks, trees, windows, sinks and states; and
-the tests that run on a card with all their tensors there.
+How far logits are from transformers' own, with chunks, forks, trees, windows, sinks and states;
+whether tokens are the same while pictures are encoded beside them; and the tests that run on a card
+with all their tensors there.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,12 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 from gpu import PARTS
-from gpu_bench import ROOT, Bench, Found, n_graphs_of
+from gpu_bench import ROOT, Bench, Found, answered, n_graphs_of, prompt_of
 from numpy.typing import NDArray
+from PIL import Image
+from random_models import random_vision
 
 import kvcellar as kv
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny
+from kvcellar.engine import Engine, FinishEvent, GeneratedToken, Request, SamplingParams
+from kvcellar.engine.picture_rows import PictureRows
 from kvcellar.models import LoadedModel, load_model
+from kvcellar.pictures.picture import Picture
+from kvcellar.pictures.tokens import placeholders
 
 Logits = NDArray[np.float32]
 
@@ -45,6 +54,9 @@ FAMILIES = {
 PROMPT = 40
 TREE = (-1, 0, 0, 1)
 """Parents of guesses: two behind the first, and one behind the second."""
+
+
+N_PICTURES = 4
 
 
 class Eager:
@@ -117,6 +129,87 @@ def agreement(bench: Bench) -> Found:
     n = 16 if bench.is_dry else 512
     ratio = _rounding(bench.path, bench.model, bench.device, n)
     return found | {"bfloat16_error_over_transformers": round(ratio, 3)}
+
+
+def pictures(bench: Bench) -> Found:
+    """Decode a text while pictures of others are encoded: the same tokens, and how much slower."""
+    model = bench.load(bench.made("vision", lambda to: _vision(to, bench)), dtype="float32")
+    reader, n_tokens = model.pictures, bench.n(300)
+    seen = [_picture(seed, 56 if bench.is_dry else 980) for seed in range(N_PICTURES)]
+    by_name = {one.name: one for one in seen}
+    rows = PictureRows(lambda name: reader.encode(by_name[name]))
+    prompts = [prompt_of(bench.n(300), 0, 4000)]
+    for picture in seen:
+        look = reader.look(picture)
+        there = placeholders(reader.token_id, picture.name, look.n_rows, look.grid)
+        prompts.append([5, *there.tolist(), 6])
+    capacity = sum(len(one) + n_tokens + 1 for one in prompts)
+    reader.load()
+    with bench.engine(model, capacity, len(prompts), rows=rows) as made:
+        said, alone, beside = _said_beside(made, prompts, n_tokens)
+    rows.close()
+    again = PictureRows(lambda name: reader.encode(by_name[name]))
+    with bench.engine(model, capacity, len(prompts), rows=again) as made:
+        wanted = [answered(made, [one], n_tokens).token_ids[0] for one in prompts]
+    again.close()
+    return {
+        "pictures_are_equal": said == wanted,
+        "encoding_picture_ms": round(again.counts.encoding_s / N_PICTURES * 1e3, 1),
+        "beside_encoding_over_alone": round(beside / alone, 2),
+    }
+
+
+def _said_beside(
+    engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int
+) -> tuple[list[tuple[int, ...]], float, float]:
+    """Run the first prompt to half of its answer, then the others too, whose pictures are new.
+
+    Returns:
+        Tokens of each; the median seconds of a step before, and of one while pictures are encoded.
+    """
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    ids = [engine.submit(Request(prompts[0], params))]
+    alone, beside, ends = list[float](), list[float](), dict[int, FinishEvent]()
+    n_said = 0
+    while not engine.is_idle:
+        if len(ids) == 1 and n_said >= n_tokens // 2:
+            ids += [engine.submit(Request(one, params)) for one in prompts[1:]]
+        counts, began = engine.stats(), time.perf_counter()
+        events = engine.step()
+        took_s = time.perf_counter() - began
+        told = [one for one in events if isinstance(one, GeneratedToken)]
+        n_said += sum(one.request_id == ids[0] for one in told)
+        if ids[0] not in ends and len(ids) == 1 and n_said > 1:
+            alone.append(took_s)
+        elif ids[0] not in ends and len(ids) > 1 and counts.encoded_pictures < N_PICTURES:
+            beside.append(took_s)
+        ends |= {one.request_id: one for one in events if isinstance(one, FinishEvent)}
+    for end in ends.values():
+        if end.error is not None:
+            raise end.error
+    return [ends[one].token_ids for one in ids], statistics.median(alone), statistics.median(beside)
+
+
+def _vision(to: Path, bench: Bench) -> None:
+    """Save a model that reads pictures, of a 3B model's tower, or a tiny one."""
+    n, depth = (64, 2) if bench.is_dry else (1280, 32)
+    heads = 1 if bench.is_dry else 16
+    text = {
+        "hidden_size": n, "intermediate_size": 3 * n, "num_hidden_layers": depth // 2,
+        "num_attention_heads": heads, "num_key_value_heads": 1, "vocab_size": 8448,
+    }  # fmt: skip
+    tower = {
+        "depth": depth, "hidden_size": n, "intermediate_size": 3 * n, "num_heads": heads,
+        "out_hidden_size": n, "fullatt_block_indexes": [depth - 1],
+    }  # fmt: skip
+    random_vision(to, text, tower)
+
+
+def _picture(seed: int, side: int) -> Picture:
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return Picture.read(file.getvalue())
 
 
 def checks(bench: Bench) -> Found:

@@ -92,6 +92,7 @@ def functions() -> dict[str, Callable[[Any], dict[str, Any]]]:
         "sampling": gpu_steps.sampling,
         "weights": gpu_steps.weights,
         "agreement": gpu_checks.agreement,
+        "pictures": gpu_checks.pictures,
         "prompts": gpu_steps.prompts,
         "shortage": gpu_memory.shortage,
         "first_tokens": gpu_steps.first_tokens,

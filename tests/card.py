@@ -66,6 +66,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     from kvcellar.backends.torch.gpu.record import graphs
     from kvcellar.backends.torch.gpu.sampler import logits
     from kvcellar.backends.torch.gpu.weights import multiply
+    from kvcellar.backends.torch.learn import picture_checking
     from tests.backends.gpu.fake_device import FakeDevice
     from tests.backends.gpu.interpreter import hasten
 
@@ -75,6 +76,14 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
 
     hasten()
     patch.setattr(loading, "_prove", lambda *_: None)  # it runs a model's twin on the CPU
+    check = picture_checking.check_pictures
+
+    def check_on_cpu(*given: Any) -> Any:  # as where there is a card
+        with pytest.MonkeyPatch.context() as there:
+            there.setattr(choice, "ON_CPU", False)
+            return check(*given)
+
+    patch.setattr(picture_checking, "check_pictures", check_on_cpu)
     patch.setattr(choice, "ON_CPU", True)
     patch.setattr(choice, "has_graphs", lambda device: True)
     patch.setattr(logits, "ON_CPU", True)

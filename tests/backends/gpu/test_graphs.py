@@ -33,8 +33,8 @@ from tests.models.players import Player  # noqa: E402
 from tests.models.tiny_checkpoints import make_checkpoint  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextmanager
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU is a GPU, with tiles so small that short histories fill some."""
 
     def tiling(n_heads: int, pool: Any, dtype: Any, device: Any) -> plans.Tiling:
@@ -47,6 +47,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lists, "LEAST_SHARED", 8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what tiles throw away, and NaN
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with small_tiles(monkeypatch):
         yield
 
 

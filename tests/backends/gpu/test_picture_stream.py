@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,41 +22,45 @@ from kvcellar.backends.torch.gpu.transfer.side import SideStream  # noqa: E402
 from kvcellar.backends.torch.learn.shrink.checkpoints import write_tiny  # noqa: E402
 from kvcellar.backends.torch.vision import reader as reading  # noqa: E402
 from kvcellar.errors import DeviceMemoryError  # noqa: E402
-from kvcellar.models import load_model  # noqa: E402
+from kvcellar.models import LoadedModel, load_model  # noqa: E402
 from tests.backends.gpu.fake_device import FakeDevice  # noqa: E402
 from tests.backends.gpu.ordered import OrderedCard  # noqa: E402
-from tests.backends.gpu.test_graphs import both, prompt, small  # noqa: E402
+from tests.backends.gpu.test_graphs import both, prompt, small_tiles  # noqa: E402
 from tests.models.picture_players import ONE, TWO, Own, Player  # noqa: E402
 from tests.vision_checkpoints import make_vision_checkpoint  # noqa: E402
 
 CPU = torch.device("cpu")
-FAMILIES = ("qwen3_vl",)
-"""Of deep rows, with positions in three parts."""
 PATIENCE_S = 60.0
 
-small_card = pytest.fixture(small.__wrapped__ if hasattr(small, "__wrapped__") else small)
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with small_tiles(monkeypatch):
+        yield
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: Any) -> Callable[[str], Own]:
-    root = tmp_path_factory.mktemp("vision")
+def own(tmp_path_factory: Any) -> Own:
+    folder = make_vision_checkpoint(tmp_path_factory.mktemp("vision"), "qwen3_vl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_prove", lambda *_: None)  # others do
+        model = load_model(folder, weights="none")
+    assert model.pictures is not None, model.no_pictures
+    return Own(model, None, None)
 
-    @functools.cache
-    def make(family: str) -> Own:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loading, "_prove", lambda *_: None)  # others do
-            model = load_model(make_vision_checkpoint(root / family, family), weights="none")
-        assert model.pictures is not None, model.no_pictures
-        return Own(model, None, None)
 
-    return make
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: Any) -> LoadedModel:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = write_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1, **heads)
+    return load_model(folder)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> OrderedCard:
     made = OrderedCard()
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda self, stream: made.record_stream(self, stream)
+        torch.Tensor, "record_stream", lambda tensor, stream: made.record_stream(tensor, stream)
     )
     return made
 
@@ -69,7 +72,7 @@ def beside() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def played(made: Own, card: OrderedCard | None, pool: ThreadPoolExecutor | None) -> list[Any]:
+def played(made: Own, pool: ThreadPoolExecutor | None) -> list[Any]:
     """Logits of two sequences that read the same pictures, one behind the other."""
     tokens, config = made.history("a IMG b IMG c", TWO), kv.make_config(made.model.params, 512)
     with kv.make_seq_session("torch", config) as session:
@@ -86,16 +89,14 @@ def on_card(made: Own, card: OrderedCard, monkeypatch: Any, pool: ThreadPoolExec
     monkeypatch.setattr(made.reader, "_part", None)
     with card.stream(card.steps):
         made.reader.load()
-        return played(made, card, pool)
+        return played(made, pool)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_steps_read_rows_behind_the_event_of_their_encoding(
-    family: str, own: Any, card: OrderedCard, beside: Any, monkeypatch: Any
+    own: Own, card: OrderedCard, beside: Any, monkeypatch: Any
 ) -> None:
-    made = own(family)
-    wanted = played(made, None, None)
-    found = on_card(made, card, monkeypatch, beside)
+    wanted = played(own, None)
+    found = on_card(own, card, monkeypatch, beside)
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert not card.faults
@@ -113,10 +114,10 @@ def test_steps_read_rows_behind_the_event_of_their_encoding(
     ],
 )
 def test_each_wait_that_is_taken_out_is_noticed(
-    taken_out: str, fault: str, own: Any, card: OrderedCard, beside: Any, monkeypatch: Any
+    taken_out: str, fault: str, own: Own, card: OrderedCard, beside: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(SideStream, taken_out, lambda *_: None)
-    on_card(own("qwen3_vl"), card, monkeypatch, beside)
+    on_card(own, card, monkeypatch, beside)
     assert any(fault in one for one in card.faults)
 
 
@@ -136,14 +137,13 @@ class Held:
 
 
 def test_no_graph_is_recorded_while_a_picture_is_encoded_and_no_step_waits(
-    own: Any, card: OrderedCard, beside: Any, monkeypatch: Any, tmp_path: Any, small_card: Any
+    own: Own, card: OrderedCard, beside: Any, monkeypatch: Any, llama: LoadedModel, small: None
 ) -> None:
-    reader = own("qwen3_vl").reader
+    reader = own.reader
     monkeypatch.setattr(reader, "_side", SideStream(CPU, card))
     reader.load()
     held = Held(reader, monkeypatch)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    with both(load_model(write_tiny("llama", tmp_path, num_hidden_layers=2, **heads))) as pair:
+    with both(llama) as pair:
         pair.step(prompt(20))
         pair.decode(1)
         encoding: Future[Any] = beside.submit(reader.encode, ONE[0])
@@ -157,9 +157,9 @@ def test_no_graph_is_recorded_while_a_picture_is_encoded_and_no_step_waits(
 
 
 def test_no_picture_is_encoded_while_a_graph_is_recorded(
-    own: Any, card: OrderedCard, beside: Any, monkeypatch: Any, tmp_path: Any, small_card: Any
+    own: Own, card: OrderedCard, beside: Any, monkeypatch: Any, llama: LoadedModel, small: None
 ) -> None:
-    reader = own("qwen3_vl").reader
+    reader = own.reader
     monkeypatch.setattr(reader, "_side", SideStream(CPU, card))
     reader.load()
     encodings: list[Future[Any]] = []
@@ -173,8 +173,7 @@ def test_no_picture_is_encoded_while_a_graph_is_recorded(
             card.is_recording = False
             return super().capture(call)
 
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    with both(load_model(write_tiny("llama", tmp_path, num_hidden_layers=2, **heads))) as pair:
+    with both(llama) as pair:
         pair.device = Device()
         pair.graphs = pair.ours.runner.graphs = StepGraphs(pair.graphs._network, pair.device)
         pair.step(prompt(20))
@@ -184,9 +183,9 @@ def test_no_picture_is_encoded_while_a_graph_is_recorded(
 
 
 def test_a_picture_for_which_there_is_no_memory_ends_alone(
-    own: Any, card: OrderedCard, monkeypatch: Any
+    own: Own, card: OrderedCard, monkeypatch: Any
 ) -> None:
-    reader = own("qwen3_vl").reader
+    reader = own.reader
     monkeypatch.setattr(reader, "_side", SideStream(CPU, card))
     reader.load()
 
@@ -195,7 +194,7 @@ def test_a_picture_for_which_there_is_no_memory_ends_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr(reading, "run", short)
-        with pytest.raises(DeviceMemoryError, match="a picture found no memory .* a smaller pic"):
+        with pytest.raises(DeviceMemoryError, match=r"a picture found no memory .* a smaller pic"):
             reader.encode(ONE[0])
     assert len(reader.encode(ONE[0]).rows)
 
