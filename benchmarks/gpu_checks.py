@@ -135,6 +135,8 @@ def pictures(bench: Bench) -> Found:
     """Decode a text while pictures of others are encoded: the same tokens, and how much slower."""
     model = bench.load(bench.made("vision", lambda to: _vision(to, bench)), dtype="float32")
     reader, n_tokens = model.pictures, bench.n(300)
+    if reader is None:
+        raise RuntimeError(f"the model reads no pictures: {model.no_pictures}")
     seen = [_picture(seed, 56 if bench.is_dry else 980) for seed in range(N_PICTURES)]
     by_name = {one.name: one for one in seen}
     rows = PictureRows(lambda name: reader.encode(by_name[name]))
@@ -192,14 +194,13 @@ def _said_beside(
 
 def _vision(to: Path, bench: Bench) -> None:
     """Save a model that reads pictures, of a 3B model's tower, or a tiny one."""
-    n, depth = (64, 2) if bench.is_dry else (1280, 32)
-    heads = 1 if bench.is_dry else 16
+    n, depth = (256, 2) if bench.is_dry else (1280, 32)
     text = {
         "hidden_size": n, "intermediate_size": 3 * n, "num_hidden_layers": depth // 2,
-        "num_attention_heads": heads, "num_key_value_heads": 1, "vocab_size": 8448,
+        "num_attention_heads": n // 64, "num_key_value_heads": 2, "vocab_size": 8448,
     }  # fmt: skip
     tower = {
-        "depth": depth, "hidden_size": n, "intermediate_size": 3 * n, "num_heads": heads,
+        "depth": depth, "hidden_size": n, "intermediate_size": 3 * n, "num_heads": n // 64,
         "out_hidden_size": n, "fullatt_block_indexes": [depth - 1],
     }  # fmt: skip
     random_vision(to, text, tower)

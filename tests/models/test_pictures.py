@@ -209,7 +209,7 @@ def test_text_behind_a_picture_is_one_call_of_the_kernel(family, tmp_path, monke
 
 def test_rows_are_of_the_models_type(tmp_path):
     model = load_model(make_vision_checkpoint(tmp_path, "llava"), dtype="bfloat16", weights="none")
-    rows, deep, n_bytes = model.pictures.encode(ONE[0])
+    rows, deep, n_bytes, _ = model.pictures.encode(ONE[0])
     assert rows.dtype == torch.bfloat16
     assert (n_bytes, deep) == (rows.numel() * 2, ())
     assert model.pictures.size_bytes < model.size_bytes
