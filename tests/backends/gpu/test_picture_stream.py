@@ -84,7 +84,7 @@ def played(made: Own, pool: ThreadPoolExecutor | None) -> list[Any]:
 
 
 def on_card(made: Own, card: OrderedCard, monkeypatch: Any, pool: ThreadPoolExecutor) -> list[Any]:
-    """The same where the vision part has a stream of its own, from its weights on."""
+    """Logits as of ``played``; the vision part has a stream, and its weights came before."""
     monkeypatch.setattr(made.reader, "_side", SideStream(CPU, card))
     monkeypatch.setattr(made.reader, "_part", None)
     with card.stream(card.steps):
