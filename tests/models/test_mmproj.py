@@ -267,6 +267,10 @@ def why_not(path):
             "makes rows of 48 numbers, and model-F32.gguf reads rows of 64",
         ),
         ({"change": lambda tensors: tensors.clear()}, "has no tensors"),
+        (
+            {"change": lambda tensors: tensors.pop("v.blk.1.attn_q.weight")},
+            r"has no v\.blk\.1\.attn_q\.weight",
+        ),
     ],
 )
 def test_a_vision_part_that_cannot_be_read_is_told_by_what_is_wrong(gemma, how, why):
@@ -401,5 +405,8 @@ def test_native_leaves_a_model_to_torch_whose_vision_part_can_be_read(tmp_path):
     write_mmproj(mmproj, "mistral3", make_vision_model("mistral3"), projector="glm4v")
     assert "pictures" not in lack_of(LoadOptions(path))
     assert "glm4v" in load_model(path, backend="native").no_pictures
+    seeing = make_vision_model("mistral3")
+    write_mmproj(mmproj, "mistral3", seeing, change=lambda t: t.pop("v.blk.0.ln1.weight"))
+    assert "pictures" not in lack_of(LoadOptions(path)), "a part that lacks something"
     mmproj.unlink()
     assert load_model(path, backend="native").no_pictures == ""

@@ -26,6 +26,8 @@ _QUANT = re.compile(
     r"[-_.](?:(?:iq|q|tq)\d\w*|b?f16|f32|mxfp4\w*|fp16|model|ud|i1)$", re.IGNORECASE
 )
 
+_BLOCK = re.compile(r"v\.blk\.(\d{1,4})\.(.+)")
+
 _MOST_SIDE = 1 << 13
 """Pixels of a side to which a file may have pictures resized."""
 
@@ -183,7 +185,25 @@ def _read(file: GgufFile, text: GgufFile) -> Mmproj:
             f"{wanted}: it is the vision part of another model; take the one that was published "
             f"with this"
         )
+    _check_blocks(file)
     return known.make(said)
+
+
+def _check_blocks(file: GgufFile) -> None:
+    """Refuse a file in which a block of the tower lacks what another one has.
+
+    Raises:
+        ModelError: it is so, as after half of a conversion.
+    """
+    blocks: dict[int, set[str]] = {}
+    for name in file.tensors:
+        if match := _BLOCK.fullmatch(name):
+            blocks.setdefault(int(match[1]), set()).add(match[2])
+    every = set().union(*blocks.values())
+    for number in range(max(blocks, default=-1) + 1):
+        lacks = every - blocks.get(number, set())
+        if lacks:
+            raise wrong(file.path, f"has no v.blk.{number}.{min(lacks)}")
 
 
 class _Pair:
