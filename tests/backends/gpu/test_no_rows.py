@@ -238,7 +238,11 @@ def layers_of_steps() -> None:
 def copies() -> None:
     side = SideStream(CARD)
     with side.work():
-        assert side.sent(np.empty((0, 4), np.float32)).shape == (0, 4)
+        sent = side.sent(np.empty((0, 4), np.float32))
+        assert sent.shape == (0, 4)
+        done = side.mark()
+    side.lend(done, [sent])
+    side.lend(done, [])
 
 
 @pytest.mark.parametrize("name", CASES)
