@@ -100,26 +100,26 @@ def test_a_named_agent_is_its_salts_and_so_are_all_its_verbs(live):
     assert live.get("/v1/agents/rhymer")["messages"][0]["content"] == "Count."
     own = live.http.get("/v1/agents/rhymer", headers=headers).json()
     assert own["messages"][0]["content"] == "Rhyme."
-    fork = live.post("/v1/agents/rhymer/fork", {"id": "second"}, headers=headers)
-    assert (fork["id"], fork["parent"]) == ("second", "rhymer")
+    fork = live.post("/v1/agents/rhymer/fork", {"id": "descant"}, headers=headers)
+    assert (fork["id"], fork["parent"]) == ("descant", "rhymer")
     done = live.post(
-        "/v1/agents/second/generate", {"text": "And?", "max_tokens": 2}, headers=headers
+        "/v1/agents/descant/generate", {"text": "And?", "max_tokens": 2}, headers=headers
     )
-    assert done["id"] == "second" and done["usage"]["cached_tokens"] > 60
+    assert done["id"] == "descant" and done["usage"]["cached_tokens"] > 60
     messages = [{"role": "system", "content": "Sing."}, USER]
     named = {**headers, "x-agent-id": "rhymer"}
     branch = live.post(CHAT, {"messages": messages, **SHORT}, headers=named)
     assert branch["kvcellar"]["agent_id"] == "rhymer.2" and "~" not in str(branch["kvcellar"])
-    missing = live.http.post(CHAT, json=said, headers={"x-agent-id": "second"})
+    missing = live.http.post(CHAT, json=said, headers={"x-agent-id": "descant"})
     there = re.search(r"there are: ([^;]*);", missing.text)[1].split(", ")
-    assert missing.status_code == 404 and "second" not in there and "~" not in missing.text
-    assert live.http.get("/v1/agents/second").status_code == 404
-    for name in ("second", "rhymer"):
+    assert missing.status_code == 404 and "descant" not in there and "~" not in missing.text
+    assert live.http.get("/v1/agents/descant").status_code == 404
+    for name in ("descant", "rhymer"):
         gone = live.http.delete(f"/v1/agents/{name}", headers=headers).json()
         assert gone == {"id": name, "deleted": True}
     dropped = live.http.get("/v1/agents?dropped=true", headers=headers).json()["data"]
-    assert {one["id"] for one in dropped} >= {"rhymer", "second"}
-    assert "second" not in live.http.get("/v1/agents?dropped=true").text
+    assert {one["id"] for one in dropped} >= {"rhymer", "descant"}
+    assert "descant" not in live.http.get("/v1/agents?dropped=true").text
     assert live.get("/v1/agents/rhymer")["messages"][0]["content"] == "Count."
     live.http.delete("/v1/agents/rhymer?forever=true")
 
