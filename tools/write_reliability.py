@@ -99,6 +99,7 @@ def page(told: Sequence[dict[str, Any]]) -> str:
         ("bytes lost", f"{sum(one['bytes_lost'] for one in told):,}"),
         ("broken invariants", "; ".join(one["broken"] for one in told if one["broken"]) or "none"),
     ]
+    worlds = sorted({name for one in told for name in one["bounded"]})
     runs = [
         (
             str(one["seed"]),
@@ -113,12 +114,14 @@ def page(told: Sequence[dict[str, Any]]) -> str:
             ),
             *(
                 f"{held['most_bytes'] / 1e6:,.1f} of {held['limit_bytes'] / 1e6:,.1f}"
-                for _, held in sorted(one["bounded"].items())
+                if (held := one["bounded"].get(name))
+                else "-"
+                for name in worlds
             ),
         )
         for one in told
     ]
-    bounded = [f"most in {name}" for name in sorted(told[0]["bounded"])]
+    bounded = [f"most in {name}" for name in worlds]
     head = ["seed", "minutes", "rounds", "requests", "faults", "warm", "of it known", "at the end"]
     machines = sorted({f"Python {one['python']}, {one['machine']}" for one in told})
     versions = sorted({one["version"] for one in told})

@@ -93,7 +93,10 @@ class Soak:
             raise BrokenError(f"threads or files were left: {self.warm}, then {self.now}")
         growth = more["resident_bytes"] - max(0, more["accounted_bytes"])
         if self.round_s >= LEAST_MEASURED_S and growth > MOST_GROWTH * self.warm["resident_bytes"]:
-            raise BrokenError(f"memory grows: {self.warm}, then {self.now}")
+            raise BrokenError(
+                f"resident memory grew by {growth / 1e6:.1f} MB beside what is accounted, of "
+                f"{self.warm['resident_bytes'] / 1e6:.1f} MB"
+            )
 
     def told(self, broken: str | None, took_s: float) -> dict[str, Any]:
         """Return the result as it is printed."""
