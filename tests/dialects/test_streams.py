@@ -1,4 +1,4 @@
-"""What a model says, byte by byte, is one message however a client is told it, in every dialect."""
+"""A streamed answer is the message that the whole answer is, in every dialect and protocol."""
 
 from __future__ import annotations
 

@@ -324,6 +324,24 @@ def test_an_agent_goes_on_without_a_picture_that_was_lost_while_k_and_v_are_ther
         assert encoded(agents) == [DOG.name]
 
 
+def test_who_takes_back_a_turn_is_told_of_its_pictures_that_were_lost(tmp_path: Path) -> None:
+    from kvcellar.server.commands.verbs import take_back
+
+    async def taken() -> Any:
+        return await take_back(agents, lambda *_: None, agent_id="eye")
+
+    with manager(tmp_path, make_seeing_host) as agents:
+        run(agents.lifecycle.create("eye"))
+        for text in ("who is this?", "and now?"):
+            run(look(agents, "eye", text, CAT))
+        first = run(taken())
+        assert (first["text"], len(first["images"]), first["n_lost"]) == ("and now?", 1, 0)
+    lose(tmp_path, "pictures")
+    with manager(tmp_path, make_seeing_host) as agents:
+        second = run(taken())
+        assert (second["text"], second["images"], second["n_lost"]) == ("who is this?", [], 1)
+
+
 def test_a_picture_that_has_to_be_read_and_is_lost_is_named_with_its_turn_and_the_ways_out(
     tmp_path: Path,
 ) -> None:

@@ -150,7 +150,7 @@ class PlannedTurn:
     notes: tuple[str, ...] = ()
     notice: str | None = None
     looks: dict[str, Look] = field(default_factory=dict, repr=False)
-    """What stands in it for its pictures, by their names."""
+    """By the name of each picture of the prompt: the text and rows that stand there for it."""
     pictures: tuple[Picture, ...] = field(default=(), repr=False)
     """Pictures in it that are in memory, so that they stay there until it has ended."""
 

@@ -69,7 +69,7 @@ class AgentRecord:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments that the chat template was given beside messages and tools."""
     looks: dict[str, Look] = field(default_factory=dict)
-    """What stands in its prompts for its pictures, by their names; never changed in its place."""
+    """By the name of each picture: the text and rows in prompts for it. Replaced, never changed."""
     turns: tuple[TurnRecord, ...] = ()
     parent: str | None = None
     parent_position: int | None = None

@@ -131,7 +131,8 @@ def chat_command(
             said = agents.ask("take_back", agent_id=agent_id)
             if said is None:
                 return "there is no turn to take back"
-            return f"took back: {said['text']}{pictures.give_back(said['images'])}"
+            lost = f"; {n} of its pictures are lost" if (n := said["n_lost"]) else ""
+            return f"took back: {said['text']}{pictures.give_back(said['images'])}{lost}"
 
         commands = {"/undo": Command("take back the last turn", undo)}
         way_back = f"`kvcellar agents chat {agent_id}` goes on with it"

@@ -186,8 +186,8 @@ class Sequence:
     rows: dict[str, EncodedPicture] = field(default_factory=dict)
     """Rows of those of its pictures that the next step computes tokens of."""
     awaits_rows: bool = False
-    """Whether nothing of it can be computed before rows of a picture are there: it takes no part
-    in steps meanwhile, and holds nobody's place among those that do."""
+    """True while it waits for the rows of a picture: steps leave it out, and it does not count as
+    one of the sequences that run."""
     space: Space = field(init=False)
     """Space of what it has computed: the request's, and how long its text was when it came in."""
 

@@ -54,9 +54,6 @@ _AUDIO = frozenset(
 """Projectors of sounds."""
 
 
-_Stamps = tuple[tuple[Path, int, int, int], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Mmproj:
     """A vision part in GGUF beside a model.

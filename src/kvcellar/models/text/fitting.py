@@ -25,7 +25,7 @@ RESULT_BEGIN, RESULT_END = "<tool_response>\n", "\n</tool_response>"
 """Around the result of a tool, for a template that has no role for it."""
 
 _LOOKS = "I look at what came."
-"""What stands between a result and its pictures where nothing may stand behind a result."""
+"""Answer put between a result and its pictures, for a template with no user behind a result."""
 
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 """Ids of calls that every template takes."""

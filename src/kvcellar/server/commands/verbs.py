@@ -128,16 +128,17 @@ async def take_back(agents: AgentManager, tell: Tell, *, agent_id: str) -> dict[
     """Go back to before the last turn, and return what was said in it; None: there is none.
 
     That is the ``text`` of its last message of the user, and in ``images`` the files of the
-    pictures before it, in base64, as ``turn`` takes them; without those that are not here any more.
+    pictures before it, in base64, as ``turn`` takes them; ``n_lost`` more are not here any more.
     """
     agent = await agents.directory.find(agent_id)
     if not agent.turns:
         return None
     own, digest = agent.messages[agent.turns[-1].n_messages :], agent.history_digest
     asked = next((one for one in reversed(own) if one.get("role") == "user"), {"content": ""})
-    images = await asyncio.to_thread(_files_of, agents, [name for name, _ in pictures_of(asked)])
+    names = [name for name, _ in pictures_of(asked)]
+    images = await asyncio.to_thread(_files_of, agents, names)
     await agents.lifecycle.rewind(agent_id, turn=-1, follows=digest)
-    return {"text": asked["content"], "images": images}
+    return {"text": asked["content"], "images": images, "n_lost": len(names) - len(images)}
 
 
 def _files_of(agents: AgentManager, names: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ _OF_KIND = {
     "llava": _OF_LLAVA,
     "llava_next": _OF_LLAVA,
 }
-"""The same of projectors whose names other projectors have for others, by kinds of wrappers."""
+"""By model type: tensor names in GGUF that mean something else for other projectors."""
 
 _SCALE = re.compile(r"^vision_tower\.encoder\.layer\.(\d+)\.lambda_([12])$")
 _DEEP = re.compile(r"^visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc1|linear_fc2)\.(\w+)$")

@@ -28,7 +28,7 @@ _SAMPLE = 224, 224
 """Width and height of a picture by which a processor is tried."""
 
 _OPENED = ("vision", "image")
-"""What configs call the tokens before and behind a picture that processors do not write."""
+"""Words in config fields that name the tokens around a picture, which processors leave out."""
 
 _NAMED_IN = (*PROCESSOR_FILES, "tokenizer_config.json")
 """Files in which a checkpoint may name the class of its processor."""

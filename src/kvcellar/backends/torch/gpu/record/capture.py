@@ -16,7 +16,7 @@ MOST_DRIVER_BYTES = 64 << 20
 """Most bytes that one graph is counted with for the driver: beyond it another program took them."""
 
 PRIORITY = -1
-"""Of kernels in graphs, before those of other streams, which have 0: less is sooner for CUDA."""
+"""CUDA priority of recorded steps: above other streams, which have 0; lower numbers go first."""
 
 
 class Graph(Protocol):
