@@ -837,7 +837,7 @@ def test_what_is_written_behind_what_another_client_said_is_kept_and_both_are_se
 
 def test_what_is_typed_for_an_agent_that_others_delete_goes_to_a_new_chat(open_page, shown):
     shown.post("/v1/agents", {"id": "doomed"})
-    page = open_page()
+    page = open_page(expected="status of 404")  # what it still asks of the agent
     chosen(page, "doomed")
     page.locator("#prompt").fill("A long thought.")
     shown.http.delete("/v1/agents/doomed")
