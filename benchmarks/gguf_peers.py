@@ -1,7 +1,7 @@
-"""One GGUF file in kvcellar and in llama.cpp (xllamacpp's server), for ``peers.py --gguf``.
+"""One GGUF file in kvcellar and in llama.cpp (llama-cpp-python), for ``peers.py --gguf``.
 
-Both run whole: our engine, and llama.cpp's own server in its process, asked without HTTP, which
-says itself how long prompts and tokens took, and for which instructions it was built.
+Ours is the whole engine. Of llama.cpp it is its C interface, with the best token taken of the
+logits; it says for which instructions it was built.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from harness import median_ms
-from peer_engines import Remote
+from peer_engines import LlamaCpp, Remote
 
 import kvcellar as kv
 from kvcellar.engine import Engine, FinishEvent, GeneratedToken, Request, SamplingParams
@@ -26,8 +25,9 @@ from kvcellar.models.gguf.reader import read_gguf
 RANDOM_1B = "random-1b"
 """Stands for a file of Llama 3.2 1B's shape with random blocks, as a Q4_K_M file mixes them."""
 
-DEPTH, ROOM = 8192, 64
-LONG = 512
+DEPTHS, PROMPTS = (128, 2048, 8192), (512, 2048)
+ROOM = 64
+"""Tokens that may follow a prompt, in a cache that holds the longest."""
 
 
 class OurFile:
@@ -65,77 +65,56 @@ class OurFile:
 
 
 class TheirFile:
-    """A file behind llama.cpp's server; K and V in float16, which is its default."""
+    """A file behind llama.cpp; K and V in float16, which is its default."""
 
     weight_bytes = 0
 
-    def __init__(self, path: Path, capacity: int, has_flash: bool) -> None:
+    def __init__(self, path: Path, has_flash: bool) -> None:
         """Load it and compute a first token."""
-        import xllamacpp as api
-
-        options = api.CommonParams()
-        options.model.path = str(path)
-        options.n_ctx, options.n_parallel, options.n_gpu_layers = capacity, 1, 0
-        options.n_batch, options.n_ubatch, options.warmup = 2048, 512, False
-        kinds = api.llama_flash_attn_type
-        options.flash_attn_type = (
-            kinds.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            if has_flash
-            else kinds.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
-        options.cpuparams.n_threads = torch.get_num_threads()
-        options.cpuparams_batch.n_threads = torch.get_num_threads()
-        options.verbosity = -1
-        self._server = api.Server(options)
+        self._engine = LlamaCpp(path, 0, is_repacked=True, has_flash=has_flash)
+        self._read: Sequence[int] = ()
         self.prefill([1])
 
     def built_for(self) -> str:
         """Return the instructions that it was built for, as it says them."""
-        import xllamacpp as api
-
-        said = str(api.get_system_info())
-        return said.strip(" |").replace(" = 1", "").replace(" |", "")
+        return self._engine.built_for()
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """See :class:`OurFile`."""
-        said = self._ask(tokens, 1, is_kept=False)
-        return float(said["prompt_ms"]) / 1e3
+        self._read = ()
+        started = time.perf_counter()
+        int(self._engine.prefill(tokens).argmax())
+        return time.perf_counter() - started
 
     def decode(self, tokens: Sequence[int], n: int) -> float:
-        """See :class:`OurFile`; its time begins with the first token."""
-        said = self._ask(tokens, n + 1, is_kept=True)
-        return float(said["predicted_ms"]) / 1e3 / (said["predicted_n"] - 1)
-
-    def _ask(self, tokens: Sequence[int], n: int, *, is_kept: bool) -> Mapping[str, Any]:
-        said = self._server.handle_completions(
-            {
-                "prompt": list(tokens),
-                "n_predict": n,
-                "temperature": 0,
-                "ignore_eos": True,
-                "cache_prompt": is_kept,
-            }
-        )
-        timings: Mapping[str, Any] = said["timings"]
-        if timings["prompt_n"] != len(tokens) and not is_kept:
-            raise RuntimeError(f"it computed {timings['prompt_n']} of {len(tokens)} tokens")
-        return timings
+        """See :class:`OurFile`; a prompt that it has read is put back as it was kept."""
+        if tokens == self._read:
+            self._engine.restore()
+        else:
+            self.prefill(tokens)
+            self._engine.save()
+            self._read = tokens
+        token = tokens[-1]
+        started = time.perf_counter()
+        for _ in range(n):
+            token = self._engine.best_after(token)
+        return (time.perf_counter() - started) / n
 
 
 def measure_file(path: Path, quick: bool) -> dict[str, Any]:
-    """Load a file in both, and take turns: prompts of 512, tokens at 128 and at 8,192.
+    """Load a file in both, and take turns: tokens at each of ``DEPTHS``, prompts of ``PROMPTS``.
 
     llama.cpp runs with its flash attention and without it, and is compared by the better one. Where
     the file's context is shorter, tokens are decoded near its end; ``depth`` says where. With
-    ``--quick`` that is 2,048.
+    ``--quick`` the last depth and the last prompt are left out.
     """
     n_vocab, context = _facts(path)
-    depth = min(2048 if quick else DEPTH, context - ROOM)
-    capacity = depth + ROOM
-    engines = [Remote("ours", OurFile, path, capacity)]
+    depths = {f"decode_{depth}": min(depth, context - ROOM) for depth in DEPTHS[: 3 - quick]}
+    depth = max(depths.values())
+    engines = [Remote("ours", OurFile, path, depth + ROOM)]
     for has_flash in (True, False):
         name = "llama.cpp" + ("" if has_flash else ", no flash")
-        engines.append(Remote(name, TheirFile, path, capacity, has_flash))
+        engines.append(Remote(name, TheirFile, path, has_flash))
     found: dict[str, Any] = {"file": path.name, "depth": depth}
     for engine in engines[:2]:
         found["load_s" if engine.name == "ours" else "llamacpp_load_s"] = round(engine.made_s, 2)
@@ -148,15 +127,13 @@ def measure_file(path: Path, quick: bool) -> dict[str, Any]:
         return [int(token) for token in random.integers(10, n_vocab - 10, n)]
 
     rounds = 3 if quick else 7
-    at = prompt(128)
-    _turns(engines, "decode", [(at, 4)])
-    _show(found, "decode_128", _turns(engines, "decode", [(at, 16)] * rounds))
-    prompts = [(prompt(LONG),) for _ in range(2 if quick else 4)]
-    _show(found, "prefill_512", _turns(engines, "prefill", prompts))
-    at = prompt(depth)
-    _turns(engines, "decode", [(at, 4)])
-    deep = f"decode_{2048 if quick else DEPTH}"
-    _show(found, deep, _turns(engines, "decode", [(at, 16)] * rounds))
+    for n in PROMPTS[: 2 - quick]:
+        prompts = [(prompt(n),) for _ in range(2 if quick else 4)]
+        _show(found, f"prefill_{n}", _turns(engines, "prefill", prompts))
+    for name, n in depths.items():
+        at = prompt(n)
+        _turns(engines, "decode", [(at, 4)])
+        _show(found, name, _turns(engines, "decode", [(at, 16)] * rounds))
     for engine in engines:
         engine.close()
     return found
@@ -166,7 +143,7 @@ def _facts(path: Path) -> tuple[int, int]:
     """Return how many tokens a file's vocabulary has, and for how many it was trained."""
     file = read_gguf(path)
     context = file.whole(f"{file.architecture}.context_length")
-    return len(file.texts("tokenizer.ggml.tokens") or []), context or DEPTH + ROOM
+    return len(file.texts("tokenizer.ggml.tokens") or []), context or DEPTHS[-1] + ROOM
 
 
 def _turns(

@@ -260,7 +260,7 @@ class LlamaCpp:
         context = api.llama_context_default_params()
         context.n_ctx, context.n_seq_max, context.kv_unified = CAPACITY, 8, True
         context.n_batch, context.n_ubatch = 2048, 512
-        context.flash_attn_type = int(has_flash)
+        context.flash_attn_type, context.swa_full = int(has_flash), False  # as its server has it
         context.n_threads = context.n_threads_batch = torch.get_num_threads()
         self._context = api.llama_init_from_model(self._model, context)
         if not self._context:
@@ -322,6 +322,16 @@ class LlamaCpp:
             part = tokens[first : first + 2048]
             (logits,) = self._forward([0] * len(part), part, [len(part) - 1])
         return np.ctypeslib.as_array(logits, (self._n_vocab,)).copy()
+
+    def best_after(self, token: int) -> int:
+        """Return the best token that follows one more of sequence 0."""
+        (logits,) = self._forward([0], [token], [0])
+        return int(np.ctypeslib.as_array(logits, (self._n_vocab,)).argmax())
+
+    def built_for(self) -> str:
+        """Return the instructions that llama.cpp was built for, as it says them."""
+        said = self._api.llama_print_system_info().decode()
+        return str(said.strip(" |").replace(" = 1", "").replace(" |", ""))
 
     def decode(self, n: int) -> None:
         """See :class:`Engine`."""

@@ -10,8 +10,11 @@ is also compared with what the memory gives: a loop that reads as many bytes, ti
 rounds. With --quick the model is a small one, whose ratios say little, in 16 bits unless told
 otherwise and without a static cache.
 
-With --gguf FILE the same file is loaded in our engine and in llama.cpp's own server (pip install
-xllamacpp): seconds to load, a prompt of 512, and a token at 128 and at 8,192.
+With --gguf FILE the same file is loaded in our engine and in llama.cpp: seconds to load, prompts of
+512 and 2,048, and a token at 128, at 2,048 and at 8,192.
+
+llama.cpp is llama-cpp-python as it is installed. Built for the machine it knows all of its
+instructions: CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python
 """
 
 from __future__ import annotations
