@@ -1,7 +1,7 @@
 """Ask how fast other engines run the same random weights on the same prompts on this CPU.
 
 A Llama of 1B shape, in three sizes of weights: 16 bits (ours and transformers in bfloat16,
-llama.cpp in float16), 8 and 4 bits (ours packed by the torch backend or exported for ExecuTorch,
+llama.cpp in float16), 8 and 4 bits (ours packed by the native backend or exported for ExecuTorch,
 llama.cpp in Q8_0 and Q4_0). Within a size all engines are in memory and take turns: decoding at
 128, 2,048 and 8,192 tokens; prompts of 512 and 2,048; four sequences of 1,024; four branches of one
 trunk of 4,096; K and V saved and restored against computed again. K and V are in 16 bits
@@ -42,7 +42,7 @@ SMALL = LLAMA_1B | {
     "vocab_size": 2048,
 }
 BITS = {"16": (None, "bf16", None), "8": ("Q8_0", "int8", "8da8w"), "4": ("Q4_0", "int4", "8da4w")}
-"""Bits of the weights -> llama.cpp's name for it, the torch backend's, ExecuTorch's."""
+"""Bits of the weights -> llama.cpp's name for it, the native backend's, ExecuTorch's."""
 
 PARTS = ("decode", "prefill", "four", "trunk", "restore")
 SUFFIX = 16
@@ -80,7 +80,7 @@ class Models:
         scheme, weights, exported = BITS[bits]
         embedding = self.shape["vocab_size"] * self.shape["hidden_size"]
         given: dict[str, tuple[Any, ...]] = {
-            f"ours {weights}": (Ours, self.checkpoint, "torch", weights, embedding)
+            f"ours {weights}": (Ours, self.checkpoint, "native", weights, embedding)
         }
         if exported and "ours, executorch" not in missing and not (quick and bits == "8"):
             given[f"ours {exported}"] = Ours, self.checkpoint, "executorch", exported, embedding
@@ -196,6 +196,11 @@ def prefill(engines: Sequence[Remote], table: Table, quick: bool) -> None:
         rounds = 3 if n == 512 else 2
         times = turns(engines, "prefill", prompt, rounds=rounds, warmup=int(n == 512))
         table.show(f"prefill {n}", times)
+        exported = f"ours {BITS[table.bits][2]}"
+        if exported in times:
+            pairs = zip(times[exported], times[engines[0].name], strict=True)
+            ratio = statistics.median(theirs / own for theirs, own in pairs)
+            table.results[f"prefill_{n}_over_executorch_{table.bits}"] = round(ratio, 3)
 
 
 def four(engines: Sequence[Remote], table: Table, quick: bool) -> None:
