@@ -378,6 +378,27 @@ def test_a_gemmas_runs_of_spaces_are_single_tokens():
     assert tokenizer.encode("a    b", add_special_tokens=False)[1] == tokenizer.get_vocab()["▁▁▁▁"]
 
 
+def test_merges_that_were_found_once_are_kept_whole_or_found_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path))
+
+    def made() -> str:
+        return tokenizer_of(gguf("gemma3", "llama")).backend_tokenizer.to_str()
+
+    first = made()
+    (path,) = (tmp_path / "models").glob("merges-*.json")
+    kept = path.read_text()
+    path.write_text(kept.replace("AA", "BA", 1))
+    assert made() == first
+    assert path.read_text() == kept, "a damaged file is written again"
+    for text in ("", "[]", "[1, 2]", kept[:-40]):
+        path.write_text(text)
+        assert made() == first
+        assert path.read_text() == kept
+    written = path.stat().st_mtime_ns
+    assert made() == first
+    assert path.stat().st_mtime_ns == written, "what is whole is read"
+
+
 @pytest.mark.parametrize("name", sorted(their_gguf.GGUF_PRE_TOKENIZER_SPLITS))
 def test_a_byte_level_vocabulary_is_cut_as_transformers_cuts_it(name):
     vocab, merges = byte_level()

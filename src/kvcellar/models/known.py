@@ -83,7 +83,7 @@ def keep(path: Path, value: Any) -> None:
         try:
             fd = open_own(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
-                json.dump(value, file)
+                file.write(json.dumps(value))
             staged.replace(path)
         finally:
             staged.unlink(missing_ok=True)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import base64
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import xxhash
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from kvcellar.errors import ModelError
+from kvcellar.home import default_home
 from kvcellar.models.gguf.reader import GgufFile, wrong
 from kvcellar.models.gguf.splits import OPENED, SPLITS, WHOLE
+from kvcellar.models.known import keep, read_kept
 from kvcellar.models.text.loaded_tokenizer import LoadedTokenizer
 
 _LISTS = ("tokens", "merges", "scores", "token_type")
@@ -188,18 +195,8 @@ def _gemma(file: GgufFile, said: dict[str, Any]) -> Tokenizer:
     Where the file lists no merges, they come in the order of the vocabulary, and those of one token
     by their left parts, the longest first.
     """
-    tokens = said["tokens"]
-    vocabulary = _numbered(tokens)
-    merges = (
-        _pairs(said)
-        if "merges" in said
-        else [
-            (left, right)
-            for token in tokens
-            for at in range(len(token) - 1, 0, -1)
-            if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
-        ]
-    )
+    vocabulary = _numbered(said["tokens"])
+    merges = _pairs(said) if "merges" in said else _merges_in_order(said["tokens"], vocabulary)
     backend = Tokenizer(
         models.BPE(vocabulary, merges, fuse_unk=True, unk_token="<unk>", byte_fallback=True)
     )
@@ -211,6 +208,31 @@ def _gemma(file: GgufFile, said: dict[str, Any]) -> Tokenizer:
     _add_special(backend, ("<unk>", "<bos>", "<eos>", "<pad>", "<mask>"))
     _add_whole(backend, said)
     return backend
+
+
+def _merges_in_order(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges that a vocabulary in their order implies.
+
+    Finding them takes most of the time until a Gemma's first word, so the numbers of their halves
+    are kept in the user's folder, under a digest of the vocabulary.
+    """
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(tokens).encode())
+    path = default_home() / "models" / f"merges-{digest}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        text, checksum = map(str, read_kept(path))
+        if checksum == xxhash.xxh3_128_hexdigest(text.encode()):
+            lefts, rights = np.frombuffer(base64.b64decode(text), "<i4").reshape(2, -1).tolist()
+            return [(tokens[a], tokens[b]) for a, b in zip(lefts, rights, strict=True)]
+    merges = [
+        (left, right)
+        for token in tokens
+        for at in range(len(token) - 1, 0, -1)
+        if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
+    ]
+    halves = [[vocabulary[pair[i]] for pair in merges] for i in (0, 1)]
+    coded = base64.b64encode(np.array(halves, "<i4").tobytes())
+    keep(path, [coded.decode(), xxhash.xxh3_128_hexdigest(coded)])
+    return merges
 
 
 def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
