@@ -21,17 +21,20 @@ CHUNK = 64 << 20
 """Bytes that are mapped at a time where many arrays lie one behind the other."""
 
 
+def private_map(n_bytes: int) -> mmap.mmap:
+    """Map memory of this process alone, which goes back to the system with the last reference."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, n_bytes)
+    return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def mapped(n_bytes: int) -> tuple[mmap.mmap, int]:
     """Map memory in large pages, which the system gives when they are first written to.
 
     Returns:
         The memory, and the offset of its first large page: ``n_bytes`` lie from there on.
     """
-    if sys.platform == "win32":
-        memory = mmap.mmap(-1, n_bytes + LARGE_PAGE)
-    else:
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, n_bytes + LARGE_PAGE, flags=private)
+    memory = private_map(n_bytes + LARGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
