@@ -21,7 +21,7 @@ class EngineConfig:
 
     Attributes:
         max_num_batched_tokens: tokens in one forward.
-        max_num_seqs: sequences that run at a time.
+        max_num_seqs: sequences in one forward. Those that await a picture run beside them.
         policy: ``mixed`` or ``prefill-first``.
         max_prefill_beside: of ``mixed``: tokens of prompts in a step that has decodes too, so that
             running answers go on evenly; None: what the step holds.

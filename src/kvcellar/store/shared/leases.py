@@ -98,6 +98,8 @@ class TierLeases:
         """Take a lease; return its owner where another has it."""
         for _ in range(3):
             if place.create(_key(lease.name), _written(lease), TTL_S):
+                with self._lock:
+                    self._seen.pop(lease.name, None)
                 return None
             owner, token, expires_s = there = _read(place, lease.name)
             if token == lease.token:  # it was made, and the answer was lost
