@@ -8,7 +8,10 @@ comes later than the call that asks for it: an arrival says when.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -123,3 +126,14 @@ def empty_arrays(shapes: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[list[Ar
         found[i] = memory[at : at + sizes[i]].view(kinds[i]).reshape(shapes[i][0])
         at += sizes[i]
     return found, memory
+
+
+def give_back() -> None:
+    """Have the system take the memory back that was freed between pieces that are still in use.
+
+    C's allocator keeps it: a gigabyte, after a 1B model was packed into 1.3 of 8 bits; a tenth,
+    after the vocabulary of a Gemma was made. Nothing happens where it does not offer this.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).malloc_trim(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvcellar.backends.host_memory import give_back
 from kvcellar.backends.native.decoder import NativeDecoder
 from kvcellar.backends.native.hybrid import HybridDecoder
 from kvcellar.backends.native.pools import SideForm, forms_of
@@ -88,6 +89,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> NativeModel:
     dtype, weights = _types(folder, raw, options)
     report(0.91, "reading the tokenizer")
     tokenizer = load_tokenizer(folder)
+    give_back()  # a large vocabulary leaves a hundred megabytes behind
     report(0.92, "loading weights")
     tensors = tensors_of(folder, plan)
     check_shapes(plan, tensors)

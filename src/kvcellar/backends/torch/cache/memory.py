@@ -8,11 +8,8 @@ Attention over a pool takes 3 to 8% less from them.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
 import mmap
-import sys
 from collections.abc import Iterable
 
 import torch
@@ -73,14 +70,3 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     memory, at = mapped(n_bytes)
     rows = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=at)
     return rows.view(dtype).view(shape)
-
-
-def give_back() -> None:
-    """Have the system take the memory back that was freed between pieces that are still in use.
-
-    C's allocator keeps it: a gigabyte, after a 1B model was packed into 1.3 of 8 bits. Nothing
-    happens where it does not offer this.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError, OSError):
-            ctypes.CDLL(None).malloc_trim(0)

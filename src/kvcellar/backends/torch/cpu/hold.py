@@ -12,8 +12,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from kvcellar.backends.host_memory import give_back
 from kvcellar.backends.torch.bind.mixers import Mixer
-from kvcellar.backends.torch.cache.memory import Arena, give_back
+from kvcellar.backends.torch.cache.memory import Arena
 from kvcellar.backends.torch.cpu.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.cpu.find.finding import PartFinder, outermost
 from kvcellar.backends.torch.cpu.holdable import (

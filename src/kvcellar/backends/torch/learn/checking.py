@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcellar.backends.host_memory import give_back
 from kvcellar.backends.torch.bind.binding import bind_network
-from kvcellar.backends.torch.cache.memory import give_back
 from kvcellar.backends.torch.cpu.hold import hold_mixers
 from kvcellar.backends.torch.learn.probe import learn_facts
 from kvcellar.backends.torch.learn.shrink.checkpoints import (

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcellar.backends.host_memory import give_back
 from kvcellar.backends.torch.bind.binding import bind_network
 from kvcellar.backends.torch.bind.pictures import read_pictures
-from kvcellar.backends.torch.cache.memory import give_back
 from kvcellar.backends.torch.cpu.hold import hold_mixers
 from kvcellar.backends.torch.learn.checking import MOST_SLACK, SLACK
 from kvcellar.backends.torch.learn.probe import learn_facts
