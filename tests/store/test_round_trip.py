@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.errors import ShapeError, StoreError
+from kvcellar.kv_dtype import SideDtype
 from kvcellar.store import Side, Store, StoreConfig
 from kvcellar.store.values.layout import GroupRows
+from kvcellar.store.values.precision import _narrowed, as_floats, stored_dtype
 from kvcellar.types import LayerGroup
 from tests.store.fakes import (
     FULL,
@@ -162,3 +164,42 @@ def test_rows_of_another_shape_are_refused_and_nothing_is_saved(tmp_path: Path) 
         store.flush()
         assert store.references() == []
         assert store.stats().cold.n_blocks == 0
+
+
+@given(st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=1, max_size=20))
+def test_a_number_becomes_the_nearest_bfloat16_and_of_two_the_even_one(numbers: list) -> None:
+    floats = np.array([*numbers, 1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 0.0, -0.0], np.float32)
+    below = floats.view(np.uint32) >> 16
+    both = [(bits << 16).view(np.float32).astype(np.float64) for bits in (below, below + 1)]
+    off = [np.abs(one - floats.astype(np.float64)) for one in both]
+    is_up = (off[1] < off[0]) | ((off[1] == off[0]) & (below % 2 == 1))
+    assert np.array_equal(_narrowed(floats), np.where(is_up, below + 1, below))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "bound"),
+    [
+        ("float32", 0.0),
+        ("float16", 2**-11),
+        ("bfloat16", 2**-7),  # the fakes cut it off
+        ("fp8", 2**-4),
+        ("int8", 1.1 / 255),
+        ("int4", 1.1 / 15),
+        ("k8v4", 1.1 / 15),
+        ("k16v8", 1.1 / 255),
+    ],
+)
+def test_rows_of_any_type_are_read_as_the_numbers_that_they_stand_for(
+    kv_dtype: str, bound: float
+) -> None:
+    tokens, positions = tokens_of(0, 20), np.arange(20)
+    exact = History(make_key(), tokens).rows(0, positions)
+    key = make_key(kv_dtype=kv_dtype)
+    found = as_floats(History(key, tokens).rows(0, positions), FULL, key.layout.kv)
+    for got, want in zip(found, exact, strict=True):
+        assert (got.dtype, got.shape) == (np.float32, want.data.shape)
+        assert np.abs(got - want.data).max() <= bound
+    assert stored_dtype(key.layout.kv, "exact") == key.layout.kv
+    eight = stored_dtype(key.layout.kv, "int8")
+    for old, new in zip((key.layout.kv.k, key.layout.kv.v), (eight.k, eight.v), strict=True):
+        assert new == (SideDtype("int8") if old.bits > 8 else old)

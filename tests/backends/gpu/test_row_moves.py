@@ -14,14 +14,12 @@ torch = pytest.importorskip("torch")
 
 import kvcellar as kv  # noqa: E402
 from kvcellar import LayerGroup, ModelCacheParams  # noqa: E402
-from kvcellar.backends.host_memory import HEADROOM, empty_arrays  # noqa: E402
 from kvcellar.backends.torch.gpu import choice  # noqa: E402
 from kvcellar.backends.torch.gpu.attend import stores  # noqa: E402
 from kvcellar.backends.torch.gpu.transfer.side import SideStream  # noqa: E402
 from kvcellar.backends.torch.gpu.transfer.transfers import RowTransfers  # noqa: E402
 from kvcellar.errors import ShapeError  # noqa: E402
 from kvcellar.states import StateGroup, StateShape  # noqa: E402
-from kvcellar.store.values.format import Tensor, pack  # noqa: E402
 from tests.backends.gpu.deferred import DeferredCard  # noqa: E402
 from tests.backends.gpu.interpreter import hasten  # noqa: E402
 from tests.stretches import stretches  # noqa: E402
@@ -321,38 +319,3 @@ def test_what_moves_is_held_until_it_has_moved(monkeypatch: Any) -> None:
         cache.pools._of_card = None
         del side  # who lets the stream go waits for it
     assert card.log[-1] == "the host waits for what copies so far"
-
-
-# The store's files --------------------------------------------------------------------------------
-
-
-def test_a_block_s_file_is_made_around_rows_where_they_have_come_to() -> None:
-    for shapes in ([((2, 3, 5, 4), np.uint8), ((2, 3, 5, 2), np.float16), ((7,), np.uint16)], []):
-        arrays, memory = empty_arrays(shapes)
-        for i, array in enumerate(arrays):
-            array[...] = np.arange(array.size).reshape(array.shape) % 200 + i
-        names = {np.uint8: "U8", np.float16: "F16", np.uint16: "BF16"}
-        tensors = {"tokens": Tensor("I64", np.arange(9))}
-        tensors |= {f"{i}": Tensor(names[a.dtype.type], a) for i, a in enumerate(arrays)}
-        apart = pack(tensors, {"version": "1"})
-        around = pack(tensors, {"version": "1"}, memory)
-        assert around.data.tobytes() == apart.data.tobytes()
-        assert np.shares_memory(around.data, memory)
-        for i, array in enumerate(arrays):
-            assert np.shares_memory(around.tensors[f"{i}"], array)
-
-
-def test_rows_that_are_not_all_that_a_piece_holds_are_copied() -> None:
-    arrays, memory = empty_arrays([((4, 8), np.uint8), ((4, 8), np.uint8)])
-    for array in arrays:
-        array[...] = 3
-    large = Tensor("U8", np.zeros(HEADROOM, np.uint8))
-    for chosen in (arrays[:1], arrays[::-1], [arrays[0], arrays[1][:2]], None):
-        tensors = {
-            f"{i}": Tensor("U8", a) for i, a in enumerate(arrays if chosen is None else chosen)
-        }
-        if chosen is None:
-            tensors = {"a": large, **tensors}
-        file = pack(tensors, {"version": "1"}, memory)
-        assert not np.shares_memory(file.data, memory)
-        assert file.data.tobytes() == pack(tensors, {"version": "1"}).data.tobytes()
