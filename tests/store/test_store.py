@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
 import threading
@@ -313,15 +314,38 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_files_and_folders_are_for_their_owner_alone(tmp_path: Path) -> None:
-    with Store(tmp_path / "store") as store:
-        save(store, "a", History(make_key(groups=[FULL, WINDOW]), tokens_of(0, 20)))
-        save(store, "a", History(make_key(groups=[FULL, WINDOW]), tokens_of(0, 30)))
-        store.export_reference("a", tmp_path / "a.kvcellar")
-        paths = [tmp_path / "a.kvcellar", store.path, *store.path.rglob("*")]
-        assert len(paths) > 14
-        for path in paths:
-            want = 0o700 if path.is_dir() else 0o600
-            assert stat.S_IMODE(path.stat().st_mode) == want, path
+    """All that a store ever makes, whatever the system would let others do."""
+    history = History(make_key(groups=[FULL, WINDOW]), tokens_of(0, 30))
+    file, before = tmp_path / "a.kvcellar", os.umask(0)
+    try:
+        with Store(tmp_path / "store", shared=str(tmp_path / "share")) as store:
+            save(store, "a", History(history.key, history.tokens[:20]))
+            save(store, "a", history)
+            store.export_reference("a", file)
+            store.delete("a")
+            store.gc()
+            store.import_reference(file)
+            store.record("a", 1, b"x")
+            store.put_picture("0" * 20, b"x")
+            store.leases.take("a")
+            block = next((store.path / "blocks").iterdir())
+            block.write_bytes(b"x")
+            assert not store.verify().is_good
+            paths = [file, store.path, *store.path.rglob("*")]
+            made = {path.relative_to(store.path).parts[0] for path in paths[2:]}
+            for path in paths:
+                want = 0o700 if path.is_dir() else 0o600
+                assert stat.S_IMODE(path.stat().st_mode) == want, path
+    finally:
+        os.umask(before)
+    folders = "blocks leases pictures quarantine references tmp unproven windows"
+    files = "format lock journal.reserve"
+    assert {name for name in made if "sqlite" not in name} == {*folders.split(), *files.split()}
+    assert {name.partition(".")[0] for name in made if "sqlite" in name} == {
+        "catalogue",
+        "journal",
+        "shared",
+    }
 
 
 def test_an_export_is_one_file_that_restores_elsewhere(tmp_path: Path) -> None:
