@@ -97,6 +97,29 @@ def test_a_damaged_picture_is_put_away_and_can_be_put_again(
     assert files.get(CAT) == b"meow" and files.verify() == []
 
 
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_picture_that_is_removed_meanwhile_or_cannot_be_read_is_not_called_damaged(
+    folder: Folder,
+    files: PictureFiles,
+    events: EventLog,
+    is_removed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (CAT, DOG):
+        files.put(name, b"x")
+
+    def failing(path: Path, flags: int) -> int:
+        if is_removed:
+            for one in folder.pictures.iterdir():
+                one.unlink()
+        raise OSError(errno.EIO, "no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pictures, "open_own", failing)
+        assert files.verify() == [] and not events.counts()
+    assert files.size()[0] == (0 if is_removed else 2)
+
+
 def test_a_picture_as_long_as_one_may_be_is_read(
     files: PictureFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

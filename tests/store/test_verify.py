@@ -130,6 +130,24 @@ def test_what_cannot_be_read_now_is_not_called_damaged(
     assert not files(store, "quarantine") and load_all(store, A) == load_all(store, B) == 40
 
 
+def test_what_others_remove_meanwhile_is_not_called_damaged(store: Store) -> None:
+    """A server that goes on removes the last block before with each turn, and pictures."""
+    store.put_picture("0" * 20, b"x")
+    os.utime(*files(store, "pictures"), (1, 1))
+    with Store(store.path, COLD) as server:
+
+        def go_on(part: float, what: str) -> None:
+            if server.has_reference("b"):
+                save(server, "a", History(KEY, [*A.tokens, 1, 2, 3]))
+                server.delete("b")
+                server.gc()
+
+        report = store.verify(on_progress=go_on)
+    assert report.is_good and not report.damaged, report
+    assert (report.n_references, store.reference_names()) == (1, ["a"])
+    assert not store.take_events() and not files(store, "quarantine", "pictures")
+
+
 def test_a_history_that_its_owner_cannot_use_is_put_away_for_the_state_before(
     store: Store,
 ) -> None:

@@ -229,12 +229,12 @@ class Journal:
 
     def check(self) -> bool:
         """Read all of it; false where it was damaged and is in the quarantine now."""
-        n_before = self._events.counts().get(EventKind.JOURNAL_DAMAGED, 0)
+        n_before = self._events.count(EventKind.JOURNAL_DAMAGED)
         rows = self._ask("PRAGMA integrity_check")
         if rows and rows != [("ok",)]:
             with self._use:
                 self._put_away(str(rows[0][0]))
-        return self._events.counts().get(EventKind.JOURNAL_DAMAGED, 0) == n_before
+        return self._events.count(EventKind.JOURNAL_DAMAGED) == n_before
 
     def _ask(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         if not self._path.exists():

@@ -91,7 +91,13 @@ class PictureFiles:
 
     def verify(self) -> list[str]:
         """Read every picture; return the names of those that were damaged and are put away."""
-        return [name for name, _ in list(self._files()) if self.get(name) is None]
+        damaged = []
+        for name, _ in list(self._files()):
+            n_damaged = self._events.count(EventKind.DAMAGED)
+            self.get(name)
+            if self._events.count(EventKind.DAMAGED) > n_damaged:
+                damaged.append(name)
+        return damaged
 
     def size(self) -> tuple[int, int]:
         """Return the number of pictures and their bytes."""

@@ -16,7 +16,14 @@ from kvcellar.store.disk.catalogue import Catalogue, is_damage
 from kvcellar.store.disk.cold import ColdTier
 from kvcellar.store.disk.pictures import NAMES, PictureFiles
 from kvcellar.store.values.references import Reference
-from kvcellar.store.values.reports import GcReport, SharedStats, StoreStats, TierStats, VerifyReport
+from kvcellar.store.values.reports import (
+    EventKind,
+    GcReport,
+    SharedStats,
+    StoreStats,
+    TierStats,
+    VerifyReport,
+)
 
 PICTURE_GRACE_S = 3600.0
 """Pictures that were put in the last hour stay: what names them may not be written yet."""
@@ -47,10 +54,11 @@ def verify(
         if on_progress is not None:
             on_progress(done / total, f"verifying {n + 1} of {len(paths)} blocks")
         done += _size(path)
+        n_damaged = cold.events.count(EventKind.DAMAGED)
         sealed = cold.read(kind, address)
         if sealed is not None:
             n, size = n + 1, size + sealed.size_bytes
-        elif cold.info(address) is None:
+        elif cold.events.count(EventKind.DAMAGED) > n_damaged:  # others may have removed it
             damaged.append(address.hex())
     if not cold.journal.check():
         damaged.append(cold.folder.journal.name)

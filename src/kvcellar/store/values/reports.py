@@ -90,6 +90,11 @@ class EventLog:
             self._events.clear()
         return events
 
+    def count(self, kind: EventKind) -> int:
+        """Return how many events of one kind there were, those that were taken included."""
+        with self._lock:
+            return self._counts[kind.value]
+
     def counts(self) -> dict[str, int]:
         """Return how many events there were of each kind, those that were taken included."""
         with self._lock:
