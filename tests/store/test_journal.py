@@ -339,6 +339,35 @@ def test_entries_that_wait_for_one_write_are_in_it_and_fail_with_it(
     assert journal.after("a", 0) == [(n, b"x") for n in range(1, 9)]
 
 
+def test_nobody_waits_for_ever_for_a_write_that_is_interrupted(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Journal, entries: Any) -> None:
+        raise KeyboardInterrupt
+
+    ended: list[type] = []
+
+    def put(n: int) -> None:
+        try:
+            journal.put("a", n, b"x")
+        except BaseException as error:
+            ended.append(type(error))
+
+    threads = [threading.Thread(target=put, args=(n,), daemon=True) for n in (1, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "_write", interrupted)
+        with journal._use:
+            for thread in threads:
+                thread.start()
+            while len(journal._waiting) < len(threads):
+                pass
+        for thread in threads:
+            thread.join(10)
+    assert ended == [KeyboardInterrupt] * 2
+    journal.put("a", 3, b"x")
+    assert journal.serials() == {"a": 3} and not journal.is_failing
+
+
 def test_a_name_is_forgotten_on_a_full_disk_in_the_room_of_the_reserve(
     folder: Folder, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,7 @@ class Journal:
                 try:
                     self._write([entry for entry, _ in batch])
                     self.is_failing = False
-                except Exception as error:
+                except BaseException as error:  # an interrupt, too: others wait for this write
                     self.is_failing = True
                     for _, future in batch:
                         future.set_exception(error)
