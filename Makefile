@@ -53,7 +53,7 @@ SEED ?= 1
 soak: $(VENV)/.dev ## Simulated agents against a server for MINUTES=20, drawn from SEED=1: no wrong token, nothing left, or exit 1
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
-mutants: $(VENV)/.dev ## Small changes of bookkeeping and prefix that no test of theirs notices: an hour; MUTANTS='kvcellar.prefix.*' for some
+mutants: $(VENV)/.dev ## Small changes of bookkeeping, prefix and store that no test of theirs notices: hours; MUTANTS='kvcellar.prefix.*' for some
 	@$(PIP) mutmut==3.8.1
 	@OMP_NUM_THREADS=1 $(BIN)/mutmut run $(if $(MUTANTS),'$(MUTANTS)') && $(BIN)/mutmut results | grep -v 'not checked' || true
 

@@ -62,9 +62,16 @@ def running(command: list[str], port: int, env: Mapping[str, str] | None = None)
         process.wait()
 
 
+def skip_for_mutants() -> None:
+    """Leave a test out under mutmut: each mutant would wait for a server of its own."""
+    if "MUTANT_UNDER_TEST" in os.environ:
+        pytest.skip("mutants are tested without servers")
+
+
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Run moto's server, with one bucket ``cellar``; gives its URL."""
+    skip_for_mutants()
     for name in ("moto", "flask", "flask_cors"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"no S3-compatible server: {name} is not installed")
@@ -91,6 +98,7 @@ def valkey_binary() -> Path:
 @contextmanager
 def valkey_server(folder: Path, *options: str) -> Iterator[int]:
     """Run a Valkey that keeps nothing on disk; gives its port."""
+    skip_for_mutants()
     port = free_port()
     command = [str(valkey_binary()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with running([*command, "--dir", str(folder), *options], port):
