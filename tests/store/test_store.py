@@ -524,6 +524,68 @@ def test_ram_serves_what_was_saved_and_keeps_no_copy_of_what_was_read(tmp_path: 
         assert store.stats().warm.size_bytes == 0  # the cache has it now
 
 
+@pytest.mark.parametrize("warm_bytes", [0, 5000, 1 << 20])
+def test_a_match_says_how_many_bytes_lie_where_and_a_load_what_it_has_read(
+    tmp_path: Path, warm_bytes: int
+) -> None:
+    history = History(make_key(), tokens_of(0, 43))
+    with Store(tmp_path, StoreConfig(warm_bytes=warm_bytes)) as store:
+        save(store, "a", history)
+        match = store.match(history.key, history.tokens)
+        size = {path.stem: path.stat().st_size for path in (tmp_path / "blocks").iterdir()}
+        by_tier = dict.fromkeys(("warm", "cold", "shared"), 0)
+        for step in match.steps:
+            by_tier[step.tier] += size[step.info.address.hex()]
+        assert (match.warm_bytes, match.cold_bytes, match.shared_bytes) == tuple(by_tier.values())
+        assert sum(by_tier.values()) == sum(size.values())
+        assert [bool(by_tier["warm"]), bool(by_tier["cold"])] == [
+            warm_bytes > 0,
+            warm_bytes <= 5000,
+        ]
+        assert store.stats().warm.size_bytes == match.warm_bytes
+        pieces = list(store.load(match))
+        assert [piece.tier for piece in pieces] == [step.tier for step in match.steps]
+        assert sum(piece.size_bytes for piece in pieces) == sum(size.values())
+        assert sum(piece.rows_bytes for piece in pieces) == history.key.layout.rows_bytes(43)
+        assert [piece.address.hex() in size for piece in pieces] == [True] * 6
+
+
+def test_a_match_is_exact_where_all_of_it_is(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 40))
+    with Store(tmp_path, StoreConfig(warm_bytes=0, cold_precision="int8")) as store:
+        save(store, "a", History(history.key, history.tokens[:16]))
+    with Store(tmp_path, COLD) as store:
+        address = store.get("a").blocks[0]
+        (tmp_path / "blocks" / f"{address.hex()}.safetensors").unlink()
+        save(store, "a", History(history.key, history.tokens[:8]))
+        assert store.match(history.key, history.tokens[:8]).is_exact
+        match = store.match(history.key, history.tokens[:16])
+        assert (match.n_tokens, match.is_exact) == (16, False)
+        assert [piece.is_exact for piece in store.load(match)] == [True, False]
+
+
+def test_what_was_seen_lately_is_known_without_asking_anybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, tokens = make_key(), tokens_of(0, 43)
+    window = make_key(groups=[FULL, WINDOW])
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(key, tokens))
+        save(store, "b", History(window, tokens))
+    with Store(tmp_path, COLD) as store:
+        assert store.seen(key, tokens) == 0
+        store.match(key, tokens[:20])
+        monkeypatch.setattr(store._cold, "ask", None)
+        assert [store.seen(key, tokens[:n]) for n in (0, 7, 8, 17, 43)] == [0, 0, 8, 16, 24]
+        assert store.seen(window, tokens) == 0, "of what needs boundary states nothing is said"
+        monkeypatch.undo()
+        history = History(key, tokens)
+        ticket = store.save("c", key, tokens, history, may_read=False)
+        assert ticket.wait(60) == SaveState.PUBLISHED
+        assert (ticket.n_shared, history.n_read) == (24, 19), "what was not seen is taken again"
+        assert load_all(store, history) == 43
+
+
 def test_the_disk_limit_holds_and_the_least_recently_used_history_gives_way(tmp_path: Path) -> None:
     key = make_key()
     limit = 40_000
