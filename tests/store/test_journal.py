@@ -110,7 +110,7 @@ class JournalAgainstDicts(RuleBasedStateMachine):
                     assert journal.after(name, serial) == behind
             for document_id in ("one", "two", "three", "four"):
                 assert journal.document(document_id) == self.documents.get(document_id)
-            assert not journal.is_failing
+            assert journal.is_failing is False
         assert not self.events.counts()
 
     def teardown(self) -> None:
@@ -223,7 +223,9 @@ def test_a_damaged_journal_goes_to_the_quarantine_and_all_goes_on(
     said = getattr(journal, verb)(*given.get(verb, ()))
     assert verb != "check" or said is False
     assert events.counts() == {"journal_damaged": 1}
-    assert "turns that no reference says yet are lost" in events.take()[0].detail
+    (event,) = events.take()
+    assert event.subject == str(folder.journal)
+    assert "not a database; moved to quarantine; turns that no reference says yet" in event.detail
     (away,) = folder.quarantined.iterdir()
     assert away.read_bytes().startswith(b"no database")
     journal.put("a", 3, b"z")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig
 from kvcellar.store.disk import cold as colds
+from kvcellar.store.disk.reference_files import previous_of
 from tests.store.fakes import FULL, WINDOW, History, load_all, make_key, save, tokens_of
 
 KEY = make_key(groups=[FULL, WINDOW], block_tokens=16)
@@ -19,7 +21,7 @@ def made(folder: Path) -> Store:
     """A store with one of everything that can give way, some of it twice."""
     store = Store(folder, StoreConfig(warm_bytes=0))
     for name, history in (("old", OLD), ("new", NEW)):
-        save(store, name, history, boundaries=(10, 20, 30))
+        save(store, name, history, boundaries=(5, 10, 20, 30))
     for seed, name in enumerate(("gone", "dropped/2", "dropped/1", "damaged"), 3):
         save(store, name, History(KEY, tokens_of(seed, 16)))
     bad = store.get("damaged").blocks[0]
@@ -63,8 +65,8 @@ def test_what_is_most_dispensable_goes_first_and_words_never_go(
         assert state(store) == {
             "quarantined": 1,
             "garbage": 3,  # a block and a boundary state, and a state whose block was damaged
-            "old": (3, 4),
-            "new": (3, 4),
+            "old": (3, 5),
+            "new": (3, 5),
             "dropped/1": (1, 1),
             "dropped/2": (1, 1),
         }
@@ -89,11 +91,14 @@ def test_what_is_most_dispensable_goes_first_and_words_never_go(
         assert {event.kind for event in events} == {EventKind.EVICTED}
         subjects = ["dropped/1", "dropped/2", "old", "new", "old", "new"]
         assert [event.subject for event in events] == subjects
+        assert "before 30 tokens were given up" in events[2].detail
         assert "KV of 40 tokens was given up" in events[-1].detail
         for name, history in (("old", OLD), ("new", NEW)):
             ref = store.get(name)
             assert (ref.is_evicted, ref.n_stored) == (True, 0)
             assert ref.tokens == history.tokens
+            before = previous_of(store._folder.of_reference(name))
+            assert not before.exists(), "it would name blocks that are gone"
         with pytest.raises(StoreError, match="1 more than may be made below its limit"):
             while True:
                 step(store, n_bytes)
@@ -112,10 +117,57 @@ def test_room_is_made_at_the_cost_of_others_than_the_one_that_is_saved(quick_pat
             "new": False,
             "old": True,
         }
-        assert len(store.get("new").boundaries) == 4, "it keeps all that it has"
+        assert len(store.get("new").boundaries) == 5, "it keeps all that it has"
         for address in wanted:
             assert any(store._folder.of(kind, address).exists() for kind in colds.Kind), "protected"
         assert load_all(store, NEW) == 40
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
+def test_room_is_made_for_all_that_is_asked_for_and_for_little_more(
+    quick_path: Path, share: float
+) -> None:
+    with made(quick_path / "store") as store:
+        cold = store._cold
+        cold.limit_bytes = size = cold.size_bytes()
+        largest = max(path.stat().st_size for _, _, path in store._folder.block_paths())
+        n_bytes = int(share * size)
+        with cold.locked():
+            cold.make_room(n_bytes)
+        free = size - cold.size_bytes()
+        assert n_bytes <= free < n_bytes + largest + 2000, "a block, or a reference and its words"
+
+
+def test_of_the_quarantine_as_much_goes_as_is_needed_the_oldest_first(quick_path: Path) -> None:
+    with Store(quick_path / "store", StoreConfig(warm_bytes=0)) as store:
+        save(store, "a", OLD)
+        for n in (3, 5, 7):
+            (store.path / "bad").write_bytes(b"x" * n)
+            os.utime(store.path / "bad", (n, n))
+            assert store._folder.put_away(store.path / "bad")
+        cold = store._cold
+        for n_bytes, left in ((0, [3, 5, 7]), (1, [5, 7]), (5, [7]), (7, [])):
+            cold.limit_bytes = cold.size_bytes()
+            with cold.locked():
+                cold.make_room(n_bytes)
+            assert [size for _, size in store._folder.quarantine_files()] == left
+        assert not store.get("a").is_evicted and load_all(store, OLD) == 40
+
+
+def test_a_history_that_is_saved_anew_is_no_longer_said_to_have_lost_its_kv(
+    quick_path: Path,
+) -> None:
+    with made(quick_path / "store") as store:
+        cold = store._cold
+        cold.limit_bytes = 1
+        with cold.locked(), pytest.raises(StoreError):
+            cold.make_room(0)
+        cold.limit_bytes = 1 << 30
+        for name, source, is_evicted in (("old", None, True), ("new", NEW, False)):
+            history = OLD if name == "old" else NEW
+            store.save(name, KEY, history.tokens, source, metadata={"x": 1}).wait()
+            assert (store.get(name).is_evicted, store.get(name).metadata) == (is_evicted, {"x": 1})
+        assert (load_all(store, OLD), load_all(store, NEW)) == (0, 40)
 
 
 def test_nothing_goes_where_there_is_room(quick_path: Path) -> None:

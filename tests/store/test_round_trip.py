@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import ShapeError, StoreError
 from kvcellar.kv_dtype import SideDtype
+from kvcellar.states import StateGroup
 from kvcellar.store import Side, Store, StoreConfig
 from kvcellar.store.values.layout import GroupRows
 from kvcellar.store.values.precision import _narrowed, as_floats, stored_dtype
@@ -138,6 +140,29 @@ def test_ram_in_eight_bits_beside_an_exact_disk(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         assert load_all(store, history) == 20
         assert store.match(history.key, history.tokens).is_exact
+
+
+@pytest.mark.parametrize("state", [None, STATE])
+def test_boundary_states_in_ram_in_eight_bits_beside_an_exact_disk(
+    tmp_path: Path, state: StateGroup | None
+) -> None:
+    """What cannot be in eight bits, states and tokens, is as it was."""
+    key = make_key(groups=[FULL, WINDOW], state=state)
+    history = History(key, tokens_of(0, 20))
+    with Store(tmp_path, StoreConfig(warm_precision="int8")) as store:
+        save(store, "a", history)
+        save(store, "b", History(key, history.tokens[:12]))  # in RAM already, and not exact there
+        loaded = store.load_boundary(store.match(key, history.tokens))
+        assert loaded is not None and (loaded.tier, loaded.is_exact) == ("warm", False)
+        (got,), (want,) = loaded.windows, history.read_window(20)
+        assert np.array_equal(got.positions, want.positions)
+        for ours, exact in zip(got.rows, want.rows, strict=True):
+            assert 0 < np.abs(ours.data - exact.data).max() <= 1.1 / 255
+        history.check_boundary(replace(loaded, windows=(want,)))
+    with Store(tmp_path) as store:
+        assert load_all(store, history) == 20
+        loaded = store.load_boundary(store.match(key, history.tokens[:12]))
+        assert loaded is not None and loaded.is_exact and loaded.tier == "cold"
 
 
 def test_rows_of_another_shape_are_refused_and_nothing_is_saved(tmp_path: Path) -> None:

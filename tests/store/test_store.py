@@ -6,6 +6,7 @@ import os
 import sqlite3
 import stat
 import threading
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -198,8 +199,11 @@ def test_a_catalogue_that_promises_more_of_a_window_than_there_is_is_not_believe
         db.execute("UPDATE blocks SET first = 0")
     db.close()
     with Store(tmp_path, COLD) as store:
+        address = store.get("a").boundaries[0].address
         assert store.load_boundary(store.match(key, history.tokens), 18) is None
-        assert load_all(store, history) == 20
+        (event,) = store.take_events()
+        assert (event.kind, event.subject) == (EventKind.CATALOGUE_WRONG, address.hex())
+        assert load_all(store, history) == 20 and not store.take_events(), "it was corrected"
 
 
 def test_a_tail_that_two_histories_share_stays_when_one_of_them_grows(tmp_path: Path) -> None:
@@ -261,6 +265,7 @@ def test_a_reference_says_what_it_is(tmp_path: Path) -> None:
         store.save("a/b ü", key, [*tokens, 7], n_computed=30).wait()
         ref = store.get("a/b ü")
         assert (ref.name, ref.fingerprint, ref.revision) == ("a/b ü", "model", 2)
+        assert abs(ref.saved_at - time.time()) < 600
         assert list(ref.tokens) == [*tokens, 7]
         assert (ref.n_stored, ref.metadata, ref.parent) == (30, metadata, None)
         child = fork(store, key, "a/b ü", "c", 12)

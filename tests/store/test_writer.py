@@ -150,6 +150,16 @@ def test_those_that_compute_go_first(writer: Writer) -> None:
     assert writer.call(mine) == max(ours, NICENESS) and mine() == ours
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's own niceness is Linux's")
+def test_where_nobody_may_go_first_all_is_written_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    writer = Writer(ROOM, print)
+    assert writer.call(lambda: 5, 60) == 5 and writer.close(60)
+
+
 def test_what_was_taken_is_run_though_the_interpreter_ends_without_a_close() -> None:
     code = (
         "import time\n"
