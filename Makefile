@@ -55,7 +55,7 @@ soak: $(VENV)/.dev ## Simulated agents against a server for MINUTES=20, drawn fr
 
 mutants: $(VENV)/.dev ## Small changes of bookkeeping, prefix and store that no test of theirs notices: hours; MUTANTS='kvcellar.prefix.*' for some
 	@$(PIP) mutmut==3.8.1
-	@OMP_NUM_THREADS=1 $(BIN)/mutmut run $(if $(MUTANTS),'$(MUTANTS)') && $(BIN)/mutmut results | grep -v 'not checked' || true
+	@HYPOTHESIS_PROFILE=mutants OMP_NUM_THREADS=1 $(BIN)/mutmut run $(if $(MUTANTS),'$(MUTANTS)') && $(BIN)/mutmut results | grep -v 'not checked' || true
 
 QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents \
 	tests/cli/test_cli.py tests/server/test_openai.py tests/server/test_anthropic.py

@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: GPUs are not tested
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from kvcellar.home import default_home
 from tests.proved import proving
@@ -31,6 +31,11 @@ settings.register_profile(
     derandomize=True,
     print_blob=True,
     max_examples=20,
+)
+settings.register_profile(
+    "mutants",  # that something fails is all that is asked, and not what the smallest case of it is
+    settings.get_profile("ci"),
+    phases=[Phase.explicit, Phase.generate],
 )
 settings.register_profile("night", settings.get_profile("local"), max_examples=200)
 settings.register_profile("thorough", settings.get_profile("local"), max_examples=1000)

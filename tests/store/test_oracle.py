@@ -127,7 +127,5 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
 
 TestStoreAgainstDicts = StoreAgainstDicts.TestCase
-TestStoreAgainstDicts.settings = settings(
-    settings.get_profile("local"), max_examples=25, stateful_step_count=25
-)
+TestStoreAgainstDicts.settings = settings(max_examples=25, stateful_step_count=25)
 pytestmark = pytest.mark.filterwarnings("error")

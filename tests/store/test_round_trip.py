@@ -128,6 +128,24 @@ def test_an_exact_save_takes_the_place_of_one_in_eight_bits_and_not_the_other_wa
         assert load_all(store, history) == 20
 
 
+def test_what_is_in_eight_bits_already_is_written_again_as_it_is(tmp_path: Path) -> None:
+    """A disk may have lost what RAM still has; once more through 8 bits would be another loss."""
+    key = make_key(groups=[FULL, WINDOW])
+    history = History(key, tokens_of(0, 20))
+    config = StoreConfig(warm_precision="int8", cold_precision="int8")
+    with Store(tmp_path, config) as store:
+        save(store, "a", history)
+        files = [*(tmp_path / "blocks").iterdir(), *(tmp_path / "windows").iterdir()]
+        before = {path: path.read_bytes() for path in files}
+        store.delete("a")
+        for path in files:
+            path.unlink()
+        store.gc()
+        n_read = history.n_read
+        save(store, "a", history)
+        assert history.n_read == n_read and {path: path.read_bytes() for path in files} == before
+
+
 def test_ram_in_eight_bits_beside_an_exact_disk(tmp_path: Path) -> None:
     history = History(make_key(), tokens_of(0, 20))
     config = StoreConfig(warm_precision="int8")

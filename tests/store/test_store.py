@@ -20,6 +20,7 @@ from kvcellar.types import LayerGroup
 from tests.store.fakes import (
     CHUNK,
     FULL,
+    STATE,
     WINDOW,
     History,
     fork,
@@ -454,6 +455,43 @@ def test_a_full_queue_skips_the_save_and_says_so(tmp_path: Path) -> None:
         save(store, "two", two)
 
 
+def test_what_waits_to_be_written_is_not_taken_again(tmp_path: Path) -> None:
+    key = make_key(groups=[FULL, WINDOW], state=STATE)
+    history = History(key, tokens_of(0, 30))
+    with Store(tmp_path) as store:
+        gate = Gate(store)
+        first = store.save("a", key, history.tokens, history)
+        n_read, n_states = history.n_read, history.n_states_read
+        second = store.save("b", key, history.tokens, history, may_read=False)
+        assert (history.n_read, history.n_states_read) == (n_read, n_states) == (30, 1)
+        assert (first.n_shared, second.n_shared, second.n_stored) == (0, 30, 30)
+        gate.open()
+        assert first.wait(60) == second.wait(60) == SaveState.PUBLISHED
+        store.delete("a")
+        store.gc()
+        assert load_all(store, history) == 30 and store.verify().is_good
+
+
+def test_a_save_whose_block_goes_while_it_waits_says_which(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 30))
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", history)
+        gone = store.get("a").blocks[1].hex()
+        gate = Gate(store)
+        ticket = store.save("b", history.key, history.tokens, history)
+        (tmp_path / "blocks" / f"{gone}.safetensors").unlink()
+        gate.open()
+        assert ticket.wait(60) == SaveState.FAILED and ticket.n_stored == 0
+        assert ticket.reason == f"block {gone} was removed while the save waited; save again"
+        lost, event = store.take_events()
+        assert (lost.kind, lost.subject) == (EventKind.MISSING, gone)
+        assert (event.kind, event.subject) == (EventKind.WRITE_FAILED, "b")
+        assert event.detail == f"{ticket.reason}; the state before is the published one"
+        assert not store.has_reference("b")
+        save(store, "b", history)
+        assert load_all(store, history) == 30
+
+
 def test_a_history_larger_than_the_queue_is_saved_in_several_turns(tmp_path: Path) -> None:
     key = make_key(groups=[FULL, WINDOW])
     history = History(key, tokens_of(0, 100))
@@ -642,11 +680,39 @@ def test_a_save_without_room_fails_with_numbers(tmp_path: Path) -> None:
         other = History(key, tokens_of(1, 160))
         ticket = store.save("b", key, other.tokens, other)
         assert ticket.wait(60) == SaveState.FAILED
-        assert "its limit of 32000" in ticket.reason
+        assert "its limit of 32000" in ticket.reason and ticket.n_stored == 0
         assert not store.has_reference("b")
         assert disk_bytes(store) <= 32_000
         save(store, "b", History(key, tokens_of(2, 80)))
         assert store.get("a").is_evicted
+
+
+def test_a_history_that_finds_no_room_to_grow_keeps_what_it_has(tmp_path: Path) -> None:
+    key, tokens = make_key(), tokens_of(0, 160)
+    with Store(tmp_path, StoreConfig(warm_bytes=0, cold_bytes=32_000)) as store:
+        save(store, "a", History(key, tokens[:80]))
+        ticket = store.save("a", key, tokens, History(key, tokens))
+        assert (
+            ticket.wait(60) == SaveState.FAILED and "what is left is being saved" in ticket.reason
+        )
+        assert (store.get("a").revision, store.get("a").is_evicted) == (1, False)
+        assert load_all(store, History(key, tokens)) >= 80
+        assert [event.kind for event in store.take_events()] == [EventKind.WRITE_FAILED]
+
+
+def test_all_that_a_save_makes_needless_goes_but_for_what_another_history_needs(
+    tmp_path: Path,
+) -> None:
+    key, tokens = make_key(groups=[FULL, WINDOW]), tokens_of(0, 90)
+    with Store(tmp_path, StoreConfig(warm_bytes=0, max_boundaries=1)) as store:
+        save(store, "a", History(key, tokens[:80]), boundaries=range(5, 80, 5))
+        fork(store, key, "a", "b", 41)
+        save(store, "a", History(key, tokens))
+        held = {name: [b.length for b in store.get(name).boundaries] for name in "ab"}
+        assert held == {"a": [90], "b": [40]}
+        assert len(list((tmp_path / "windows").iterdir())) == 2
+        assert store.stats().cold.n_blocks == 12 + 2, "its tail before is the end of a block now"
+        assert store.gc().n_blocks == 0
 
 
 def test_collecting_respects_a_grace_time_and_empties_the_quarantine_on_demand(

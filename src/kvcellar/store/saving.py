@@ -263,7 +263,7 @@ class Saver:
             ours = {item.info.address for item in taken.items}
             for address, kind in taken.needs.items():
                 if address not in ours and not self._cold.folder.of(kind, address).exists():
-                    self._cold.note_gone(address)
+                    self._cold.read(kind, address)  # which lists it no more
                     raise StoreError(
                         f"block {address.hex()} was removed while the save waited; save again"
                     )
