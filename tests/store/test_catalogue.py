@@ -236,8 +236,19 @@ def test_a_catalogue_on_disk_is_its_owners_and_the_same_when_it_is_opened_again(
     path.unlink()
     assert again.is_replaced
     again.close()
+
+
+def test_a_catalogue_in_memory_makes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     memory = Catalogue(None)
-    assert memory.is_new and not memory.is_replaced
+    assert memory.is_new and not memory.is_replaced and not list(tmp_path.iterdir())
+    memory.check()
+    monkeypatch.setattr(memory, "_select", lambda sql: [("row 7 missing from index",)])
+    with pytest.raises(sqlite3.DatabaseError, match=r"^row 7 missing from index$") as error:
+        memory.check()
+    assert is_damage(error.value)
     memory.close()
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from kvcellar.errors import StoreError, UnknownReferenceError
-from kvcellar.store import Store, StoreConfig
+from kvcellar.pictures.picture import Picture
+from kvcellar.store import Reference, Store, StoreConfig
 from kvcellar.store.disk import exchange
 from kvcellar.store.values.format import read_from
 from tests.store.fakes import FULL, STATE, WINDOW, History, load_all, make_key, save, tokens_of
@@ -273,6 +275,48 @@ def test_an_export_that_cannot_be_written_leaves_no_file_and_the_one_before(
         )
         size = store.export_reference("a", file)
         assert synced == [size], "all of it, before it has its name"
+
+
+def png(color: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4), (color, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_pictures_go_along_and_each_has_the_pixels_that_its_name_says(
+    quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cat, dog, owl = (Picture.read(png(color)) for color in (1, 2, 3))
+    file = quick_path / "file"
+
+    def taken(store: Store, *names: str, **options: bool) -> Reference:
+        return store.import_reference(file, pictures_of=lambda ref: names, **options)
+
+    with Store(quick_path / "one", COLD) as store:
+        save(store, "a", HISTORY)
+        sent = {picture.name: picture.data for picture in (cat, dog)}
+        size = store.export_reference("a", file, pictures=sent)
+        assert size == file.stat().st_size
+    with Store(quick_path / "two", COLD) as store:
+        with pytest.raises(StoreError, match="names 2 pictures and has 1 of them; export it again"):
+            taken(store, cat.name, owl.name, brings_all=True)
+        monkeypatch.setattr(exchange, "MOST_BYTES", len(cat.data) - 1)
+        with pytest.raises(StoreError, match="bytes, of at most"):
+            taken(store, cat.name)
+        monkeypatch.setattr(exchange, "MOST_BYTES", len(cat.data))
+        assert not store.references() and store.stats().n_pictures == 0
+        assert taken(store, cat.name, owl.name).name == "a"
+        assert (store.picture(cat.name), store.picture(dog.name)) == (cat.data, None)
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    wrong = {"other pixels": owl.data, "is none": b"x" * len(cat.data)}
+    for said, data in wrong.items():
+        written(file, entries | {f"pictures/{cat.name}": data})
+        with (
+            Store(quick_path / "three", COLD) as store,
+            pytest.raises(StoreError, match=rf"picture {cat.name} .*{said}.*nothing was published"),
+        ):
+            taken(store, cat.name)
 
 
 def test_what_is_imported_is_nobodys_before_a_model_agrees_or_it_is_saved_here(

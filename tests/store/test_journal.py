@@ -30,7 +30,7 @@ IDS = st.sampled_from(["one", "two", "three", "four"])
 SERIALS = st.integers(1, 5)
 PAYLOADS = st.binary(max_size=30) | st.sampled_from([b"<cat>", b"<cat><dog>", bytes(70)])
 MARKS = re.compile(rb"<(\w+)>")
-MOST, MOST_BYTES = 3, 60
+MOST, MOST_BYTES = 2, 60
 
 
 class JournalAgainstDicts(RuleBasedStateMachine):

@@ -128,11 +128,15 @@ def test_an_exact_save_takes_the_place_of_one_in_eight_bits_and_not_the_other_wa
         assert load_all(store, history) == 20
 
 
-def test_what_is_in_eight_bits_already_is_written_again_as_it_is(tmp_path: Path) -> None:
-    """A disk may have lost what RAM still has; once more through 8 bits would be another loss."""
-    key = make_key(groups=[FULL, WINDOW])
+@pytest.mark.parametrize("warm_precision", ["int8", "exact"])
+@pytest.mark.parametrize("state", [None, STATE])
+def test_what_ram_still_has_is_written_again_as_it_was(
+    tmp_path: Path, warm_precision: str, state: StateGroup | None
+) -> None:
+    """Where a disk has lost it; what is in 8 bits already goes through them no second time."""
+    key = make_key(groups=[FULL, WINDOW], state=state)
     history = History(key, tokens_of(0, 20))
-    config = StoreConfig(warm_precision="int8", cold_precision="int8")
+    config = StoreConfig(warm_precision=warm_precision, cold_precision="int8")
     with Store(tmp_path, config) as store:
         save(store, "a", history)
         files = [*(tmp_path / "blocks").iterdir(), *(tmp_path / "windows").iterdir()]

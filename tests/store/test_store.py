@@ -753,7 +753,9 @@ def test_a_state_without_rows_is_saved_on_whatever_is_stored_of_it(tmp_path: Pat
             assert (ref.n_stored, ref.blocks, ref.metadata) == (n, blocks[:n_blocks], {"n": n})
         other = tokens_of(1, 9)
         assert store.save("d", key, other).wait(60) == SaveState.PUBLISHED
+        assert store.save("d", key, other).wait(60) == SaveState.PUBLISHED
         assert (store.get("d").n_stored, list(store.get("d").tokens)) == (0, other)
+        assert not store.get("d").is_evicted, "it never had any KV"
         store.gc()
         assert load_all(store, History(key, tokens)) == 24
         assert store.verify().is_good

@@ -73,7 +73,9 @@ def test_what_one_machine_saved_another_loads_bit_for_bit(machine: Opener, kind:
     ours, theirs = machine("a"), machine("b")
     history = saved(ours, KEYS[kind], tokens_of(1, 43), 1)
     assert tier(theirs).pull(NAME) is Pulled.TAKEN
-    assert theirs.get(NAME).tokens.tokens.tolist() == history.tokens
+    ref = theirs.get(NAME)
+    assert ref.tokens.tokens.tolist() == history.tokens
+    assert (ref.n_stored, ref.blocks, ref.boundaries) == (0, (), ()), "nothing of it is here yet"
     assert load_all(theirs, history) == 43
     theirs.flush(180)
     tier(theirs).flush(180)
