@@ -268,6 +268,8 @@ def test_an_export_that_cannot_be_written_leaves_no_file_and_the_one_before(
         assert left == {"file", "letter", "store"}
         with pytest.raises(UnknownReferenceError):
             store.export_reference("b", file)
+        with pytest.raises(StoreError, match="cannot be written"):
+            store.export_reference("a", quick_path / "none" / "file")
         synced: list[int] = []
         fsync = os.fsync
         monkeypatch.setattr(
@@ -275,6 +277,33 @@ def test_an_export_that_cannot_be_written_leaves_no_file_and_the_one_before(
         )
         size = store.export_reference("a", file)
         assert synced == [size], "all of it, before it has its name"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8", "int8", "k16v8"])
+def test_rows_of_any_type_are_taken_in_unless_one_is_no_number(
+    dtype: str, quick_path: Path
+) -> None:
+    key, file = make_key(kv_dtype=dtype), quick_path / "file"
+    history = History(key, tokens_of(0, 20))
+    with Store(quick_path / "one", COLD) as store:
+        save(store, "a", history)
+        store.export_reference("a", file)
+    with Store(quick_path / "two", COLD) as store:
+        store.import_reference(file)
+        assert load_all(store, history) == 20
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    odd = {"float32": np.nan, "float16": np.inf, "uint16": 0xFF80, "uint8": 0xFF}
+
+    def spoil(metadata: dict[str, str], tensors: dict[str, Any]) -> None:
+        name = "k.0.scales" if dtype == "int8" else "k.0"
+        tensors[name].flat[-1] = odd[tensors[name].dtype.name]
+
+    written(file, changed(entries, blocks_of(entries)[0], spoil))
+    with Store(quick_path / "three", COLD) as store:
+        with pytest.raises(StoreError, match=r"'k.0.*' holds what is no finite number"):
+            store.import_reference(file)
+        assert not store.references()
 
 
 def png(color: int) -> bytes:
@@ -290,7 +319,9 @@ def test_pictures_go_along_and_each_has_the_pixels_that_its_name_says(
     file = quick_path / "file"
 
     def taken(store: Store, *names: str, **options: bool) -> Reference:
-        return store.import_reference(file, pictures_of=lambda ref: names, **options)
+        return store.import_reference(
+            file, pictures_of=lambda ref: names if ref.name == "a" else (), **options
+        )
 
     with Store(quick_path / "one", COLD) as store:
         save(store, "a", HISTORY)

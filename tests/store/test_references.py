@@ -57,6 +57,9 @@ def tensors_are(**new: np.ndarray) -> Change:
     return lambda metadata, tensors: tensors.update(new)
 
 
+DEEP = "facts is nested too deep"
+
+
 def texts_are(**new: str) -> Change:
     return lambda metadata, tensors: metadata.update(new)
 
@@ -184,6 +187,8 @@ def test_histories_without_a_state_that_can_be_read_are_named_with_what_is_wrong
         forge(path, facts(name="c", revision=0))
         (name,) = again.damaged_references()
         assert name == path.stem, "that is not its own name"
+        forge(path, texts_are(facts="[" * 100_000))
+        assert again.damaged_references() == {path.stem: "its facts cannot be read: " + DEEP}
         path.unlink()
         assert again.damaged_references() == {}
 

@@ -15,8 +15,9 @@ import pytest
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Reference, Store, StoreConfig
 from kvcellar.store.disk import cold as colds
+from kvcellar.store.disk import listing as listings
 from kvcellar.store.disk.catalogue import Catalogue
-from kvcellar.store.values.blocks import Kind
+from kvcellar.store.values.blocks import Info, Kind
 from tests.store.fakes import FULL, WINDOW, History, fork, load_all, make_key, save, tokens_of
 
 COLD = StoreConfig(warm_bytes=0)
@@ -241,6 +242,52 @@ def test_who_was_used_last_is_known_when_the_catalogue_is_lost(store: Store) -> 
         assert event.detail == "it was missing; made again from the files, on disk"
         kinds = {kind for _, kind, _, _ in again._cold.ask(Catalogue.garbage)}
         assert kinds <= set(Kind) and load_all(again, A) == 40
+
+
+def test_a_file_that_cannot_be_read_when_a_store_is_opened_stays_where_it_is(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.close()
+    for path in store.path.glob("catalogue*"):
+        path.unlink()
+    bad, read = files(store, "blocks")[0], listings.read_info
+
+    def failing(path: Path) -> Info:
+        if path == bad:
+            raise OSError(errno.EIO, "no answer")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(listings, "read_info", failing)
+        with Store(store.path, COLD) as again:
+            unreadable, rebuilt = again.take_events()
+            assert (unreadable.kind, unreadable.subject) == (EventKind.UNREADABLE, bad.stem)
+            assert "no answer" in unreadable.detail
+            assert rebuilt.kind is EventKind.CATALOGUE_REBUILT
+            assert not files(again, "quarantine") and bad.exists()
+    with Store(store.path, COLD) as again:
+        assert load_all(again, A) == load_all(again, B) == 40 and not again.take_events()
+
+
+@pytest.mark.parametrize("warm_bytes", [0, 1 << 20])
+def test_rows_that_their_owner_finds_wrong_are_put_away_in_every_tier(
+    store: Store, warm_bytes: int
+) -> None:
+    with Store(store.path, StoreConfig(warm_bytes=warm_bytes)) as again:
+        save(again, "c", History(KEY, tokens_of(5, 40)))
+        bad = again.get("c").blocks[2]
+        again.reject(bad, "a row is wrong")
+        (event,) = again.take_events()
+        assert (event.kind, event.subject) == (EventKind.DAMAGED, bad.hex())
+        assert event.detail.startswith("a row is wrong; moved to quarantine")
+        assert load_all(again, History(KEY, tokens_of(5, 40)[:30])) in (0, 16)
+        assert again.match(KEY, tokens_of(5, 40)).n_tokens == 16
+        again.reject(bad, "once more")
+        (event,) = again.take_events()
+        assert (event.kind, event.subject) == (EventKind.DAMAGED, bad.hex())
+        assert event.detail == "once more; dropped from RAM"
+        save(again, "c", History(KEY, tokens_of(5, 40)))
+        assert load_all(again, History(KEY, tokens_of(5, 40))) == 40
 
 
 def test_a_catalogue_in_use_is_left_and_one_in_memory_serves(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +14,7 @@ from kvcellar.errors import StoreError
 from kvcellar.store import Store
 from kvcellar.store.shared.histories import Pulled
 from kvcellar.store.shared.places import SharedPlace
-from kvcellar.store.shared.upkeep import collect, count
+from kvcellar.store.shared.upkeep import DOCUMENT_S, collect, count
 from tests.store.fakes import History, load_all, make_key, save, tokens_of
 
 KEY = make_key()
@@ -69,6 +71,39 @@ def test_over_the_limit_the_kv_of_who_was_silent_longest_goes(
 def test_kv_of_agents_that_were_silent_for_long_goes(store: Store) -> None:
     assert collect(place_of(store), keep_s=-60, grace_s=-60).size_bytes == 0
     assert count(place_of(store)).n_agents == 2
+
+
+def test_documents_that_nobody_wrote_again_for_a_month_go(tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    with Store(tmp_path / "a", shared=str(share)) as one:
+        for name in ("old", "new"):
+            one.put_document(name, name.encode())
+        for path in (share / "documents").iterdir():
+            if path.read_bytes() == b"old":
+                os.utime(path, (time.time() - DOCUMENT_S - 60,) * 2)
+        assert collect(place_of(one), grace_s=0).n_blocks == 0
+        assert [path.read_bytes() for path in (share / "documents").iterdir()] == [b"new"]
+
+
+@pytest.mark.parametrize("n_cut", [1, 2])
+def test_what_a_state_before_one_that_was_cut_short_needs_stays(tmp_path: Path, n_cut: int) -> None:
+    share = tmp_path / "share"
+    with Store(tmp_path / "a", shared=str(share)) as one:
+        for n in (20, 30):
+            save(one, "one@1", History(KEY, tokens_of(1, n)), metadata={"serial": n})
+            assert one.shared is not None and one.shared.flush()
+        place = place_of(one)
+        states = sorted(path for path in (share / "agents").rglob("0*") if path.is_file())
+        for path in states[-n_cut:]:
+            path.write_bytes(path.read_bytes()[:300])
+        # Of the words of 30 tokens, which came before their blocks; or of 20 tokens with theirs.
+        n_needed = 2 if n_cut == 1 else 3
+        assert collect(place, grace_s=-60).n_blocks == 5 - n_needed
+        assert count(place).n_blocks == n_needed
+        for path in states:
+            path.write_bytes(b"")
+        with pytest.raises(StoreError, match="nothing was removed"):
+            collect(place, grace_s=-60)
 
 
 def test_a_state_that_cannot_be_read_here_stops_it(store: Store) -> None:
