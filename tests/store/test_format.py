@@ -147,7 +147,7 @@ def test_rows_that_are_not_all_that_a_piece_holds_are_copied() -> None:
     for array in arrays:
         array[...] = 3
     large = Tensor("U8", np.zeros(HEADROOM, np.uint8))
-    for chosen in (arrays[:1], arrays[::-1], [arrays[0], arrays[1][:2]], None):
+    for chosen in (arrays[:1], arrays[1:], arrays[::-1], [arrays[0], arrays[1][:2]], None):
         tensors = {
             f"{i}": Tensor("U8", a) for i, a in enumerate(arrays if chosen is None else chosen)
         }

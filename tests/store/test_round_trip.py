@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcellar.errors import ShapeError, StoreError
 from kvcellar.kv_dtype import SideDtype
 from kvcellar.states import StateGroup
-from kvcellar.store import Side, Store, StoreConfig
+from kvcellar.store import Side, Store, StoreConfig, WindowRows
 from kvcellar.store.values.layout import GroupRows
 from kvcellar.store.values.precision import _narrowed, as_floats, stored_dtype
 from kvcellar.types import LayerGroup
@@ -201,7 +201,27 @@ def test_rows_of_another_shape_are_refused_and_nothing_is_saved(tmp_path: Path) 
             rows = GroupRows(*(Side(side.data[:, :, 1:]) for side in window.rows))
             return [window._replace(positions=window.positions[1:], rows=rows)]
 
+    class Elsewhere(History):
+        def read_window(self, n: int):  # type: ignore[no-untyped-def]
+            (window,) = super().read_window(n)
+            return [window._replace(positions=window.positions - 1)]
+
+    class Nowhere(History):
+        def read_window(self, n: int):  # type: ignore[no-untyped-def]
+            return [WindowRows(np.arange(0), self.rows(1, np.arange(0)))]
+
+    class Missing(History):
+        def read_window(self, n: int):  # type: ignore[no-untyped-def]
+            return []
+
     with Store(tmp_path) as store:
+        for kind, said in (
+            (Elsewhere, r"positions up to 19; layer group 1 brings 5 from 14 to 18$"),
+            (Nowhere, r"could be resumed from 25 on at the earliest"),
+            (Missing, r"the layout has 1 sliding-window layer groups, rows of 0 came"),
+        ):
+            with pytest.raises(StoreError, match=said):
+                store.save("a", history.key, history.tokens, kind(history.key, history.tokens))
         wrong = Wrong(history.key, history.tokens)
         with pytest.raises(ShapeError, match="V of layer group 0"):
             store.save("a", history.key, history.tokens, wrong)

@@ -144,7 +144,8 @@ def test_what_would_be_ignored_in_a_url_is_refused_by_name(url: str, said: str) 
 
 
 def test_places_that_differ_are_called_by_different_names() -> None:
-    assert shown_url("abfss://one@account.host/x") == "abfss://one@account.host/x"
+    for url in ("abfss://one@account.host/x", "s3://cellar/a@b", "s3://cellar/a", "/a@b", "~/x"):
+        assert shown_url(url) == url
     urls = ("valkey://host:1/0?prefix=one", "valkey://host:1/0?prefix=other", "valkey://host:1/0")
     assert len({open_place(url, timeout_s=1.0).title for url in urls}) == 3
 
