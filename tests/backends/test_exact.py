@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvcellar import (
     LayerGroup,
@@ -18,10 +16,9 @@ from kvcellar import (
     make_seq_session,
     make_tree_session,
 )
-from kvcellar.bookkeeping.cells.exact import BASE, N_SEQUENCES, ExactCells
+from kvcellar.bookkeeping.cells.exact import N_SEQUENCES
 from kvcellar.budget import MemoryBudget
 from kvcellar.testing.dense import stored
-from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 from tests.backends.adapters import needs_mlx
 
 torch = pytest.importorskip("torch")
@@ -231,70 +228,3 @@ def test_a_memory_budget_pays_for_exact_cells() -> None:
             held[kv_dtype] = budget.held_bytes
     more = N_SEQUENCES * 2 * N_KV_HEADS * DIM * 4 * (2 * (2 + 6) + 6)
     assert held["int8:first2:last6"] == held["int8"] + more
-
-
-# The integers -------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200)
-@given(data=st.data(), first=st.integers(0, 3), last=st.integers(0, 4))
-def test_every_exact_read_finds_what_was_written_to_its_cell(
-    data: st.DataObject, first: int, last: int
-) -> None:
-    """The oracle: names of tokens in place of bytes."""
-    if first + last == 0:
-        return
-    exact = ExactCells(first, last)
-    cells: dict[int, int] = {}
-    copies: dict[int, int] = {}
-    histories: dict[int, list[int]] = {}
-    name = 0
-    for _ in range(data.draw(st.integers(1, 30))):
-        seq = data.draw(st.integers(0, 30))
-        history = histories.setdefault(seq, [])
-        action = data.draw(st.sampled_from(["step", "step", "step", "cut", "move", "restore"]))
-        if action == "step":
-            taken = {cell for cells_ in histories.values() for cell in cells_}
-            free = [cell for cell in range(300) if cell not in taken]
-            new = free[: data.draw(st.integers(1, 6))]
-            history += new
-            n = len(new)
-            writes = tuple(Write(i, Run(cell, 1)) for i, cell in enumerate(new))
-            runs = tuple(Run(cell, 1) for cell in history)
-            kind = AttendKind.CAUSAL if n > 1 else AttendKind.NONE
-            plan = StepPlan(n, writes, (AttendSpec(0, n, runs, kind),), max(history) + 1)
-            own, extra = exact.rewrite(plan)
-            assert exact.rewrite(plan) == (own, extra)
-            names = list(range(name, name + n))
-            name += n
-            cells |= dict(zip(new, names, strict=True))
-            for q_start, run in extra:
-                for i in range(run.length):
-                    copies[run.start + i] = names[q_start + i]
-                    assert run.start + i < exact.n_cells
-            (read,) = own.reads
-            read_cells = [cell for run in read.runs for cell in range(run.start, run.stop)]
-            assert len(read_cells) == len(history)
-            for i, (cell, want) in enumerate(zip(read_cells, history, strict=True)):
-                if cell >= BASE:
-                    assert i < first or i >= len(history) - last
-                    assert copies[cell - BASE] == cells[want]
-                else:
-                    assert cell == want
-            if last >= n and n:
-                assert all(cell >= BASE for cell in read_cells[-min(n, last) :])
-        elif action == "cut" and history:
-            del history[data.draw(st.integers(0, len(history) - 1)) :]
-        elif action == "move" and history:
-            base = 300 + 400 * data.draw(st.integers(0, 3))
-            taken = {c for s, cells_ in histories.items() if s != seq for c in cells_}
-            if not taken & set(range(base, base + len(history))):
-                froms, to = exact.move(base, np.array(history))
-                copies |= dict(zip(to.tolist(), [copies[c] for c in froms.tolist()], strict=True))
-                moved = [cells[cell] for cell in history]
-                histories[seq] = list(range(base, base + len(history)))
-                cells |= dict(zip(histories[seq], moved, strict=True))
-        elif action == "restore" and history:
-            exact.drop(np.array(history))
-            cells |= {cell: (name := name + 1) for cell in history}
-        exact.check()

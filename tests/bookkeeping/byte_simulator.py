@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from kvcellar.bookkeeping import BlockPool, OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.cells.pool import CellMove
 from kvcellar.bookkeeping.layouts.reads import TILE
-from kvcellar.cache_config import CacheConfig
+from kvcellar.cache_config import FROZEN, CacheConfig, SharedPrefix
 from kvcellar.sight import Sight
 from kvcellar.types import (
     AttendKind,
@@ -56,6 +56,18 @@ def config_of(
     return CacheConfig(params, capacity, "float32", min_chunk=min_chunk, window_slack=slack)
 
 
+def behind_frozen(config: CacheConfig, length: int) -> CacheConfig:
+    """The same config, where every sequence begins with ``length`` frozen tokens."""
+    firsts = tuple(group.first_seen(length) for group in config.params.groups)
+    prefix = SharedPrefix(config.params, config.kv_dtype, length, firsts, (), 0)
+    return replace(config, prefix=prefix)
+
+
+def frozen_id(position: int) -> int:
+    """The id of the frozen token at a position: no other token has it."""
+    return -1000 - position
+
+
 def sight_of(window: Window) -> Sight:
     """The sight of a group with this window."""
     return window if isinstance(window, Sight) else Sight(window=window)
@@ -76,9 +88,12 @@ def visible(history: Mapping[int, int], position: int, window: Window) -> list[i
     return sorted(token for p, token in history.items() if low <= p <= position)
 
 
-def seen_by(spec: AttendSpec, stored: IntArray) -> Seen:
+def seen_by(spec: AttendSpec, stored: IntArray, first_frozen: int = 0) -> Seen:
     """What each query of a read sees, by the words of `AttendKind`."""
-    ids = [int(i) for i in stored[cells_of(spec.runs)]]
+    ids = [
+        int(stored[cell]) if cell < FROZEN else frozen_id(first_frozen + cell - FROZEN)
+        for cell in cells_of(spec.runs).tolist()
+    ]
     rows: Seen = []
     for i in range(spec.q_len):
         if spec.kind is AttendKind.NONE:
@@ -105,7 +120,7 @@ def check_plan(plan: StepPlan, n_tokens: int, group: LayerGroup, capacity: int) 
     assert plan.n_cells <= capacity
     for run in [w.run for w in plan.writes] + [run for r in plan.reads for run in r.runs]:
         assert run.length >= 1
-        assert run.start >= 0 and run.stop <= plan.n_cells
+        assert (run.start >= 0 and run.stop <= plan.n_cells) or run.start >= FROZEN
     for read in plan.reads:
         cells = cells_of(read.runs).tolist()
         assert len(set(cells)) == len(cells) == read.read_len >= 1
@@ -211,7 +226,9 @@ class ByteSimulator:
         for write in plan.writes:
             ids = tokens[write.q_start : write.q_start + write.run.length]
             stored[write.run.start : write.run.stop] = ids
-        seen = [row for spec in plan.reads for row in seen_by(spec, stored)]
+        prefix = self.config.prefix
+        first = 0 if prefix is None else prefix.firsts[self.group_of(layer)]
+        seen = [row for spec in plan.reads for row in seen_by(spec, stored, first)]
         self.wrote(layer)
         return seen
 

@@ -185,6 +185,43 @@ class ContiguousCacheAgainstAList(ActionMachine):
 TestContiguousCacheAgainstAList = ContiguousCacheAgainstAList.TestCase
 
 
+def test_a_history_from_elsewhere_goes_on_where_its_rows_are():
+    cache = SimulatedContiguous(config_of((None, 4), capacity=12))
+    cache.adopt(9, [9, 5])
+    assert (cache.length, cache.held(0), cache.held(1), cache.resumable_from()) == (9, 9, 5, 7)
+    for layer, first in ((0, 0), (1, 4), (2, 0)):
+        cache.stored[layer][: 9 - first] = range(first, 9)
+    history = dict(enumerate(range(12)))
+    for layer, window in enumerate(cache.layer_windows()):
+        assert [cache.length_in(other) for other in range(3)] == [
+            12 if layer > i else 9 for i in range(3)
+        ]
+        assert cache.run_layer(layer, [9, 10, 11]) == [
+            visible(history, p, window) for p in (9, 10, 11)
+        ]
+    assert [cache.length_in(layer) for layer in range(3)] == [12] * 3
+
+
+def test_a_history_that_cannot_go_on_or_does_not_fit_is_not_adopted():
+    cache = SimulatedContiguous(config_of((None, 4), capacity=12))
+    before = snapshot(cache)
+    for length, held, error, said in (
+        (9, [8, 5], RewindError, r"of 9 tokens needs the last 9 in layers \(0, 2\), and 8 are"),
+        (9, [9, 2], RewindError, r"of 9 tokens needs the last 3 in layers \(1,\), and 2 are"),
+        (9, [9, 10], RewindError, r"needs the last 3 in layers \(1,\), and 10 are there"),
+        (13, [13, 3], CacheFullError, "of 13 tokens, 12 cells; raise capacity"),
+    ):
+        with pytest.raises(error, match=said):
+            cache.adopt(length, held)
+        assert snapshot(cache) == before
+    cache.adopt(12, [12, 3])
+    with pytest.raises(RewindError, match="of 2 tokens cannot start here: the cache holds 12;"):
+        cache.adopt(2, [2, 2])
+    cache.clear()
+    cache.adopt(0, [0, 0])
+    assert cache.length == 0 and cache.forward([5])[0] == [[5]]
+
+
 @pytest.mark.parametrize("window, slack", [(2, 0), (64, 0), (64, 10), (1000, 64)])
 def test_a_window_copies_about_one_cell_per_token_and_never_onto_itself(window, slack):
     cache = SimulatedContiguous(config_of((window,), 20_000, slack, min_chunk=2))

@@ -94,6 +94,40 @@ def test_a_history_goes_back_to_its_points_and_says_where_it_is():
     assert taken(cache) == 0
 
 
+def test_a_cache_says_which_slots_are_shared_and_how_many_a_step_would_lack():
+    cache = Sequences(config(n_slots=4))
+    run(cache, [0, 0])
+    assert cache.shared_slots() == []
+    run(cache, [1])
+    cache.seq_cp(0, 2)
+    assert cache.shared_slots() == [0]
+    assert [cache.n_missing_slots(n) for n in (1, 2, 3, 4)] == [-1, 0, 1, 2]
+    rows_alone = Sequences(make_config(ModelCacheParams(1, 1, 4), 8))
+    assert (rows_alone.n_missing_slots(9), rows_alone.shared_slots()) == (0, [])
+
+
+def test_slots_that_a_budget_would_grant_are_not_missing():
+    budget = MemoryBudget(20_000)
+    cache = Sequences(config(n_slots=40, budget=budget))
+    run(cache, [0])
+    assert cache.n_missing_slots(9) == 0
+    slot, held = STATE.slot_bytes + INDEX_BYTES, cache.steps.growth.sizes[-1]
+    assert budget.ask(budget.available_bytes - 3 * slot - STATE.most_bytes * held)
+    n_free = held - cache.usage().slots.live
+    assert [cache.n_missing_slots(n_free + n) for n in (0, 1, 3, 4, 6)] == [0, 0, 0, 1, 3]
+    cache.check()
+
+
+def test_who_runs_all_layers_by_himself_has_the_plan_of_states_too():
+    for cache in (Sequences(config()), OneSequence(config())):
+        if isinstance(cache, Sequences):
+            cache.begin_step([(0, 2)])
+        cache.steps.plan_all(2, [0, 1])
+        assert [tuple(one) for one in cache.steps.begun_states().advances] == [(0, 2, NO_SLOT, 0)]
+        cache.steps.wrote_all()
+        assert cache.usage().slots.live == 1 and not cache.is_step_open
+
+
 def test_a_point_that_is_dropped_frees_its_slot():
     cache = Sequences(config())
     run(cache, [0])

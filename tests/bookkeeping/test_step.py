@@ -297,6 +297,54 @@ def test_several_sequences_need_begin_step_in_a_tree_cache_too():
     assert snapshot(cache) == before
 
 
+@ALL_CACHES
+def test_who_runs_all_layers_by_himself_has_all_plans_at_once(make):
+    cache = make(config_of(MIXED))
+    steps = cache.steps
+    begin(cache, 3)
+    assert len(steps.begun_plans()) == (0 if make is SimulatedContiguous else 2)
+    assert steps.needs_positions()
+    plans = steps.plan_all(3, [0, 1, 2])
+    assert steps.needs_positions() and list(steps.begun_plans()) == list(plans)
+    assert steps.begun_states() is None, "no layer is recurrent"
+    assert [(steps.n_seen(layer), steps.awaits(layer)) for layer in range(3)] == [(0, True)] * 3
+    assert steps.plan(1, 3, [0, 1, 2]) is plans[1], "others may ask one by one all the same"
+    assert [(steps.n_seen(layer), steps.awaits(layer)) for layer in range(3)] == [
+        *((0, True), (3, False), (0, True))
+    ]
+    cache.cancel_step()
+    begin(cache, 3)
+    steps.plan_all(3, None)
+    steps.wrote_all()
+    assert length(cache) == 3 and not cache.is_step_open
+    assert steps.begun_plans() == () and steps.needs_positions()
+    assert [(steps.n_seen(layer), steps.awaits(layer)) for layer in range(3)] == [(None, False)] * 3
+
+
+@ALL_CACHES
+def test_who_asks_for_all_plans_at_once_is_held_to_the_step_too(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 2)
+    with pytest.raises(PositionError):
+        cache.steps.plan_all(2, [0, 2])
+    if make is not SimulatedContiguous:
+        with pytest.raises(StepError, match="brings 3 tokens to the forward; the step was begun"):
+            cache.steps.plan_all(3, None)
+
+
+@SEQ_CACHES
+@pytest.mark.parametrize("stretches", [["12"], [(0, 1), {0: 1, 1: 1}], [(0, 1, 2)], [7], 7, None])
+def test_what_is_no_stretch_is_refused_as_it_came(make, stretches):
+    cache = make(config_of(MIXED))
+    for verb in (cache.begin_step, cache.can_begin_step):
+        with pytest.raises(StepError) as info:
+            verb(stretches)
+        assert str(info.value) == (
+            f"begin_step takes a pair (seq_id, n_tokens) for each stretch of the batch, got "
+            f"{stretches!r}"
+        )
+
+
 # Errors, as a user reads them ---------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ def test_a_digest_of_another_space_matches_nothing():
 
 def test_an_index_that_stores_nothing_has_an_empty_digest():
     digest = PrefixDigest.from_bytes(digest_of(NaiveIndex(), revision=7).to_bytes())
-    assert digest.revision == 7
+    assert digest.revision == 7 and digest_of(NaiveIndex()).revision == 0
     assert digest.match(range(1000)) == 0
 
 

@@ -329,6 +329,13 @@ class IndexAgainstBlocks(RuleBasedStateMachine):
             self.want.use(self.want.blocks[key].cells[-1][-1:])
         self.remember(handle, key)
 
+    @rule(**HISTORY)
+    def peek(self, base, cut, words, rest):
+        """To look is not to use: what goes next shows whether it was."""
+        tokens = self.history(base, cut, words, rest)
+        key = max((k for k in self.want.keys(tokens) if k in self.want.blocks), key=len, default=())
+        assert [cells.tolist() for cells in self.index.peek_prefix(tokens)] == self.want.cells(key)
+
     def let_go(self, cells):
         for held, gone in zip(self.held, cells, strict=True):
             held.subtract(gone.tolist())
@@ -373,6 +380,12 @@ class IndexAgainstBlocks(RuleBasedStateMachine):
             assert sorted(held.elements()) == sorted(
                 c for block in blocks for c in block.cells[g] if c >= 0
             )
+        locked = [block for key, block in self.want.blocks.items() if self.want.is_locked(key)]
+        for g, cells in enumerate(self.index.locked_cells()):
+            assert sorted(cells.tolist()) == sorted(
+                c for block in locked for c in block.cells[g] if c >= 0
+            )
+        assert self.index.n_snapshots == (held.total() if self.want.has_states else 0)
 
     @invariant()
     def nothing_branches_off_inside_a_chain(self):
