@@ -225,7 +225,8 @@ def test_two_caches_share_one_budget_and_a_dead_one_gives_its_bytes_back():
     empty = ARRAY_BYTES * 512
     feed(first, 0, 400)
     assert second.capacity == 512 and not second.can_extend(400)
-    with pytest.raises(CacheFullError, match="are left"):
+    said = rf"800 cells, {second.n_free} free or to be had of {second.capacity}; .* are left"
+    with pytest.raises(CacheFullError, match=said):
         second.begin_step([(0, 800)])
     assert first.usage().groups[0].live == 400
     del first
@@ -239,6 +240,17 @@ def test_a_budget_that_holds_no_token_is_refused_with_what_a_token_takes():
         KINDS["seq"](config(MemoryBudget(500)))
     with pytest.raises(ConfigError, match=r"16 tokens take 8704"):
         KINDS["paged"](config(MemoryBudget(500), block_size=16))
+
+
+def test_a_cache_whose_own_arrays_find_no_room_beside_another_is_refused_with_figures():
+    budget = MemoryBudget(400_000)
+    cache = KINDS["seq"](config(budget, capacity=512))
+    left = ARRAY_BYTES * 512 - 1
+    assert budget.ask(budget.available_bytes - left)
+    with pytest.raises(ConfigError, match=rf"has {left} of 400000 .* cache needs {left + 1} for"):
+        KINDS["seq"](config(budget, capacity=512))
+    budget.give_back(1)
+    assert KINDS["seq"](config(budget, capacity=512)).capacity == cache.capacity == 512
 
 
 def test_capacity_is_the_longest_sequence_that_the_budget_holds():

@@ -407,10 +407,25 @@ def test_a_forward_at_other_positions_says_both():
     assert "[5, 6, ... 24] (20 of them)" in message(PositionError, cache.plan, 0, 20, range(20))
 
 
+def test_eight_positions_are_said_one_by_one_and_of_more_the_ends():
+    cache = filled()
+    cache.begin_step([(0, 8)])
+    assert "claimed [3, 4, 5, 6, 7, 8, 9, 10];" in message(PositionError, cache.plan, 0, 8, [0] * 8)
+    cache.begin_step([(0, 9)])
+    assert "claimed [3, 4, ... 11] (9 of them);" in message(PositionError, cache.plan, 0, 9, [0])
+    cache = filled(SimulatedContiguous)
+    said = message(PositionError, cache.plan, 0, 8, range(1, 9))
+    assert "brings [1, 2, 3, 4, 5, 6, 7, 8]; call rewind" in said
+    said = message(PositionError, cache.plan, 0, 9, range(1, 10))
+    assert "brings [1, 2, 3, 4, 5, 6, 7, 8] ...; call rewind" in said
+
+
 def test_an_unknown_layer_says_how_many_there_are():
     cache = filled()
-    assert "layer 2 " in message(StepError, cache.plan, 2, 1, None)
-    assert "has 2" in message(StepError, cache.plan, -1, 1, None)
+    for layer in (2, -1):
+        assert message(StepError, cache.plan, layer, 1, None) == (
+            f"layer {layer} asked for its cache; this cache has 2"
+        )
 
 
 def test_a_full_cache_says_what_was_needed_and_what_was_free():
@@ -467,6 +482,10 @@ def test_an_unknown_sequence_says_which_there_are():
     assert message(UnknownSequenceError, cache.can_resume, 9, 1).startswith("sequence 9 holds no")
     cache.clear()
     assert message(UnknownSequenceError, cache.seq_len, 9).endswith("there are: none")
+    for n, shown in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):
+        cache.begin_step([(n - 1, 1)] if n > 8 else [(seq, 1) for seq in range(n)])
+        cache.forward([0] * (1 if n > 8 else n))
+        assert message(UnknownSequenceError, cache.seq_len, 9).endswith(f"there are: {shown}")
 
 
 def test_a_negative_sequence_is_refused_wherever_it_could_start_one():

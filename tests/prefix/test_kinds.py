@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -49,7 +51,7 @@ def test_an_index_is_chosen_by_its_name():
 
 @pytest.mark.parametrize("sights, block_size", [((), 1), ((FULL, 4), 1), ((FULL,), 0)])
 def test_what_is_no_sight_and_blocks_below_1_are_refused(sights, block_size):
-    with pytest.raises(ConfigError):
-        RadixIndex(sights, block_size)
-    with pytest.raises(ConfigError):
-        HashedIndex(sights, block_size)
+    said = re.escape(f"got block_size={block_size}" if sights == (FULL,) else f"got {sights!r}")
+    for cls in (RadixIndex, HashedIndex):
+        with pytest.raises(ConfigError, match=said):
+            cls(sights, block_size)
