@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcellar.bookkeeping.cells.free_runs import FreeRuns
+from kvcellar.bookkeeping.cells.free_runs import FreeRuns, find_room, take_runs
 from kvcellar.bookkeeping.cells.pool import MIN_RUN, BlockPool
 from kvcellar.bookkeeping.cells.spans import Span
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
@@ -216,6 +217,93 @@ TestCellPoolAgainstDicts.settings = settings(max_examples=2 * settings().max_exa
 
 
 # Where cells are handed out -----------------------------------------------------------------------
+
+
+@dataclass
+class How:
+    """Preferences, as a pool has them."""
+
+    min_blocks: int = 1
+    reuse_first: bool = False
+    tails: dict[int, int] = field(default_factory=dict)
+
+    def gaps(self):
+        return self.tails
+
+
+def in_three_parts():
+    """Free are [10, 20), [30, 60) and [70, 100)."""
+    free = FreeRuns(100)
+    for start in (0, 20, 60):
+        free.take(start, 10)
+    return free
+
+
+@pytest.mark.parametrize(
+    "how, n, after, found",
+    [
+        (How(), 10, None, (10, 10)),
+        (How(), 11, None, (30, 30)),
+        (How(11), 1, None, (30, 30)),
+        (How(), 31, None, (30, 30)),  # none has so much room: the first of the largest
+        (How(tails={10: 4}), 6, None, (14, 6)),
+        (How(tails={10: 4}), 7, None, (30, 30)),
+        (How(tails={10: 40}), 5, None, (15, 5)),  # at most half of it is left free
+        (How(tails={30: 1}), 31, None, (70, 30)),
+        (How(), 50, 10, (10, 10)),  # a sequence goes on where it ended
+        (How(tails={10: 4}), 50, 10, (10, 10)),
+        (How(), 1, 55, (55, 5)),
+        (How(), 1, 0, (10, 10)),
+        (How(reuse_first=True), 50, 30, (30, 30)),
+        (How(reuse_first=True), 5, 70, (10, 10)),  # where nothing was used yet, it does not
+        (How(reuse_first=True), 5, 75, (10, 10)),
+        (How(reuse_first=True), 31, 75, (75, 25)),  # unless there is no room elsewhere
+        (How(reuse_first=True, tails={30: 9, 70: 9}), 30, 70, (70, 30)),  # its own tail
+    ],
+)
+def test_a_run_goes_where_its_sequence_ended_or_first_has_room(how, n, after, found):
+    assert find_room(in_three_parts(), how, n, after) == found
+
+
+@pytest.mark.parametrize(
+    "n, after, wanted, runs",
+    [
+        (0, None, 0, []),
+        (12, None, 0, [Run(30, 12)]),
+        (5, None, 20, [Run(30, 5)]),  # it will take more in the end
+        (35, None, 0, [Run(30, 30), Run(10, 5)]),
+        (35, None, 41, [Run(30, 30), Run(70, 5)]),
+        (35, None, 40, [Run(30, 30), Run(10, 5)]),
+        (4, 17, 0, [Run(17, 3), Run(10, 1)]),
+        (70, None, 0, [Run(30, 30), Run(70, 30), Run(10, 10)]),
+    ],
+)
+def test_runs_are_few_and_have_room_for_what_is_wanted_in_the_end(n, after, wanted, runs):
+    free = in_three_parts()
+    assert take_runs(free, How(), n, after, wanted) == runs
+    assert free.n_free == 70 - n
+
+
+@pytest.mark.parametrize(
+    "size, n, expected, gap",
+    [
+        *((1, 20, None, 64), (1, 1000, None, 500), (1, 9000, None, 2048), (1, 20, 300, 280)),
+        *((1, 20, 10, 64), (16, 20, None, 4), (16, 1000, None, 31), (16, 9000, None, 128)),
+        *((16, 20, 1000, 61), (4096, 9000, None, 1)),
+    ],
+)
+def test_a_tail_is_left_what_it_is_expected_to_need_or_half_of_what_it_has(size, n, expected, gap):
+    pool = BlockPool(12288, size)
+    pool.expect(5, expected)
+    pool.claim(5, 0, n)
+    assert pool.gaps() == {-(-n // size): gap}
+
+
+def test_what_a_sequence_has_let_go_of_says_nothing_of_what_it_will_need():
+    pool = BlockPool(4000)
+    pool.claim(0, 0, 1000)
+    pool.seq_rm(0, 0, 600)
+    assert pool.gaps() == {1000: 200}
 
 
 @pytest.mark.parametrize("reuse_first", [False, True])
