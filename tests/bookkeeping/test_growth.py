@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcellar.bookkeeping.cells.growth import ARRAY_BYTES, INDEX_BYTES, Growth, grown_size
+from kvcellar.bookkeeping.cells.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, ConfigError, KVCellarError
 from kvcellar.types import LayerGroup, ModelCacheParams
-from tests.engine.fakes import KINDS
+from tests.engine.fakes import KINDS, STATES
 
 FULL = ModelCacheParams(4, 2, 8)  # 4 layers * 2 heads * (8 + 8) * 4 bytes = 512 bytes a cell
 MIXED = ModelCacheParams(
@@ -211,6 +212,90 @@ def test_what_fits_is_counted_in_steps_between_which_windows_let_go(kind, seen):
         feed(cache, 0, cache.capacity)
         assert cache.seq_len(0) == cache.capacity
     assert not cache.can_extend(cache.config.capacity + 1)
+
+
+@pytest.mark.parametrize(
+    "n_cells, allocated, min_chunk, capacity, size",
+    [
+        *((5, 0, 16, 100, 16), (16, 0, 16, 100, 16), (17, 0, 16, 100, 32), (17, 16, 16, 100, 32)),
+        *((90, 16, 16, 100, 100), (5, 0, 16, 10, 10), (5, 40, 16, 100, 40), (60, 40, 16, 100, 80)),
+        *((100, 100, 16, 100, 100), (5, 0, 0, 100, 5), (5, 9, 0, 100, 9)),
+    ],
+)
+def test_a_pool_doubles_from_its_first_chunk_up_to_its_capacity(
+    n_cells, allocated, min_chunk, capacity, size
+):
+    assert grown_size(n_cells, allocated, min_chunk, capacity) == size
+
+
+WINDOWS = ModelCacheParams(
+    3,
+    groups=(LayerGroup((0,), 2, 8, 8, window=6), LayerGroup((1, 2), 1, 4, 8, chunk=40)),
+)
+RECURRENT = ModelCacheParams(3, groups=(LayerGroup((0, 1, 2), 2, 8, 8),), state=STATES)
+
+
+def bytes_of(params: ModelCacheParams, kv: Any) -> list[tuple[int, int]]:
+    """Per group, and for slots: what a cell takes, and what of it is copied when a pool grows."""
+    sizes = [(g.cell_bytes(kv), g.cell_bytes(kv) // len(g.layers)) for g in params.groups]
+    if params.state is not None:
+        sizes.append((params.state.slot_bytes, params.state.most_bytes))
+    return [(size + INDEX_BYTES, copied) for size, copied in sizes]
+
+
+@given(
+    params=st.sampled_from([FULL, MIXED, WINDOWS, RECURRENT]),
+    n_bytes=st.integers(4_000, 900_000),
+    capacity=st.sampled_from([60, 700, 2000]),
+    block_size=st.sampled_from([1, 4, 16]),
+    slack=st.sampled_from([0, 64]),
+    has_one_run=st.booleans(),
+)
+def test_limits_and_the_longest_sequence_are_what_the_budget_holds_by_the_definition(
+    params, n_bytes, capacity, block_size, slack, has_one_run
+):
+    budget, n_groups = MemoryBudget(n_bytes), len(params.groups)
+    made = config(budget, params, capacity=capacity, window_slack=slack, n_slots=8)
+    sizes = bytes_of(params, made.kv)
+    limits = [
+        min(capacity, n_bytes // size) // block_size * block_size for size, _ in sizes[:n_groups]
+    ]
+    if params.state is not None:
+        limits.append(min(8, n_bytes // sizes[-1][0], max(2, n_bytes // 2 // sizes[-1][0])))
+    left = n_bytes - ARRAY_BYTES * sum(limits)
+
+    def kept(group: LayerGroup, n: int) -> int:
+        keep = group.sight.most_before + slack
+        most = 512 + (max(2 * keep, 16) if has_one_run else keep + MIN_RUN)
+        return n if group.is_full else min(n, -(-most // block_size) * block_size)
+
+    full = [n for n, group in zip(limits, params.groups, strict=False) if group.is_full]
+    longest = 0
+    for n in range(0, min(full or [max(limits[:n_groups])]) + 1, block_size):
+        cells = [kept(group, n) for group in params.groups] + limits[n_groups:]
+        needed = sum(c * size for c, (size, _) in zip(cells, sizes, strict=True))
+        copied = max(c * copied for c, (_, copied) in zip(cells, sizes, strict=True))
+        longest = n if needed + copied <= left else longest
+    if not longest:
+        with pytest.raises(ConfigError, match="give more memory"):
+            Growth(made, budget, block_size=block_size, has_one_run=has_one_run)
+        return
+    growth = Growth(made, budget, block_size=block_size, has_one_run=has_one_run)
+    assert (growth.limits, growth.n_fitting) == (limits, longest)
+    assert growth.sizes == [0] * len(limits) and budget.held_bytes == n_bytes - left
+    for n in (0, 1, longest, longest + 1):
+        cells = [min(kept(group, n), longest) for group in params.groups]
+        if n > longest and any(group.is_full for group in params.groups):
+            cells = [n] * n_groups
+        assert growth.cells_for(n) == cells + [min(n, 1)] * (len(limits) - n_groups)
+    for free in ([0] * len(limits), [7] * len(limits)):
+        most = growth.most_tokens(free)
+        fits = [
+            growth.can_add([c - f for c, f in zip(growth.cells_for(n), free, strict=True)])
+            for n in (most, most + 1)
+        ]
+        assert fits[0] or not most
+        assert not fits[1] or most == max(n + f for n, f in zip(limits, free, strict=True))
 
 
 # Sharing ------------------------------------------------------------------------------------------
