@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcellar.bookkeeping.cells.growth import ARRAY_BYTES, INDEX_BYTES, Growth, grown_size
-from kvcellar.bookkeeping.cells.pool import MIN_RUN
+from kvcellar.bookkeeping.cells.pool import MAX_GAP, MIN_RUN, BlockPool
+from kvcellar.bookkeeping.layouts.layout import Demand
+from kvcellar.bookkeeping.layouts.rows import Rows
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, ConfigError, KVCellarError
@@ -296,6 +298,17 @@ def test_limits_and_the_longest_sequence_are_what_the_budget_holds_by_the_defini
         ]
         assert fits[0] or not most
         assert not fits[1] or most == max(n + f for n, f in zip(limits, free, strict=True))
+
+
+def test_room_is_wished_for_so_that_half_of_what_is_taken_stays_free_behind_a_demand():
+    pool = BlockPool(20_000, n_granted=1000)
+    rows = Rows(pool, {})
+    pool.claim(0, 0, 600)
+    wishes = [rows.n_to_place(Demand(n, 400)) for n in (10, 100, 101, 200, 400, 500)]
+    assert wishes == [0, 0, 1, 100, 300, 300], "what is missing is asked for anyway"
+    rows.grant(20_000)
+    pool.claim(0, 600, 7400)
+    assert rows.n_to_place(Demand(11_000, 12_000)) == 11_000 + MAX_GAP - 12_000
 
 
 # Sharing ------------------------------------------------------------------------------------------
