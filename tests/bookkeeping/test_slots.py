@@ -128,6 +128,24 @@ def test_who_runs_all_layers_by_himself_has_the_plan_of_states_too():
         assert cache.usage().slots.live == 1 and not cache.is_step_open
 
 
+def test_clear_forgets_slots_points_nodes_and_every_other_owner():
+    cache = TreeSequences(config())
+    run(cache, [0] * 3)
+    cache.keep_point(0, 3)
+    run(cache, [0])
+    cache.end_step()
+    cache.retain_cells(cache.seq_table(0))
+    cache.propose([-1, 0])
+    run(cache, [0] * 2)
+    cache.clear()
+    assert (taken(cache), cache.shared_slots(), cache.n_missing_slots(8)) == (0, [], 0)
+    plan = run(cache, [0] * 4)
+    assert [tuple(one) for one in plan.advances] == [(0, 4, NO_SLOT, 0)] and plan.n_slots == 1
+    run(cache, [0])
+    assert cache.resume_at(0, 4) == 0, "the point at 3 is forgotten, and that at 4 is none"
+    assert taken(cache) == 1
+
+
 def test_a_point_that_is_dropped_frees_its_slot():
     cache = Sequences(config())
     run(cache, [0])

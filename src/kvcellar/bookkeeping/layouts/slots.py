@@ -264,10 +264,6 @@ class Slots:
         """Return the greatest length up to ``length`` at which the sequence's states are held."""
         return max((at for at in self._kept(seq_id) if at <= length), default=0)
 
-    def low(self, seq_id: int) -> int:
-        """Return the length from which on a sequence can go on wherever it is cut back to."""
-        return self._lengths.get(seq_id, 0)
-
     def keep_point(self, seq_id: int, length: int) -> None:
         """Keep the states at ``length``, which are held now, until the sequence is cut back."""
         if length:
