@@ -59,7 +59,7 @@ class PrefixDigest:
     def to_bytes(self) -> bytes:
         """Return the digest for sending: a head of 20 bytes, and 8 bytes per hash."""
         head = _HEAD.pack(_MAGIC, _FORMAT, self.chunk, self.revision, self.hashes.size)
-        return head + self.hashes.astype("<u8", copy=False).tobytes()
+        return head + self.hashes.astype("<u8").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PrefixDigest:
@@ -82,7 +82,7 @@ class PrefixDigest:
             raise PrefixError(
                 f"a digest of {n} hashes does not fit {len(data)} bytes; send it again"
             )
-        hashes = np.frombuffer(data, dtype="<u8", offset=_HEAD.size).astype(np.uint64, copy=False)
+        hashes = np.frombuffer(data, dtype="<u8", offset=_HEAD.size).astype(np.uint64)
         return cls(chunk, revision, hashes)
 
 
@@ -128,7 +128,7 @@ def _hashes(index: PrefixIndex, chunk: int) -> Iterator[int]:
 
 def _chained(before: int | None, tokens: IntArray, chunk: int) -> Iterator[int]:
     """Yield the hash of each whole chunk of tokens that stand behind a hash."""
-    data, size = tokens.astype("<i8", copy=False).tobytes(), chunk * TOKEN_BYTES
+    data, size = tokens.astype("<i8").tobytes(), chunk * TOKEN_BYTES
     for at in range(0, len(data) - size + 1, size):
         before = block_digest(before, data[at : at + size])
         yield before

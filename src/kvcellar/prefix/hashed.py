@@ -55,7 +55,7 @@ class HashedBlock(PathNode):
 
     def ids(self) -> IntArray:
         """Return the block's tokens."""
-        return np.frombuffer(self.tokens, dtype="<i8").astype(np.int64, copy=False)
+        return np.frombuffer(self.tokens, dtype="<i8").astype(np.int64)
 
 
 class HashedIndex(PathTree):
@@ -157,7 +157,7 @@ class HashedIndex(PathTree):
 
     def _chain(self, tokens: IntArray) -> Iterator[tuple[int, bytes]]:
         """Yield (digest, int64 bytes) of each full block; a rest that fills none is left out."""
-        data, size = tokens.astype("<i8", copy=False).tobytes(), self.block_size * TOKEN_BYTES
+        data, size = tokens.astype("<i8").tobytes(), self.block_size * TOKEN_BYTES
         digest: int | None = None
         for at in range(0, len(data) - size + 1, size):
             piece = data[at : at + size]
