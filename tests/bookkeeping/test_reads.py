@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvcellar.bookkeeping.cells.spans import Span
 from kvcellar.bookkeeping.layouts.drafts import DraftTree
-from kvcellar.bookkeeping.layouts.reads import TILE, band, causal_reads
+from kvcellar.bookkeeping.layouts.layout import Stretch
+from kvcellar.bookkeeping.layouts.reads import TILE, band, causal_reads, whole_reads
 from kvcellar.errors import ProposalError
 from kvcellar.sight import FULL, Sight
 from kvcellar.types import AttendKind, Run
@@ -141,6 +142,28 @@ def test_a_windowed_prefill_of_32k_tokens_has_masks_of_a_tile_only():
     assert len(reads) == 32_768 // TILE
     check_causal_masks(reads, window)
     assert len({id(read.mask) for read in reads[4:]}) == 1, "equal tiles share one mask"
+
+
+@pytest.mark.parametrize("window, tile", [(5, 64), (64, 64), (100, 100), (1000, TILE)])
+def test_a_tile_is_as_long_as_its_window_but_not_very_short_and_not_long(window, tile):
+    reads = causal_reads(2, 0, 2100, Sight(window), lambda p0, p1: [Span(p0, p0, p1 - p0)])
+    assert [read.q_start for read in reads] == list(range(2, 2102, tile))
+    assert [read.q_len for read in reads[:-1]] == [tile] * (len(reads) - 1)
+
+
+def test_who_attends_by_his_own_mask_gets_one_read_of_all_that_is_seen():
+    def one_run(p0, p1):
+        return [Span(p0, 100 + p0, p1 - p0)]
+
+    for sight, run in (
+        (FULL, Run(100, 25)),
+        (Sight(8), Run(113, 12)),
+        (Sight(chunk=6), Run(118, 7)),
+    ):
+        (read,) = whole_reads(Stretch(0, 3, 5, 20), sight, one_run)
+        assert (read.q_start, read.q_len, read.runs, read.kind, read.mask) == (
+            *(3, 5, (run,), AttendKind.NONE, None),
+        )
 
 
 def test_a_prefill_across_chunks_is_one_causal_read_for_each():
