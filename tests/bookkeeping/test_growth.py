@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -286,7 +286,7 @@ def test_limits_and_the_longest_sequence_are_what_the_budget_holds_by_the_defini
     assert (growth.limits, growth.n_fitting) == (limits, longest)
     assert growth.sizes == [0] * len(limits) and budget.held_bytes == n_bytes - left
     for n in (0, 1, longest, longest + 1):
-        cells = [min(kept(group, n), longest) for group in params.groups]
+        cells = [kept(group, n) for group in params.groups]
         if n > longest and any(group.is_full for group in params.groups):
             cells = [n] * n_groups
         assert growth.cells_for(n) == cells + [min(n, 1)] * (len(limits) - n_groups)
@@ -298,6 +298,50 @@ def test_limits_and_the_longest_sequence_are_what_the_budget_holds_by_the_defini
         ]
         assert fits[0] or not most
         assert not fits[1] or most == max(n + f for n, f in zip(limits, free, strict=True))
+
+
+@given(
+    params=st.sampled_from([FULL, MIXED, WINDOWS, RECURRENT]),
+    n_bytes=st.integers(20_000, 400_000),
+    taken=st.integers(0, 200_000),
+    steps=st.lists(st.integers(1, 200), max_size=8),
+    points=st.booleans(),
+)
+@example(WINDOWS, 20_000, 0, [54], False)  # less than the windows of one step take
+def test_one_history_grows_by_what_it_is_said_to_and_by_no_more(
+    params, n_bytes, taken, steps, points
+):
+    budget = MemoryBudget(n_bytes)
+    try:
+        cache = KINDS["contiguous"](config(budget, params, capacity=500, n_slots=5))
+    except ConfigError:
+        return
+    budget.ask(min(taken, budget.available_bytes))
+    for n in steps:
+        could, before = cache.can_extend(n), (sizes(cache), budget.held_bytes, cache.length)
+        try:
+            cache.steps.plan_all(n, None)
+        except CacheFullError:
+            assert not could
+            assert (sizes(cache), budget.held_bytes, cache.length) == before
+        else:
+            assert could
+            cache.steps.wrote_all()
+            cache.end_step()
+            assert cache.length == before[-1] + n
+            if points:
+                cache.keep_point(cache.length)
+        cache.steps.growth.check()
+
+
+@pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
+@pytest.mark.parametrize("n_bytes", [20_000, 40_000, 90_000, 400_000])
+def test_of_windows_alone_no_more_is_free_than_a_sequence_can_have(kind, n_bytes):
+    cache = KINDS[kind](config(MemoryBudget(n_bytes), WINDOWS, capacity=2000, block_size=4))
+    n = cache.n_free
+    assert cache.can_extend(n) and n >= cache.capacity - 3
+    feed(cache, 0, n)
+    assert cache.seq_len(0) == n
 
 
 def test_room_is_wished_for_so_that_half_of_what_is_taken_stays_free_behind_a_demand():
@@ -397,7 +441,7 @@ class BudgetedCaches(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from(["seq", "tree", "paged"]),
-        params=st.sampled_from([FULL, MIXED]),
+        params=st.sampled_from([FULL, MIXED, WINDOWS]),
         n_bytes=st.integers(40_000, 400_000),
         block_size=st.sampled_from([1, 4]),
     )

@@ -113,8 +113,9 @@ class Growth:
                 f"{block_size * sum(self._cell_bytes[: len(groups)])}{slots}; give more memory, or "
                 f"store K and V in fewer bits (kv_dtype)"
             )
+        self._windows = [None if cells is None else _up(cells, block_size) for cells in windows]
         self._floors = [
-            0 if cells is None else min(_up(cells, block_size), self.n_fitting) for cells in windows
+            0 if cells is None else min(cells, self.n_fitting) for cells in self._windows
         ] + [STEP_SLOTS] * self._has_slots
         self.sizes = [0] * len(self.limits)
         self._held = _HeldBytes(budget)
@@ -185,11 +186,10 @@ class Growth:
         More tokens than fit alone in full and window groups together may come in any one step. Of
         slots it is the one that a step writes.
         """
-        floors = self._floors[:-1] if self._has_slots else self._floors
         slots = [min(n_tokens, 1)] * self._has_slots
-        if n_tokens > self.n_fitting and not all(floors):
-            return [n_tokens] * len(floors) + slots
-        return [min(n_tokens, floor) if floor else n_tokens for floor in floors] + slots
+        if n_tokens > self.n_fitting and None in self._windows:
+            return [n_tokens] * len(self._windows) + slots
+        return [n_tokens if n is None else min(n_tokens, n) for n in self._windows] + slots
 
     def most_tokens(self, free: Sequence[int]) -> int:
         """Return the most tokens that fit with so many cells free per group, in steps as above."""
