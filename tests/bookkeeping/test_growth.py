@@ -44,6 +44,11 @@ def write(cache: Any) -> None:
         assert plan.n_cells == cache.steps.growth.sizes[cache.steps.group_of(layer)]
         assert all(write.run.stop <= plan.n_cells for write in plan.writes)
         cache.steps.wrote(layer)
+    state = cache.config.params.state
+    for layer in range(0 if state is None else len(state.layers)):
+        states = cache.steps.plan_states(layer, cache.steps._open.n_tokens, None)
+        assert states.n_slots == cache.steps.growth.sizes[-1]
+        cache.steps.wrote_states(layer)
     cache.end_step()
 
 
@@ -441,13 +446,13 @@ class BudgetedCaches(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from(["seq", "tree", "paged"]),
-        params=st.sampled_from([FULL, MIXED, WINDOWS]),
+        params=st.sampled_from([FULL, MIXED, WINDOWS, RECURRENT]),
         n_bytes=st.integers(40_000, 400_000),
         block_size=st.sampled_from([1, 4]),
     )
     def start(self, kind, params, n_bytes, block_size):
         self.budget = MemoryBudget(n_bytes)
-        settings = config(self.budget, params, capacity=200, block_size=block_size)
+        settings = config(self.budget, params, capacity=200, block_size=block_size, n_slots=6)
         self.caches = [KINDS[kind](settings)]
         with suppress(ConfigError):
             self.caches.append(KINDS[kind](settings))
