@@ -186,6 +186,8 @@ def test_what_is_not_a_caches_own_or_is_nothing_is_not_frozen(make):
     if make is SimulatedContiguous:
         with pytest.raises(RewindError, match="freeze_prefix of 4 tokens of sequence 1: "):
             cache.rows_to_freeze(1, None)
+        with pytest.raises(RewindError, match="freeze_prefix to 5: the cache holds 4 tokens"):
+            cache.rows_to_freeze(0, 5)
     else:
         cache.seq_rm(0, 1, 2)
         with pytest.raises(RewindError, match=r"freeze a history .* without holes"):

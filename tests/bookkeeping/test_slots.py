@@ -101,6 +101,9 @@ def test_a_cache_says_which_slots_are_shared_and_how_many_a_step_would_lack():
     run(cache, [1])
     cache.seq_cp(0, 2)
     assert cache.shared_slots() == [0]
+    usage = cache.usage().slots
+    assert (usage.capacity, usage.live, usage.shared, usage.n_cells) == (4, 2, 1, 2)
+    assert (usage.window, usage.chunk, Sequences(config()).usage().slots.n_cells) == (None, None, 0)
     assert [cache.n_missing_slots(n) for n in (1, 2, 3, 4)] == [-1, 0, 1, 2]
     rows_alone = Sequences(make_config(ModelCacheParams(1, 1, 4), 8))
     assert (rows_alone.n_missing_slots(9), rows_alone.shared_slots()) == (0, [])

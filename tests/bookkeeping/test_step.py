@@ -286,6 +286,16 @@ def test_a_chain_in_scattered_cells_is_brought_into_order():
     assert cache.stored[0][seq_cells(cache.cells[0], 0)].tolist() == [1, 2, 3, 4, 5]
 
 
+def test_each_sequence_has_its_own_tree():
+    cache = SimulatedTree(config_of(MIXED))
+    cache.propose([-1, -1, 0], 2)
+    cache.propose([-1])
+    assert [cache.n_nodes(seq) for seq in (0, 1, 2)] == [1, 0, 3] and cache.n_nodes() == 1
+    assert [cache.has_tree(seq) for seq in (0, 1, 2)] == [True, False, True] and cache.has_tree()
+    cache.commit([])
+    assert not cache.has_tree() and cache.has_tree(2)
+
+
 def test_several_sequences_need_begin_step_in_a_tree_cache_too():
     cache = SimulatedTree(config_of(MIXED))
     cache.begin_step([(0, 1), (1, 1)])
@@ -524,6 +534,13 @@ def test_a_window_that_has_moved_on_says_from_where_it_can_resume():
     )
     assert not cache.has_seq(1)
     assert [cache.seq_rm(0, n) for n in (99, 50)] == [99, 0]
+
+
+def test_a_length_below_0_is_none_to_resume_at():
+    cache = filled()
+    assert message(RewindError, cache.resume_at, 0, -1) == "length must be at least 0, got -1"
+    assert [cache.resume_at(0, n) for n in (0, 3, 4)] == [0, 3, 3]
+    assert not cache.can_resume(0, -1) and not cache.can_resume(0, 4) and cache.can_resume(0, 3)
 
 
 def test_a_chain_that_cannot_be_committed_says_why():

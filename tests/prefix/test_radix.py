@@ -391,6 +391,14 @@ def test_inserting_known_tokens_again_brings_their_windows_cells():
     assert index.match_prefix(TRUNK).cells[1].tolist() == [-1] * 4 + [54, 55, 56, 7, 8, 9]
 
 
+def test_cell_0_is_a_cell():
+    index = RadixIndex((FULL, Sight(4)))
+    windowed(index, TRUNK, held=0, first=50)
+    again = index.insert_prefix(TRUNK[:2], [cells(70, 2), cells(0, 2)])
+    assert [c.tolist() for c in again.adopted] == [[], [0, 1]]
+    assert index.match_prefix(TRUNK).length == 2
+
+
 def test_every_window_has_its_say():
     index = RadixIndex((FULL, Sight(3), Sight(5)))
     index.insert_prefix(TRUNK, [cells(0, 10), cells(0, 10), cells(0, 10, missing=7)])

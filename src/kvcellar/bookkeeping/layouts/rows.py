@@ -182,7 +182,7 @@ class Rows:
         0 or less: it could, whether it is there or new, besides what is promised.
         """
         size = self.pool.block_size
-        spare = size - 1 if size > 1 else 0  # the most that a copy of a shared block costs
+        spare = size - 1  # the most that a copy of a shared block costs
         taken = self.pool.most_blocks(promised) * size
         if n + spare + taken <= self.pool.n_free:
             return 0
