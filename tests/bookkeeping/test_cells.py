@@ -366,6 +366,15 @@ def test_a_pool_gathers_what_fits():
     assert pool.place_for(cells) is None
 
 
+def test_a_pool_knows_where_a_sequence_begins_and_ends():
+    pool = BlockPool(100)
+    assert pool.first_pos(0) is None and pool.retained_from(0) == 0 and pool.spans(0) == []
+    pool.claim(0, 5, 10)
+    pool.seq_rm(0, 7, 9)
+    assert (pool.first_pos(0), pool.retained_from(0), pool.retained_from(0, 7)) == (5, 9, 5)
+    assert pool.retained_from(0, 20) == 20, "there is nothing at 19"
+
+
 def test_a_full_pool_hands_out_the_gaps_behind_tails_too():
     pool = BlockPool(100)
     pool.claim(0, 0, 20)

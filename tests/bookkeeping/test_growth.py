@@ -92,6 +92,7 @@ def test_near_its_end_a_pool_grows_by_less_than_double_and_uses_nearly_all_there
     assert doubled[0] and not doubled[-1]
     assert cache.seq_len(0) >= cache.capacity
     assert budget.available_bytes < steps[-1][0] * CELL // 4 + CELL + INDEX_BYTES
+    assert cache.usage().groups[0].capacity == cache.steps.growth.limits[0] < 4096
     with pytest.raises(CacheFullError, match=r"step needs 1 cells, 0 free .* give more memory"):
         cache.begin_step([(0, 1)])
 

@@ -206,6 +206,13 @@ def test_tables_tell_slots_and_an_index_keeps_them():
     assert taken(cache) == 1
 
 
+def test_slots_stay_where_they_are_when_rows_are_gathered():
+    cache = Sequences(config())
+    run(cache, [0] * 9)
+    done = cache.compact([cache.seq_table(0)], 99)
+    assert done.moved == (None, None) and done.is_done
+
+
 def test_claimed_slots_before_the_last_are_points():
     cache = Sequences(config())
     rows, slots = np.arange(6), np.full(6, -1)

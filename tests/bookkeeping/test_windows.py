@@ -261,6 +261,12 @@ def test_a_hole_was_removed_and_not_let_go_of(verb):
         sees(cache, 1, numbered(*range(17), 19))
 
 
+def test_a_table_may_be_longer_than_its_sequence():
+    cache = let_go(3)
+    assert [table.tolist() for table in cache.seq_table(0, 5)] == [[0, 1, 2, -1, -1]] * 2
+    assert [table.tolist() for table in cache.seq_table(0, 2)] == [[0, 1]] * 2
+
+
 @pytest.mark.parametrize("verb", ["seq_map", "seq_claim"])
 def test_a_sequence_of_no_tokens_does_not_begin(verb):
     cache = cache_of()

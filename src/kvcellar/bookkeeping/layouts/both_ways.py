@@ -61,8 +61,6 @@ def _part(read: AttendSpec, start: int, stop: int) -> AttendSpec:
         assert read.mask is not None
         mask = read.mask[first : first + n]
         return AttendSpec(start, n, read.runs, AttendKind.EXPLICIT, mask)
-    if read.kind is AttendKind.NONE:
-        return AttendSpec(start, n, read.runs, AttendKind.NONE)
     n_cells = read.read_len - read.q_len + first + n
     kind = AttendKind.CAUSAL if n > 1 else AttendKind.NONE
     return AttendSpec(start, n, join_runs(clip_runs(read.runs, 0, n_cells)), kind)
