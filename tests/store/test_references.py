@@ -146,13 +146,18 @@ def test_where_the_latest_state_is_damaged_the_one_before_is_given_and_that_said
     assert (event.kind, event.subject) == (EventKind.REFERENCE_DAMAGED, "a")
     assert "the state before is used" in event.detail
     assert files_of(store).damage_of("a") == event.detail.partition(";")[0]
+    save(store, "a", History(KEY, tokens_of(0, 27)))
+    assert (len(store.get("a").tokens), store.take_events()[-1].kind) == (27, event.kind)
+    path.write_bytes(b"x")
+    assert store.get("a").revision == 1, "what was damaged is no state before"
+    store.take_events()
     assert files_of(store).damage_of("b") is None and files_of(store).damage_of("c") is None
     previous_of(path).write_bytes(b"x")
     with pytest.raises(StoreError, match=r"'a' is damaged \(.+\); `kvcellar store verify` puts"):
         store.get("a")
     (event,) = store.take_events()
     assert event.subject == path.stem and "there is no state before" in event.detail
-    with pytest.raises(UnknownReferenceError, match=r"no history 'c' is in .*; it holds a, b"):
+    with pytest.raises(UnknownReferenceError, match=r"no history 'c' is in .*; it holds b, a"):
         store.get("c")
 
 

@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.errors import ShapeError, StoreError
+from kvcellar.history import History as TokenHistory
 from kvcellar.kv_dtype import SideDtype
 from kvcellar.states import StateGroup
 from kvcellar.store import Side, Store, StoreConfig, WindowRows
+from kvcellar.store.values.blocks import (
+    boundary_link,
+    chain,
+    unsealed_block,
+    unsealed_boundary,
+)
 from kvcellar.store.values.layout import GroupRows
 from kvcellar.store.values.precision import _narrowed, as_floats, stored_dtype
 from kvcellar.types import LayerGroup
@@ -187,6 +194,25 @@ def test_boundary_states_in_ram_in_eight_bits_beside_an_exact_disk(
         assert loaded is not None and loaded.is_exact and loaded.tier == "cold"
 
 
+def test_what_waits_counts_all_of_its_bytes() -> None:
+    key = make_key(groups=[FULL, WINDOW], state=STATE)
+    history, tokens = History(key, tokens_of(0, 20)), TokenHistory(tokens_of(0, 20))
+    link = next(chain(key, tokens))
+    block = unsealed_block(key, link, tokens[:8], history.read_rows(0, 8))
+    assert block.size_bytes == 8 * 8 + key.layout.rows_bytes(8)
+    assert block.info.is_exact and (block.info.start, block.info.stop, block.info.first) == (
+        0,
+        8,
+        0,
+    )
+    windows, states = history.read_window(20), history.read_states(20)
+    link = boundary_link(key, tokens)
+    n_bytes = 4 * 8 + 5 * 8 + 5 * 2 * (8 + 8) * 4  # tokens behind the blocks, positions, rows
+    end = unsealed_boundary(key, link, tokens[16:], windows, states)
+    assert end.size_bytes == n_bytes + key.layout.slot_bytes
+    assert end.info.is_exact and (end.info.start, end.info.stop, end.info.first) == (16, 20, 20)
+
+
 def test_rows_of_another_shape_are_refused_and_nothing_is_saved(tmp_path: Path) -> None:
     history = History(make_key(groups=[FULL, WINDOW]), tokens_of(0, 20))
 
@@ -241,6 +267,7 @@ def test_a_number_becomes_the_nearest_bfloat16_and_of_two_the_even_one(numbers: 
     off = [np.abs(one - floats.astype(np.float64)) for one in both]
     is_up = (off[1] < off[0]) | ((off[1] == off[0]) & (below % 2 == 1))
     assert np.array_equal(_narrowed(floats), np.where(is_up, below + 1, below))
+    assert _narrowed(floats).dtype == np.uint16
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -227,6 +228,33 @@ def test_whatever_became_of_the_files_the_catalogue_says_what_is_there(
         load_all(again, history)
     if not is_open:
         again.close()
+
+
+@pytest.mark.parametrize("kind", ["block", "window"])
+@pytest.mark.parametrize(
+    "lie",
+    ["start = start + 8", "root = x'00'", "tokens = zeroblob(64)", "first = 0", "parent = root"],
+)
+def test_a_catalogue_that_says_something_else_than_a_file_costs_no_file(
+    store: Store, kind: str, lie: str
+) -> None:
+    store.close()
+    db = sqlite3.connect(store.path / "catalogue.sqlite")
+    with contextlib.closing(db), db:
+        assert db.execute(f"UPDATE blocks SET {lie} WHERE kind = ?", (kind,)).rowcount
+    with Store(store.path, COLD) as again:
+        for _ in range(2):
+            for history in (A, B):
+                for n in range(0, 41, 3):
+                    load_all(again, history, n)  # compares every byte
+        assert {event.kind for event in again.take_events()} <= {EventKind.CATALOGUE_WRONG}
+        assert not files(again, "quarantine")
+        for name, history in (("a", A), ("b", B)):
+            save(again, name, history)
+    for path in store.path.glob("catalogue*"):
+        path.unlink()
+    with Store(store.path, COLD) as again:
+        assert again.verify().is_good and load_all(again, A) == load_all(again, B) == 40
 
 
 def test_who_was_used_last_is_known_when_the_catalogue_is_lost(store: Store) -> None:

@@ -6,10 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvcellar.errors import ConfigError
+from kvcellar.store.shared.folders import FolderPlace
 from kvcellar.store.shared.opening import open_place
 from kvcellar.store.shared.places import MOST_PENDING, PlaceError, SharedPlace
 from kvcellar.store.shared.urls import shown_url
@@ -109,6 +111,21 @@ def test_a_url_that_names_no_place_is_refused() -> None:
         with pytest.raises(ConfigError):
             open_place(url, timeout_s=1.0)
     assert shown_url("valkey://me:hidden@host:1/0?prefix=x") == "valkey://host:1/0"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "a/./b", "/a", "a//b", "a/", "a/.."])
+def test_a_name_that_leads_elsewhere_in_a_folder_is_none(tmp_path: Path, name: str) -> None:
+    place = FolderPlace(str(tmp_path / "share"))
+    for ask in (
+        lambda: place.read(name, 9),
+        lambda: place.write(name, b"x"),
+        lambda: place.create(name, b"x", 1.0),
+        lambda: place.size(name),
+        lambda: place.drop([name]),
+    ):
+        with pytest.raises(PlaceError, match="is no name"):
+            ask()
+    assert not list((tmp_path / "share").iterdir())
 
 
 @pytest.mark.parametrize("mark", ["", "/", "?", "#", "@", "[", "%", ":"])
