@@ -210,7 +210,8 @@ def test_what_waits_counts_all_of_its_bytes() -> None:
     n_bytes = 4 * 8 + 5 * 8 + 5 * 2 * (8 + 8) * 4  # tokens behind the blocks, positions, rows
     end = unsealed_boundary(key, link, tokens[16:], windows, states)
     assert end.size_bytes == n_bytes + key.layout.slot_bytes
-    assert end.info.is_exact and (end.info.start, end.info.stop, end.info.first) == (16, 20, 20)
+    info = end.info
+    assert info.is_exact and (info.start, info.stop, info.first) == (16, 20, 20)
 
 
 def test_rows_of_another_shape_are_refused_and_nothing_is_saved(tmp_path: Path) -> None:
