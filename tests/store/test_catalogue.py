@@ -185,6 +185,17 @@ TestCatalogueAgainstDicts = CatalogueAgainstDicts.TestCase
 TestCatalogueAgainstDicts.settings = settings(max_examples=25, stateful_step_count=20)
 
 
+def test_an_error_that_has_ended_the_change_already_is_told_as_it_is() -> None:
+    """SQLite takes a change back by itself where a disk is full; another error would be damage."""
+    catalogue = Catalogue(None)
+    with pytest.raises(ZeroDivisionError), catalogue._writing() as db:
+        db.execute("ROLLBACK")
+        raise ZeroDivisionError
+    catalogue.add_blocks([block(1, PARENTS[0])], 1.0)
+    assert len(catalogue.addresses()) == 1
+    catalogue.close()
+
+
 def block(n: int, parent: bytes) -> Info:
     address = n.to_bytes(16, "big")
     return Info(Kind.BLOCK, address, parent, parent, 0, np.arange(1), 0, True, 1, "")

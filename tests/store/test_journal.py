@@ -309,6 +309,16 @@ def test_what_fails_in_the_middle_changes_nothing(
     assert journal.serials() == {"a": 1, "b": 2} and not journal.is_failing
 
 
+def test_an_error_that_has_ended_the_change_already_is_told_as_it_is(journal: Journal) -> None:
+    """SQLite takes a change back by itself where a disk is full."""
+    journal.put("a", 1, b"x")
+    with pytest.raises(ZeroDivisionError), journal._use, journal._changing() as db:
+        db.execute("ROLLBACK")
+        raise ZeroDivisionError
+    journal.put("a", 2, b"y")
+    assert journal.after("a", 0) == [(1, b"x"), (2, b"y")]
+
+
 def test_entries_that_wait_for_one_write_are_in_it_and_fail_with_it(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
