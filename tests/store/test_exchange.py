@@ -197,6 +197,35 @@ def test_a_file_that_is_compressed_or_said_to_be_larger_than_it_is_is_refused(
         assert not store.references()
 
 
+def test_whatever_byte_of_the_archives_own_is_changed_it_is_taken_in_whole_or_refused(
+    quick_path: Path,
+) -> None:
+    """Encrypted, of a later version, with sizes and places that cannot be."""
+    file, tokens = quick_path / "file", tokens_of(0, 9)
+    with Store(quick_path / "one", COLD) as store:
+        store.save("a", KEY, tokens).wait()
+        store.export_reference("a", file)
+    good = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        (entry,) = archive.infolist()
+    begin = entry.header_offset + 30 + len(entry.filename)
+    own = [*range(begin), *range(begin + entry.file_size, len(good))]
+    n_refused = 0
+    with Store(quick_path / "two", COLD) as store:
+        for at in own:
+            for byte in {0, 0xFF, good[at] ^ 1, good[at] ^ 0x80} - {good[at]}:
+                file.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
+                try:
+                    ref = store.import_reference(file)
+                except StoreError as error:
+                    assert "nothing was published" in str(error) and not store.reference_names()
+                    n_refused += 1
+                else:
+                    assert ref.tokens == tokens
+                    store.delete("a")
+    assert n_refused > len(own)
+
+
 def test_how_far_it_is_is_told_and_ascends(quick_path: Path) -> None:
     told: list[tuple[float, str]] = []
     with Store(quick_path / "one", COLD) as store:
