@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvcellar.errors import LeaseHeldError, LeaseLostError, StoreError
 from kvcellar.store import Store
 from kvcellar.store.disk.folder import Folder
-from kvcellar.store.disk.leases import LocalLeases
+from kvcellar.store.disk.leases import Lease, LocalLeases
 from tests.processes import started
 
 
@@ -56,6 +57,14 @@ def test_a_lease_goes_with_its_process_and_what_it_left_is_cleared_away(tmp_path
     assert left != kept
     ours.release(held)
     assert not list((tmp_path / "leases").iterdir())
+
+
+def test_a_lease_ends_when_its_time_is_over_and_without_one_never() -> None:
+    now = time.monotonic()
+    assert not Lease("poet", "me").is_expired
+    assert not Lease("poet", "me", expires_s=now + 600).is_expired
+    assert Lease("poet", "me", expires_s=now).is_expired
+    assert Lease("poet", "me").token != Lease("poet", "me").token
 
 
 def test_a_store_that_closes_lets_go_of_its_leases(tmp_path: Path) -> None:
