@@ -149,7 +149,7 @@ def test_of_the_quarantine_as_much_goes_as_is_needed_the_oldest_first(quick_path
             os.utime(store.path / "bad", (n, n))
             assert store._folder.put_away(store.path / "bad")
         cold = store._cold
-        for n_bytes, left in ((0, [3, 5, 7]), (1, [5, 7]), (5, [7]), (7, [])):
+        for n_bytes, left in ((0, [3, 5, 7]), (1, [5, 7]), (6, [])):
             cold.limit_bytes = cold.size_bytes()
             with cold.locked():
                 cold.make_room(n_bytes)

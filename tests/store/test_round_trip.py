@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.backends.host_memory import Landing
 from kvcellar.errors import ShapeError, StoreError
 from kvcellar.history import History as TokenHistory
 from kvcellar.kv_dtype import SideDtype
@@ -192,6 +194,55 @@ def test_boundary_states_in_ram_in_eight_bits_beside_an_exact_disk(
         assert load_all(store, history) == 20
         loaded = store.load_boundary(store.match(key, history.tokens[:12]))
         assert loaded is not None and loaded.is_exact and loaded.tier == "cold"
+
+
+class Arriving:
+    """Bytes that are there once somebody has waited for them, as a card's copies are."""
+
+    took_s = None
+
+    def __init__(self, coming: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._coming = coming
+
+    def wait(self) -> None:
+        for there, bits in self._coming:
+            there[...] = bits
+
+
+class Late(History):
+    """A history whose rows are zeros until they have landed."""
+
+    coming: list[tuple[np.ndarray, np.ndarray]]
+
+    def rows(self, index: int, positions: np.ndarray) -> GroupRows:
+        return GroupRows(*map(self._late, super().rows(index, positions)))
+
+    def _late(self, side: Side) -> Side:
+        pairs = [(np.zeros_like(part), part) for part in side.parts()]
+        self.coming = [*getattr(self, "coming", []), *pairs]
+        return Side(*(there for there, _ in pairs))
+
+    def landing(self) -> Landing:
+        coming, self.coming = self.coming, []
+        return Landing(Arriving(coming))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_rows_that_land_later_are_waited_for_before_anybody_reads_them(
+    tmp_path: Path, kv_dtype: str, is_written: bool
+) -> None:
+    key = make_key(groups=[FULL, WINDOW], kv_dtype=kv_dtype, state=STATE)
+    history, go = History(key, tokens_of(0, 20)), threading.Event()
+    with Store(tmp_path, StoreConfig(warm_bytes=0)) as store:
+        store._writer.offer(lambda: go.wait(60) and None, 0)
+        ticket = store.save("a", key, history.tokens, Late(key, history.tokens))
+        if is_written:
+            go.set()
+            assert ticket.wait(60) == "published"
+        assert load_all(store, history) == 20
+        go.set()
+        assert ticket.wait(60) == "published" and load_all(store, history) == 20
 
 
 def test_what_waits_counts_all_of_its_bytes() -> None:

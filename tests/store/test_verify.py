@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,13 @@ def test_a_good_store_is_said_to_be_and_all_of_it_is_counted(store: Store) -> No
     assert parts == sorted(parts) and (parts[0], parts[-1]) == (0.0, 1.0)
     assert len(set(parts)) == len(blocks) + 1
     assert told[0][1] == f"verifying 1 of {len(blocks)} blocks" and told[-1][1] == "verified"
+
+
+@pytest.mark.parametrize("wrong", ["damaged", "damaged_references", "incomplete", None])
+def test_a_report_is_good_where_nothing_was_wrong(store: Store, wrong: str | None) -> None:
+    some = {"incomplete": {"a": 1}}.get(wrong or "", ["a"])
+    report = replace(store.verify(), **({wrong: some} if wrong else {}))
+    assert report.is_good is (wrong is None)
 
 
 def test_what_the_numbers_of_a_store_say_is_what_its_files_are(store: Store) -> None:
@@ -255,6 +263,24 @@ def test_a_catalogue_that_says_something_else_than_a_file_costs_no_file(
         path.unlink()
     with Store(store.path, COLD) as again:
         assert again.verify().is_good and load_all(again, A) == load_all(again, B) == 40
+
+
+def test_a_block_that_is_listed_at_anothers_place_gives_no_row_there(store: Store) -> None:
+    """Its tokens are what was asked for; what came before them was something else."""
+    key = make_key()
+    save(store, "c", History(key, A.tokens))
+    store.close()
+    db = sqlite3.connect(store.path / "catalogue.sqlite")
+    with contextlib.closing(db), db:
+        change = "UPDATE blocks SET start = 0, stop = 8, parent = root WHERE start = 8 AND root = ?"
+        assert db.execute(change, (key.root,)).rowcount == 1
+    with Store(store.path, COLD) as again:
+        history = History(key, A.tokens[8:16])
+        assert again.match(key, history.tokens).n_tokens == 8, "so the catalogue says"
+        assert load_all(again, history) == 0
+        (event,) = again.take_events()
+        assert event.kind is EventKind.DAMAGED
+        assert "it says that it belongs to another place or model" in event.detail
 
 
 def test_who_was_used_last_is_known_when_the_catalogue_is_lost(store: Store) -> None:

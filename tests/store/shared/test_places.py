@@ -163,7 +163,7 @@ def test_what_would_be_ignored_in_a_url_is_refused_by_name(url: str, said: str) 
 def test_places_that_differ_are_called_by_different_names() -> None:
     for url in ("abfss://one@account.host/x", "s3://cellar/a@b", "s3://cellar/a"):
         assert shown_url(url) == url
-    for path in ("/a@b", "~/a@b", "./a@b", "file:///a@b/c"):
+    for path in ("/a@b", "~/a@b", "./a@b", "file:///a@b/c", "file:///a:b@c"):
         assert shown_url(path) == path, "a folder has no password"
     urls = ("valkey://host:1/0?prefix=one", "valkey://host:1/0?prefix=other", "valkey://host:1/0")
     assert len({open_place(url, timeout_s=1.0).title for url in urls}) == 3

@@ -21,7 +21,7 @@ from kvcellar.store.shared.upkeep import collect, count
 from kvcellar.store.shared.valkeys import ValkeyPlace
 from tests.store.fakes import History, load_all, save, tokens_of
 from tests.store.forging import forge
-from tests.store.shared.test_tier import KEYS, NAME, Opener, machine, saved, tier
+from tests.store.shared.test_tier import KEYS, NAME, Opener, machine, saved, tier, wait_for
 
 __all__ = ["machine"]
 
@@ -167,6 +167,7 @@ def test_a_pipe_in_a_block_s_place_is_computed_again_and_keeps_no_process(tmp_pa
     with Store(tmp_path / "b", shared=str(share)) as other:
         assert tier(other).pull(NAME) is Pulled.TAKEN
         assert load_all(other, history) == 0
+        wait_for(lambda: len([*(share / "blocks").rglob("*/*")]) == 5)  # of six: it was in the way
     code = (
         "import sys\n"
         "from kvcellar.store.shared.folders import FolderPlace\n"

@@ -102,6 +102,25 @@ def test_what_is_nobodys_is_found_by_its_content(tmp_path: Path, kind: str) -> N
         assert not theirs.references()
 
 
+def test_what_was_not_there_is_asked_for_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, asked = FolderPlace.size, []
+
+    def noted(place: FolderPlace, key: str) -> int | None:
+        asked.append(key)
+        return size(place, key)
+
+    monkeypatch.setattr(FolderPlace, "size", noted)
+    with Store(tmp_path / "a", shared=str(tmp_path / "share")) as store:
+        for n_asked in (1, 1):
+            assert store.match(KEYS["full"], tokens_of(1, 40)).n_tokens == 0
+            assert len(asked) == n_asked
+        monkeypatch.setattr("kvcellar.store.shared.blocks.MISSED_S", 0.0)
+        assert store.match(KEYS["full"], tokens_of(1, 40)).n_tokens == 0
+        assert len(asked) == 2
+
+
 def test_documents_are_the_same_on_every_machine(machine: Opener) -> None:
     one, other = machine("a"), machine("b")
     one.put_document("resp_1", b"first")
@@ -216,7 +235,7 @@ def test_a_place_that_is_gone_delays_nothing_and_gets_all_of_it_later(
     monkeypatch.setattr(guarded_calls, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(guarded_calls, "LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(pusher, "_TRY_AGAIN_S", 0.05)
-    with Store(tmp_path / "a", shared=str(share)) as store:
+    with Store(tmp_path / "a", StoreConfig(warm_bytes=0), shared=str(share)) as store:
         is_gone.set()
         history = History(key, tokens_of(1, 43))
         save(store, NAME, history, metadata={"serial": 1})
@@ -348,10 +367,12 @@ def test_a_lost_ledger_loses_no_history(tmp_path: Path) -> None:
     ledger = tmp_path / "a" / "shared.sqlite"
     assert ledger.stat().st_mode & 0o777 == 0o600
     ledger.write_bytes(b"no database" * 100)
+    there = {path: path.stat().st_ino for path in (share / "blocks").rglob("*/*")}
     with Store(tmp_path / "a", shared=str(share)) as store:
         assert tier(store).pull(NAME) is Pulled.SAME  # as before each turn
         saved(store, key, tokens_of(1, 30), 2)
         assert not tier(store).is_diverged(NAME)
+    assert {path: path.stat().st_ino for path in there} == there, "what is there is not put again"
 
 
 def test_dropped_states_stay_at_home(tmp_path: Path) -> None:
