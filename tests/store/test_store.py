@@ -16,6 +16,7 @@ import pytest
 
 from kvcellar.errors import ConfigError, StoreError, UnknownReferenceError
 from kvcellar.store import EventKind, SaveState, Store, StoreConfig
+from kvcellar.store.disk.journal import Journal
 from kvcellar.types import LayerGroup
 from tests.store.fakes import (
     CHUNK,
@@ -490,6 +491,25 @@ def test_a_save_whose_block_goes_while_it_waits_says_which(tmp_path: Path) -> No
         assert not store.has_reference("b")
         save(store, "b", history)
         assert load_all(store, history) == 30
+
+
+def test_a_store_says_that_it_is_failing_while_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(tmp_path, COLD) as store:
+        assert store.is_failing is False
+        with monkeypatch.context() as patch, Gate(store):
+            assert not store.is_failing
+            patch.setattr("kvcellar.store.writer.STUCK_S", 0.0)
+            assert store.is_failing, "a job gets no further"
+        store.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "_changing", lambda self: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                store.record("a", 1, b"x")
+        assert store.is_failing
+        store.record("a", 1, b"x")
+        assert not store.is_failing
 
 
 def test_a_history_larger_than_the_queue_is_saved_in_several_turns(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvcellar.errors import ConfigError
-from kvcellar.store import ModelKey, Store, StoreConfig
+from kvcellar.store import EventKind, ModelKey, Store, StoreConfig
 from kvcellar.store.shared import guarded_calls, histories, pusher
+from kvcellar.store.shared.blocks import SharedBlocks
 from kvcellar.store.shared.folders import FolderPlace
 from kvcellar.store.shared.histories import Pulled
 from kvcellar.store.shared.places import PlaceError
@@ -248,6 +249,45 @@ def test_a_place_that_is_gone_delays_nothing_and_gets_all_of_it_later(
         assert kinds == {"shared_away", "shared_back"}
     with Store(tmp_path / "b", shared=str(share)) as other:
         assert load_all(other, history) == 40
+
+
+def test_a_history_waits_until_its_blocks_are_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, put = threading.Event(), SharedBlocks.put
+
+    def late(*args: object) -> None:
+        assert go.wait(180)
+        put(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SharedBlocks, "put", late)
+    with Store(tmp_path / "a", shared=str(tmp_path / "share")) as store:
+        assert tier(store).stats().n_waiting == 0
+        save(store, NAME, History(KEYS["full"], tokens_of(1, 43)), metadata={"serial": 1})
+        assert tier(store).wait(NAME, 1), "its words are there at once"
+        assert tier(store).stats().n_waiting == 1
+        assert not tier(store).flush(0.05) and tier(store).stats().n_waiting == 1
+        go.set()
+        assert tier(store).flush(180) and tier(store).stats().n_waiting == 0
+
+
+def test_whatever_goes_wrong_with_a_place_is_said_and_ends_no_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(*_: object, **__: object) -> object:
+        raise ZeroDivisionError("what nobody thought of")
+
+    with Store(tmp_path / "a", shared=str(tmp_path / "share")) as store:
+        for verb in ("pull", "pull_all", "delete"):
+            monkeypatch.setattr(histories.SharedHistories, verb, torn)
+        assert tier(store).pull(NAME) is Pulled.SAME
+        tier(store).pull_all("poet")
+        tier(store).delete(NAME)
+        for event, subject in zip(
+            store.take_events(), (NAME, tier(store).title, NAME), strict=True
+        ):
+            assert (event.kind, event.subject) == (EventKind.WRITE_FAILED, subject)
+            assert event.detail == "not taken over: what nobody thought of"
 
 
 def test_a_place_that_is_full_is_still_read(

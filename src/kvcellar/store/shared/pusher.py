@@ -61,7 +61,10 @@ class Pusher:
     @property
     def n_waiting(self) -> int:
         """Histories that are not handed in whole."""
-        return len(self._whole.keys() | self._words.keys())
+        return len(self._waiting())
+
+    def _waiting(self) -> set[str]:
+        return self._words.keys() | self._whole.keys() | self._busy
 
     def wait(self, name: str, serial: int, wait_s: float) -> bool:
         """Wait until the words of a state are in the tier; false where that takes too long.
@@ -86,7 +89,7 @@ class Pusher:
                 self._whole[name] = 0.0
             self._change.notify_all()
             while True:
-                waiting = self._words.keys() | self._whole.keys() | self._busy
+                waiting = self._waiting()
                 if not (waiting if chosen is None else waiting & chosen):
                     return True
                 left_s = deadline - time.monotonic()
