@@ -32,7 +32,7 @@ def shown(store: Store, serial: int, *pictures: Picture) -> None:
         store.put_picture(picture.name, picture.data)
     metadata = {"serial": serial, "shown": [picture.name for picture in pictures]}
     save(store, "poet@1", History(KEY, tokens_of(1, 9 + serial)), metadata=metadata)
-    assert store.shared is not None and store.shared.flush()
+    assert store.shared is not None and store.shared.flush(180)
 
 
 def files(share: Path) -> dict[str, Path]:

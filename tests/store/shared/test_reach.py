@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 
-from kvcellar.store.shared.guarded_calls import FIRST_PAUSE_S, LONGEST_PAUSE_S, AwayError, Reach
+from kvcellar.store.shared import guarded_calls
+from kvcellar.store.shared.guarded_calls import AwayError, Reach
 from kvcellar.store.shared.places import PlaceError
 from kvcellar.store.values.reports import EventKind, EventLog
+
+FIRST_S, LONGEST_S = 600.0, 60_000.0
+"""Pauses that no slow machine outlasts."""
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_calls, "FIRST_PAUSE_S", FIRST_S)
+    monkeypatch.setattr(guarded_calls, "LONGEST_PAUSE_S", LONGEST_S)
 
 
 class Place:
@@ -52,7 +62,7 @@ def test_pauses_double_up_to_the_longest_and_begin_anew_with_an_answer(
             began = time.monotonic()
             with pytest.raises(AwayError, match="no answer"):
                 reach.ask(lambda place: place.answer(), 60)
-            want = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**n)
+            want = min(LONGEST_S, FIRST_S * 2**n)
             assert began + want <= reach._away_until <= time.monotonic() + want
             assert reach.is_away and reach.trouble == "no answer"
             with pytest.raises(AwayError, match="no answer"):

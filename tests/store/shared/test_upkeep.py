@@ -91,7 +91,7 @@ def test_what_a_state_before_one_that_was_cut_short_needs_stays(tmp_path: Path, 
     with Store(tmp_path / "a", shared=str(share)) as one:
         for n in (20, 30):
             save(one, "one@1", History(KEY, tokens_of(1, n)), metadata={"serial": n})
-            assert one.shared is not None and one.shared.flush()
+            assert one.shared is not None and one.shared.flush(180)
         place = place_of(one)
         states = sorted(path for path in (share / "agents").rglob("0*") if path.is_file())
         for path in states[-n_cut:]:
