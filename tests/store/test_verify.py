@@ -194,7 +194,7 @@ def test_a_state_before_is_cut_to_the_blocks_that_are_still_there(store: Store) 
 def test_whatever_became_of_the_files_the_catalogue_says_what_is_there(
     store: Store, quick_path: Path, seed: int, is_open: bool
 ) -> None:
-    """As another program, or a copy that was put back, may leave them."""
+    """Another program, or a copy that was put back, may leave them so."""
     rng = np.random.default_rng(seed)
     with Store(quick_path / "other", COLD) as other:
         for name, n in (("a", 20), ("c", 30)):
