@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import shutil
 import sqlite3
@@ -307,6 +308,23 @@ def test_what_fails_in_the_middle_changes_nothing(
     assert (journal.document("d"), journal.document("e")) == (b"x", None)
     journal.put("b", 2, b"y")
     assert journal.serials() == {"a": 1, "b": 2} and not journal.is_failing
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(3, 1000), (1000, 10), (3, 10), (1, 3), (0, 9)])
+def test_as_many_of_the_oldest_documents_go_as_are_too_many_or_too_large(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, most: int, most_bytes: int
+) -> None:
+    monkeypatch.setattr(journals, "MOST_DOCUMENTS", most)
+    monkeypatch.setattr(journals, "MOST_DOCUMENT_BYTES", most_bytes)
+    rng, want, names = random.Random(0), dict[str, bytes](), "abcdefg"
+    for n in range(200):
+        name, data = rng.choice(names), bytes([n]) * rng.choice([0, 1, 2, 3, 4, 10, 11])
+        journal.put_document(name, data)
+        want.pop(name, None)
+        want[name] = data
+        while len(want) > most or sum(map(len, want.values())) > most_bytes:
+            del want[next(iter(want))]
+        assert {x: journal.document(x) for x in names} == {x: want.get(x) for x in names}
 
 
 def test_an_error_that_has_ended_the_change_already_is_told_as_it_is(journal: Journal) -> None:
