@@ -23,7 +23,7 @@ from kvcellar.agents.records.views import Took, TurnRecord
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import Store, StoreConfig
 from kvcellar.store.disk import leases
-from kvcellar.store.disk.folder import RESERVE_BYTES
+from kvcellar.store.disk.folder import RESERVE_BYTES, Folder
 from kvcellar.store.disk.journal import Journal
 from kvcellar.store.values.facts import BadFactError
 from tests.agents.crashing import CONFIG, NAMES, new_tokens
@@ -274,6 +274,34 @@ def test_a_turn_that_cannot_be_recorded_says_so(
     with manager(tmp_path) as agents:
         assert tokens_of(agents, "a") == want
         assert not any("is not on disk" in note for note in agents.directory.agent("a").notes)
+
+
+def test_a_turn_that_is_nowhere_on_disk_stays_whatever_was_published_before_it(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A state whose file got its name, and whose folder could not be synchronised, is ours."""
+
+    def failing(folders: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with manager(tmp_path) as agents:
+        run(agents.lifecycle.create("a"))
+        monkeypatch.setattr(Folder, "settle", staticmethod(failing))
+        run(turn(agents, "a", "one"))
+        agents.store.flush()
+        monkeypatch.setattr(Journal, "_changing", full)
+        monkeypatch.setattr(Folder, "write", full)
+        end = run(turn(agents, "a", "two"))
+        assert any("is not on disk" in note for note in end.usage.notes), end.usage.notes
+        agents.store.flush()
+        want = tokens_of(agents, "a")
+        run(agents.directory.describe("a"))
+        assert tokens_of(agents, "a") == want
+        monkeypatch.undo()
+        run(turn(agents, "a", "three"))
+        want = tokens_of(agents, "a")
+    with manager(tmp_path) as agents:
+        assert tokens_of(agents, "a") == want
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")

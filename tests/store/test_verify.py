@@ -219,12 +219,14 @@ def test_whatever_became_of_the_files_the_catalogue_says_what_is_there(
     assert {address.hex(): f"{kind.value}s" for address, kind in listed.items()} == there
     names = {name for name in "abc" if again._folder.of_reference(name).exists()}
     assert set(again.reference_names()) == names
+    needed: set[str] = set()
     for row in again.references():
         ref = again.get(row.name)
         assert (row.n_tokens, row.n_stored) == (len(ref.tokens), ref.n_stored)
+        needed |= {address.hex() for address in ref.addresses}
     events = again.take_events()
     missing = {event.subject for event in events if event.kind is EventKind.MISSING}
-    assert missing == {path.stem for path in gone if path.stem in held} - there.keys()
+    assert missing == ({path.stem for path in gone} & held & needed) - there.keys()
     damaged = {event.subject for event in events if event.kind is EventKind.DAMAGED}
     assert (
         damaged
@@ -344,18 +346,20 @@ def test_rows_that_their_owner_finds_wrong_are_put_away_in_every_tier(
         assert load_all(again, History(KEY, tokens_of(5, 40))) == 40
 
 
+def busy(catalogue: Catalogue) -> None:
+    """Find a catalogue on disk in use."""
+    if catalogue.path is not None:
+        error = sqlite3.OperationalError("database is locked")
+        error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+        raise error
+
+
 def test_a_catalogue_in_use_is_left_and_one_in_memory_serves(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = sqlite3.OperationalError("database is locked")
-    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    monkeypatch.setattr(listings, "ROOM_BYTES", 1 << 62)
     file = store.path / "catalogue.sqlite"
     before = file.stat().st_ino
-
-    def busy(catalogue: Catalogue) -> None:
-        if catalogue.path is not None:
-            raise error
-
     store._cold.tell(busy)
     (event,) = store.take_events()
     assert event.detail == "database is locked; made again from the files, in memory"
@@ -367,3 +371,42 @@ def test_a_catalogue_in_use_is_left_and_one_in_memory_serves(
     with Store(store.path, COLD) as again:
         assert again.reference_names() == ["a", "b", "c"] and again.take_events() == []
         assert again.verify().is_good
+
+
+def test_what_is_written_with_a_catalogue_in_memory_is_seen_by_others_and_theirs_is_seen(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listings, "ROOM_BYTES", 1 << 62)
+    store._cold.tell(busy)
+    store.take_events()
+    with Store(store.path, COLD) as other:
+        fork(other, KEY, "a", "twin")
+        save(store, "c", History(KEY, tokens_of(5, 9)))
+        assert "twin" in store.reference_names()
+        store.delete("a")
+        store.gc()
+        assert load_all(other, A) == load_all(store, A) == 40, "the twin needs it"
+
+        def meanwhile(part: float, what: str) -> None:
+            if what.startswith("verifying 2 "):
+                save(store, "d", History(KEY, tokens_of(6, 40)))
+                store.delete("b")
+                store.gc()
+
+        report = other.verify(on_progress=meanwhile)
+        assert report.is_good and other.take_events() == []
+        assert report.n_references == len({"twin", "c", "d"})
+        assert sorted(other.reference_names()) == ["c", "d", "twin"]
+    assert store.take_events() == []
+
+
+def test_a_catalogue_in_memory_goes_back_to_disk_where_there_is_room(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room, is_back in ((1 << 62, False), (0, True)):
+        monkeypatch.setattr(listings, "ROOM_BYTES", room)
+        store._cold.tell(busy)
+        save(store, "c", History(KEY, tokens_of(room % 7, 9)))
+        assert (store._cold._listing.current().path is not None) is is_back
+    with contextlib.closing(sqlite3.connect(store.path / "catalogue.sqlite")) as db:
+        assert {name for (name,) in db.execute("SELECT name FROM refs")} == {"a", "b", "c"}

@@ -363,6 +363,7 @@ class Directory:
                     self._agents.setdefault(agent.name, agent)
             for agent, revision, ref in news.changed:
                 is_same = self._publisher.revision_of(agent) == revision  # else KV was saved here
+                is_same = is_same and ref.serial == agent.serial
                 if not agent.live.gate.is_taken and (is_same or ref.serial > agent.serial):
                     agent.take(ref)
             for agent, revision in news.gone:

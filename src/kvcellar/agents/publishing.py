@@ -65,7 +65,8 @@ class Publisher:
     def news_of(self, agent: AgentRecord) -> Reference | None:
         """Read the state that another process has published of the agent; None where there is none.
 
-        Costs one query where there is none. What cannot be used is none either.
+        Costs one query where there is none. What cannot be used is none either; nor is a state
+        behind which the agent has gone on here, though that is not on disk.
         """
         known = self.revision_of(agent)
         is_saving = known is None  # then ours is the later state, unless their number is higher
@@ -76,7 +77,8 @@ class Publisher:
             return None
         with contextlib.suppress(StoreError, UnknownReferenceError):
             ref = stored_state(self.store, agent.name)
-            is_new = ref.serial > agent.serial or (ref.revision != known and not is_saving)
+            is_same = ref.serial == agent.serial and not is_saving
+            is_new = ref.serial > agent.serial or (is_same and ref.revision != known)
             if is_new and key_of(ref) == agent.key:
                 checked_facts(ref)
                 return ref

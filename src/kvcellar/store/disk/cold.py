@@ -174,9 +174,7 @@ class ColdTier:
             StoreError: others were writing for too long.
         """
         with self.folder.locked(self._lock_timeout_s):
-            self._listing.current()
-            if self._listing.is_stale:
-                self.refresh()
+            self._listing.look_again()
             try:
                 yield
             except OSError:  # a file may have its name, and not be listed

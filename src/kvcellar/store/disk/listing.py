@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from kvcellar.store.values.references import Reference
 from kvcellar.store.values.reports import EventKind, EventLog
 
 T = TypeVar("T")
+
+ROOM_BYTES = 16 << 20
+"""Bytes that are free on a disk before a catalogue that had to be in memory goes back there."""
 
 
 class Listing:
@@ -70,6 +74,23 @@ class Listing:
         except sqlite3.Error as error:
             self.replace(error)
 
+    def look_again(self) -> None:
+        """See to what others may have changed: before a change of the files, within their lock.
+
+        A catalogue in memory is looked at each time, since nobody else can see it or change it;
+        where there can be one on disk again, and not of the last room, that takes its place.
+        """
+        if self.current().path is None:
+            with contextlib.suppress(sqlite3.Error, OSError), self._recovery:
+                if shutil.disk_usage(self._folder.path).free >= ROOM_BYTES:
+                    catalogue = self._on_disk()
+                    self._retired.append(self._catalogue)
+                    self._catalogue = catalogue
+                    return
+            self.refresh()
+        elif self.is_stale:
+            self.refresh()
+
     def current(self) -> Catalogue:
         """Return the catalogue, opened again where another process has replaced its file.
 
@@ -99,8 +120,7 @@ class Listing:
                 if error is not None:
                     self._put_away()
                 try:
-                    catalogue = Catalogue(self._folder.catalogue)
-                    self._sync(catalogue)  # before anybody reads it
+                    catalogue = self._on_disk()
                 except (sqlite3.Error, OSError) as second:
                     error = second
                     continue
@@ -133,6 +153,20 @@ class Listing:
 
     # Inside ------------------------------------------------------------------------------------
 
+    def _on_disk(self) -> Catalogue:
+        """Open the catalogue of the folder, and make it say what the files say.
+
+        Raises:
+            sqlite3.Error, OSError: it cannot be opened, or not be changed.
+        """
+        catalogue = Catalogue(self._folder.catalogue)
+        try:
+            self._sync(catalogue)  # before anybody reads it
+        except BaseException:
+            catalogue.close()
+            raise
+        return catalogue
+
     def _put_away(self) -> None:
         path = self._folder.catalogue
         for suffix in ("", "-wal", "-shm"):
@@ -149,6 +183,15 @@ class Listing:
         Raises:
             sqlite3.Error: it cannot be changed.
         """
+        stamps = catalogue.stamps()
+        known = set(stamps.values())
+        paths = self._folder.reference_paths()
+        for path, stamp in paths.items():
+            if stamp not in known:
+                self._list_reference(catalogue, path, stamp)
+        for name in stamps:
+            if self._folder.of_reference(name) not in paths:
+                catalogue.drop_reference(name)
         listed = catalogue.addresses()
         there: set[bytes] = set()
         for kind, address, path in self._folder.block_paths():
@@ -161,15 +204,6 @@ class Listing:
                 self.say_missing(address)
         if gone:
             catalogue.drop_blocks(gone)
-        stamps = catalogue.stamps()
-        known = set(stamps.values())
-        paths = self._folder.reference_paths()
-        for path, stamp in paths.items():
-            if stamp not in known:
-                self._list_reference(catalogue, path, stamp)
-        for name in stamps:
-            if self._folder.of_reference(name) not in paths:
-                catalogue.drop_reference(name)
         self.is_stale = False
 
     def _list_block(self, catalogue: Catalogue, kind: Kind, address: bytes, path: Path) -> None:

@@ -55,22 +55,15 @@ def verify(
             on_progress(done / total, f"verifying {n + 1} of {len(paths)} blocks")
         done += _size(path)
         n_damaged = cold.events.count(EventKind.DAMAGED)
-        sealed = cold.read(kind, address)
+        sealed = cold.read(kind, address) if path.exists() else None  # others remove some
         if sealed is not None:
             n, size = n + 1, size + sealed.size_bytes
-        elif cold.events.count(EventKind.DAMAGED) > n_damaged:  # others may have removed it
+        elif cold.events.count(EventKind.DAMAGED) > n_damaged:
             damaged.append(address.hex())
     if not cold.journal.check():
         damaged.append(cold.folder.journal.name)
     damaged += pictures.verify()
-    names, bad = _verify_references(cold, check)
-    incomplete = {}
-    for name in names:
-        ref = cold.reference(name)
-        if ref is not None:
-            n_there = _n_restorable(cold, ref)
-            if n_there < ref.n_stored:
-                incomplete[name] = n_there
+    names, bad, incomplete = _verify_references(cold, check)
     if on_progress is not None:
         on_progress(1.0, "verified")
     seconds = time.perf_counter() - started
@@ -79,9 +72,14 @@ def verify(
 
 def _verify_references(
     cold: ColdTier, check: Callable[[Reference], None]
-) -> tuple[list[str], list[str]]:
-    """Check all references; return the names of the good ones, the files of the others."""
-    names, bad = [], []
+) -> tuple[list[str], list[str], dict[str, int]]:
+    """Check all references, while nobody changes them.
+
+    Returns:
+        The names of the good ones, the files of the others, and of what cannot be restored whole
+        the number of tokens that can.
+    """
+    names, bad, incomplete = [], [], {}
     with cold.locked():
         for path in sorted(cold.folder.reference_paths()):
             name = cold.references.repair(path, check)
@@ -89,14 +87,19 @@ def _verify_references(
                 bad.append(path.name)
             else:
                 names.append(name)
-        if bad:
-            cold.refresh()
+        cold.refresh()  # others have written while blocks were read
         for file in bad:
             ref = _repaired(cold, file)
             if ref is not None:
                 names.append(ref.name)
                 _cut_to_what_is_there(cold, ref)
-    return names, bad
+        for name in names:
+            ref = cold.reference(name)
+            if ref is not None:
+                n_there = _n_restorable(cold, ref)
+                if n_there < ref.n_stored:
+                    incomplete[name] = n_there
+    return names, bad, incomplete
 
 
 def _repaired(cold: ColdTier, file_name: str) -> Reference | None:
