@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from kvcellar.bookkeeping.cells.pool import MIN_RUN, BlockPool
-from kvcellar.bookkeeping.cells.spans import Span
+from kvcellar.bookkeeping.cells.spans import Span, spans_of
 from kvcellar.errors import (
     CacheFullError,
     ConfigError,
@@ -921,6 +921,36 @@ def test_a_window_lets_go_of_a_block_when_every_owner_has_passed_it():
     run(cache, (1, 80))
     cache.end_step()
     assert cache.cells[0].n_free_blocks == 64 - 1 - 1
+
+
+def test_what_follows_in_a_copy_of_a_block_is_joined_to_the_one_that_is_there():
+    cache = cache_of(64, 4, windows=(None, 20))
+    run(cache, (0, 6))
+    cache.seq_cp(0, 1)
+    run(cache, (0, 7))  # in a copy of the block that both held a part of
+    before = [block_table(pool, 1) for pool in cache.cells]
+    cache.seq_cp(0, 1, 6, 13)
+    assert [block_table(pool, 1)[:2] for pool in cache.cells] == before
+    for layer in range(cache.n_layers):
+        cells = cache.seq_table(1)[cache.group_of(layer)]
+        assert cache.stored[layer][cells].tolist() == [*range(6), *range(7)]
+    cache.check()
+
+
+def test_each_block_that_is_out_of_two_is_joined_in_one_of_its_own():
+    cache = cache_of(64, 4)
+    run(cache, (0, 12))
+    cache.seq_cp(0, 1, 0, 6)
+    run(cache, (1, 6))
+    zero, one = (cache.seq_table(seq)[0] for seq in (0, 1))
+    table = np.concatenate([zero[:6], one[6:8], zero[8:10], one[10:12]])
+    cache.retain_cells([table])
+    assert cache.cells[0].n_joints(2, spans_of(table)) == 2
+    assert cache.cells[0].n_joints(2, spans_of(table[:8])) == 1
+    cache.seq_map(2, [table])
+    cells = cache.seq_table(2)[0]
+    assert cache.stored[0][cells].tolist() == [*range(6), 0, 1, 8, 9, 4, 5]
+    cache.check([table[table >= 0].tolist()])
 
 
 def test_a_history_out_of_two_copies_of_one_block_is_joined_in_a_third():

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcellar.bookkeeping.cells.free_runs import FreeRuns, find_room, take_runs
 from kvcellar.bookkeeping.cells.pool import MIN_RUN, BlockPool
-from kvcellar.bookkeeping.cells.spans import Span
+from kvcellar.bookkeeping.cells.spans import Span, as_runs, merged, positions_of, without
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
 from kvcellar.types import Run, cells_of, runs_of
 from tests.bookkeeping.actions import ActionMachine, action
@@ -364,6 +364,25 @@ def test_a_pool_gathers_what_fits():
     assert part.base == 60 and len(part.src_cells) == 19, "a run is not cut in two"
     pool.claim(2, 0, pool.n_free)
     assert pool.place_for(cells) is None
+
+
+def test_spans_are_joined_where_positions_and_cells_go_on_and_are_clipped_by_position():
+    first = Span(3, 5, 2)
+    for after, want in (
+        (Span(5, 7, 1), [Span(3, 5, 3)]),
+        (Span(5, 3, 1), [first, Span(5, 3, 1)]),
+        (Span(6, 7, 1), [first, Span(6, 7, 1)]),
+        (Span(5, 8, 1), [first, Span(5, 8, 1)]),
+    ):
+        assert merged([first, after]) == want
+    assert first.clip(0, 9) == first and first.clip(4, 9) == (4, 6, 1) and first.clip(0, 4)[2] == 1
+    assert first.clip(5, 9).length <= 0
+    assert without([Span(0, 10, 9), Span(20, 5, 2)], 3, 5) == [(0, 10, 3), (5, 15, 4), (20, 5, 2)]
+    assert without([Span(0, 10, 3), Span(3, 20, 3)], 0, 4) == [(4, 21, 2)]
+    assert as_runs([first]) == (Run(5, 2),) and as_runs([]) == ()
+    assert as_runs([first, Span(9, 7, 1), Span(20, 0, 2)]) == (Run(5, 3), Run(0, 2))
+    assert positions_of([first, Span(9, 7, 1)]).tolist() == [3, 4, 9]
+    assert positions_of([]).tolist() == []
 
 
 def test_a_pool_knows_where_a_sequence_begins_and_ends():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from kvcellar.cache_config import GroupUsage
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
 from kvcellar.sight import Sight
 from tests.bookkeeping.actions import ActionMachine, action
@@ -189,6 +190,7 @@ def test_a_history_from_elsewhere_goes_on_where_its_rows_are():
     cache = SimulatedContiguous(config_of((None, 4), capacity=12))
     cache.adopt(9, [9, 5])
     assert (cache.length, cache.held(0), cache.held(1), cache.resumable_from()) == (9, 9, 5, 7)
+    assert cache.usage().groups == (GroupUsage(None, 12, 9, 0, 9), GroupUsage(4, 12, 5, 0, 5))
     for layer, first in ((0, 0), (1, 4), (2, 0)):
         cache.stored[layer][: 9 - first] = range(first, 9)
     history = dict(enumerate(range(12)))

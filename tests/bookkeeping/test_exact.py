@@ -133,6 +133,8 @@ def test_bytes_that_move_take_their_copies_along():
     assert froms.tolist() == [0, 1] and len(to) == 2
     assert not set(to.tolist()) & {0, 1}, "others may own the old cells still"
     assert exact.runs(np.array([0, 1])) == [Run(BASE + int(to[0]), 2)]
+    exact.drop(np.array([3]))
+    exact.check()
     exact.drop(np.array([1]))
     assert exact.runs(np.array([0, 1])) == [Run(BASE + int(to[0]), 1), Run(1, 1)]
     assert exact.runs(np.array([70])) == [Run(70, 1)], "a cell that it has never heard of"

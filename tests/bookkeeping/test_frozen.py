@@ -119,6 +119,8 @@ def test_no_verb_changes_the_frozen_prefix_and_says_so(make):
             f"from 0, where it starts again behind them, or from 10 on"
         )
         assert snapshot(cache) == before
+    cache.keep_point(0, 0)
+    cache.keep_point(0, N)
     cache.seq_cp(0, 1, 0, N)
     assert not cache.has_seq(1), "the prefix alone is no sequence"
     cache.seq_cp(0, 1, 0, N + 1)

@@ -243,9 +243,14 @@ WINDOWS = ModelCacheParams(
 RECURRENT = ModelCacheParams(3, groups=(LayerGroup((0, 1, 2), 2, 8, 8),), state=STATES)
 
 
-def bytes_of(params: ModelCacheParams, kv: Any) -> list[tuple[int, int]]:
+def bytes_of(
+    params: ModelCacheParams, kv: Any, has_whole_blocks: bool = False
+) -> list[tuple[int, int]]:
     """Per group, and for slots: what a cell takes, and what of it is copied when a pool grows."""
-    sizes = [(g.cell_bytes(kv), g.cell_bytes(kv) // len(g.layers)) for g in params.groups]
+    sizes = [
+        (g.cell_bytes(kv), g.cell_bytes(kv) // (1 if has_whole_blocks else len(g.layers)))
+        for g in params.groups
+    ]
     if params.state is not None:
         sizes.append((params.state.slot_bytes, params.state.most_bytes))
     return [(size + INDEX_BYTES, copied) for size, copied in sizes]
@@ -258,18 +263,25 @@ def bytes_of(params: ModelCacheParams, kv: Any) -> list[tuple[int, int]]:
     block_size=st.sampled_from([1, 4, 16]),
     slack=st.sampled_from([0, 64]),
     has_one_run=st.booleans(),
+    layout=st.sampled_from(["layer_first", "block_first"]),
+    n_slots=st.sampled_from([8, 400]),
 )
+@example(MIXED, 700_000, 2000, 1, 0, False, "layer_first", 8)
+@example(MIXED, 700_000, 2000, 16, 0, True, "block_first", 8)
+@example(RECURRENT, 30_000, 700, 4, 0, False, "layer_first", 400)
+@example(WINDOWS, 30_000, 700, 4, 0, False, "layer_first", 8)
 def test_limits_and_the_longest_sequence_are_what_the_budget_holds_by_the_definition(
-    params, n_bytes, capacity, block_size, slack, has_one_run
+    params, n_bytes, capacity, block_size, slack, has_one_run, layout, n_slots
 ):
     budget, n_groups = MemoryBudget(n_bytes), len(params.groups)
-    made = config(budget, params, capacity=capacity, window_slack=slack, n_slots=8)
-    sizes = bytes_of(params, made.kv)
+    more = {"capacity": capacity, "window_slack": slack, "n_slots": n_slots, "layout": layout}
+    made = config(budget, params, **more)
+    sizes = bytes_of(params, made.kv, block_size > 1 and layout == "block_first")
     limits = [
         min(capacity, n_bytes // size) // block_size * block_size for size, _ in sizes[:n_groups]
     ]
     if params.state is not None:
-        limits.append(min(8, n_bytes // sizes[-1][0], max(2, n_bytes // 2 // sizes[-1][0])))
+        limits.append(min(n_slots, n_bytes // sizes[-1][0], max(2, n_bytes // 2 // sizes[-1][0])))
     left = n_bytes - ARRAY_BYTES * sum(limits)
 
     def kept(group: LayerGroup, n: int) -> int:
@@ -313,6 +325,7 @@ def test_limits_and_the_longest_sequence_are_what_the_budget_holds_by_the_defini
     steps=st.lists(st.integers(1, 200), max_size=8),
     points=st.booleans(),
 )
+@example(FULL, 200_000, 0, [100, 200, 200], False)
 @example(WINDOWS, 20_000, 0, [54], False)  # less than the windows of one step take
 def test_one_history_grows_by_what_it_is_said_to_and_by_no_more(
     params, n_bytes, taken, steps, points
@@ -327,8 +340,10 @@ def test_one_history_grows_by_what_it_is_said_to_and_by_no_more(
         could, before = cache.can_extend(n), (sizes(cache), budget.held_bytes, cache.length)
         try:
             cache.steps.plan_all(n, None)
-        except CacheFullError:
+        except CacheFullError as full:
             assert not could
+            free = max(0, cache.capacity - cache.length)
+            assert f"needs {n} cells, {free} free of {cache.capacity}" in str(full)
             assert (sizes(cache), budget.held_bytes, cache.length) == before
         else:
             assert could
@@ -353,11 +368,11 @@ def test_of_windows_alone_no_more_is_free_than_a_sequence_can_have(kind, n_bytes
 def test_room_is_wished_for_so_that_half_of_what_is_taken_stays_free_behind_a_demand():
     pool = BlockPool(20_000, n_granted=1000)
     rows = Rows(pool, {})
-    pool.claim(0, 0, 600)
-    wishes = [rows.n_to_place(Demand(n, 400)) for n in (10, 100, 101, 200, 400, 500)]
-    assert wishes == [0, 0, 1, 100, 300, 300], "what is missing is asked for anyway"
+    pool.claim(0, 0, 601)
+    wishes = [rows.n_to_place(Demand(n, 399)) for n in (10, 99, 100, 200, 399, 500)]
+    assert wishes == [0, 0, 1, 101, 300, 300], "what is missing is asked for anyway"
     rows.grant(20_000)
-    pool.claim(0, 600, 7400)
+    pool.claim(0, 601, 7399)
     assert rows.n_to_place(Demand(11_000, 12_000)) == 11_000 + MAX_GAP - 12_000
 
 

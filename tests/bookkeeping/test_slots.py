@@ -269,6 +269,7 @@ def test_a_tree_without_enough_slots_is_not_proposed():
 
 def test_one_sequence_goes_back_to_points():
     cache = OneSequence(config(n_slots=3))
+    assert cache.rewind(0) == 0, "nothing is taken from nothing"
 
     def feed(n):
         cache.steps.plan(0, n, None)

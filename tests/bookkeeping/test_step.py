@@ -8,6 +8,7 @@ import pytest
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import (
     CacheFullError,
+    ConfigError,
     PositionError,
     ProposalError,
     RewindError,
@@ -438,11 +439,114 @@ def test_an_unknown_layer_says_how_many_there_are():
         )
 
 
+SEQ_ID = (UnknownSequenceError, "seq_id")
+REFUSALS = {
+    **dict.fromkeys(
+        (
+            *("has_seq", "seq_len", "seq_rm", "seq_keep", "seq_table", "seq_usage", "has_tree"),
+            *("n_nodes", "resumable_from"),
+        ),
+        (SEQ_ID, ()),
+    ),
+    **dict.fromkeys(("can_resume", "keep_point", "drop_point", "expect"), (SEQ_ID, (1,))),
+    "seq_cp": (SEQ_ID, (1,)),
+    "seq_map": (SEQ_ID, ([],)),
+    "seq_claim": (SEQ_ID, ([],)),
+    "can_extend": ((ConfigError, "n"), ()),
+    "propose": ((ProposalError, "parents"), ()),
+    "commit": ((ProposalError, "accepted"), ()),
+}
+
+
+@pytest.mark.parametrize("verb", REFUSALS)
+def test_what_is_no_whole_number_is_refused_by_the_name_of_the_argument(verb):
+    cache = filled(SimulatedTree)
+    cache.propose([-1])
+    (error, name), more = REFUSALS[verb]
+    assert f"{name} must be " in message(error, getattr(cache, verb), "x", *more)
+
+
+def test_other_arguments_are_refused_by_their_names_too():
+    cache = filled(SimulatedTree)
+    for verb, args, error, name in (
+        (cache.seq_cp, (0, "x"), UnknownSequenceError, "seq_id"),
+        (cache.seq_cp, (0, 1, "x"), PositionError, "p0"),
+        (cache.seq_cp, (0, 1, 0, "x"), PositionError, "p1"),
+        (cache.seq_rm, (0, "x"), PositionError, "p0"),
+        (cache.seq_rm, (0, 0, "x"), PositionError, "p1"),
+        (cache.seq_table, (0, "x"), PositionError, "length"),
+        (cache.resume_at, (0, "x"), RewindError, "length"),
+        (cache.can_resume, (0, "x"), RewindError, "length"),
+        (cache.keep_point, (0, "x"), RewindError, "length"),
+        (cache.drop_point, (0, "x"), RewindError, "length"),
+        (cache.rows_to_freeze, (0, "x"), RewindError, "length"),
+        (cache.expect, (0, "x"), ConfigError, "n_tokens"),
+        (cache.begin_step, ([(0, "x")],), StepError, "n_tokens"),
+        (cache.begin_step, ([("x", 1)],), UnknownSequenceError, "seq_id"),
+        (cache.propose, ([-1], "x"), UnknownSequenceError, "seq_id"),
+        (cache.commit, ([], "x"), UnknownSequenceError, "seq_id"),
+        (cache.plan, (0, 1, ["x"]), PositionError, "positions"),
+    ):
+        assert f"{name} must be " in message(error, verb, *args)
+    cache.begin_step([(0, 1)])
+    assert "positions must be " in message(PositionError, cache.plan, 0, 1, ["x"])
+    one = filled(SimulatedContiguous)
+    for verb, args, error, name in (
+        (one.can_extend, ("x",), ConfigError, "n"),
+        (one.rewind, ("x",), RewindError, "new_length"),
+        (one.keep_point, ("x",), RewindError, "new_length"),
+        (one.drop_point, ("x",), RewindError, "length"),
+        (one.plan, (0, 1, ["x"]), PositionError, "positions"),
+    ):
+        assert f"{name} must be " in message(error, verb, *args)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        *([], [[0]], [[0], [1, 2]], [[[0]], [[0]]], [[0.5], [0.5]], [["a"], ["a"]], 7),
+        *([[-2], [0]], [[64], [0]], [[0], [64]]),
+    ],
+)
+def test_what_is_no_table_of_this_cache_is_refused_as_it_came(tables):
+    cache = SimulatedSeq(config_of(MIXED))
+    for verb in (cache.seq_map, cache.seq_claim):
+        assert message(PositionError, verb, 0, tables) == (
+            f"tables must be 2 rows of cells of one length, as seq_table gives them, got {tables!r}"
+        )
+    assert cache.seq_ids() == []
+
+
+def test_a_plan_is_taken_once_by_each_layer_of_its_group_in_its_forward():
+    cache = filled(windows=MIXED)
+    cache.begin_step([(0, 1)])
+    plan = cache.plan(0, 1, None)
+    assert not cache.take_plan(1, plan), "it is of another group"
+    assert not cache.take_plan(0, plan), "it has had its turn"
+    assert cache.take_plan(2, plan) and not cache.take_plan(2, plan)
+    cache.cancel_step()
+    assert not cache.take_plan(2, plan), "no step is open"
+    cache.begin_step([(0, 1)])
+    assert not cache.take_plan(2, plan), "another one is"
+
+
+def test_cells_of_a_sequence_are_counted_over_all_groups():
+    cache = filled(windows=MIXED, n=5)
+    assert cache.seq_usage(0) == (10, 0)
+    cache.seq_cp(0, 1, 0, 4)
+    assert (cache.seq_usage(0), cache.seq_usage(1)) == ((10, 8), (8, 8))
+
+
 def test_a_full_cache_says_what_was_needed_and_what_was_free():
     cache = filled(capacity=8, n=6)
     assert message(CacheFullError, cache.begin_step, [(0, 4)]) == (
         "step needs 4 cells, 2 free of 8; release a sequence or raise capacity"
     )
+    for windows in ((None, 4), (4, None)):
+        cache = filled(windows=windows, capacity=100, n=95)
+        assert message(CacheFullError, cache.begin_step, [(0, 7)]) == (
+            "step needs 7 cells, 5 free of 100; release a sequence or raise capacity"
+        ), "of the group that lacks most"
     cache = filled(SimulatedContiguous, capacity=8, n=6)
     assert message(CacheFullError, cache.plan, 0, 4, None) == (
         "step needs 4 cells, 2 free of 8; rewind, clear, or raise capacity"

@@ -386,6 +386,8 @@ def test_a_point_that_was_kept_is_resumed_at_when_the_window_has_moved_on(make):
     assert not cache.can_resume(0, 17) and not cache.can_resume(0, 19)
     assert [cache.resume_at(0, n) for n in (17, 18, 19, 100)] == [0, 18, 18, 18]
     assert cache.resume_at(0, 1000) == cache.seq_len(0), "no further than it is long"
+    with pytest.raises(RewindError, match="resumes from 18 or from 280 to 320; raise window_slack"):
+        cache.seq_cp(0, 1, 0, 100)
     held = seq_positions(cache.cells[1], 0)
     assert held[:3] == [15, 16, 17] and len(held) < 90, "a window, not all that came since"
     cache.seq_cp(0, 1, 0, 18)

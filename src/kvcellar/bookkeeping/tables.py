@@ -100,8 +100,9 @@ class Tables(StepFace):
         Raises:
             UnknownSequenceError: no such sequence.
         """
+        seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
         try:
-            return self.steps.lengths[whole(seq_id, "seq_id", UnknownSequenceError)]
+            return self.steps.lengths[seq_id]
         except KeyError:
             there = self.seq_ids()
             shown = ", ".join(map(str, there[:8])) + (", ..." if len(there) > 8 else "")
