@@ -359,6 +359,8 @@ def test_a_pool_gathers_what_fits():
     assert len(cells) == 40 and pool.place_for(cells[:1]) is None, "one run is not gathered"
     whole = pool.place_for(cells)
     assert (whole.base, len(whole.src_cells)) == (60, 40)
+    later = pool.place_for(cells[1:])
+    assert (later.base, later.src_cells.tolist()) == (60, cells[1:].tolist())
     pool.claim(1, 0, 20)
     part = pool.place_for(cells)
     assert part.base == 60 and len(part.src_cells) == 19, "a run is not cut in two"

@@ -166,6 +166,24 @@ def test_a_refused_growth_leaves_cache_and_budget_as_they_were(kind):
     assert cache.can_extend(n)
 
 
+def test_a_group_that_needs_nothing_is_granted_nothing():
+    growth = Growth(config(MemoryBudget(10**6), MIXED), MemoryBudget(10**6))
+    assert growth.add([5, 0]) and growth.sizes == [16, 0]
+    assert growth.add([0, 3]) and growth.sizes == [16, 16]
+    assert growth.add([-4, -2]) and growth.sizes == [16, 16]
+
+
+def test_windows_grow_without_what_full_groups_would_have_to_leave_them():
+    budget = MemoryBudget(10**6)
+    growth = Growth(config(budget, MIXED), budget)
+    assert growth.add([16, 16])
+    growth.settle()
+    (_, _), (size, copied) = bytes_of(MIXED, config(budget, MIXED).kv)
+    assert budget.ask(budget.available_bytes - 7 * size - 16 * copied)
+    assert growth.can_add([0, 7]) and not growth.can_add([0, 8]) and not growth.can_add([1, 0])
+    assert growth.add([0, 7]) and growth.sizes == [16, 23]
+
+
 def test_both_groups_are_granted_or_none():
     budget = MemoryBudget(3_000_000)
     cache = KINDS["seq"](config(budget, MIXED, window_slack=0))

@@ -29,6 +29,18 @@ def test_a_fresh_cache_hands_out_cells_in_ascending_order():
         assert plan.n_cells == p + 1
 
 
+def test_a_sequence_is_left_the_room_that_it_is_expected_to_need_where_all_of_it_is_kept():
+    cache = Sequences(config_of((None, 4), capacity=2000))
+    for expected in (300, None):
+        if expected is not None:
+            cache.expect(0, expected)
+        forward(cache, [0] * 20)
+        cache.end_step()
+        gap = MIN_RUN if expected is None else expected - 20
+        assert [layout.pool.gaps() for layout in cache.layouts] == [{20: gap}, {20: MIN_RUN}]
+        cache.seq_rm(0)  # and with it what was expected
+
+
 @pytest.mark.parametrize("n_prompt", [1, 100, 1000])
 def test_eight_sequences_that_decode_in_one_batch_stay_in_few_runs(n_prompt):
     cache = Sequences(config_of(capacity=8 * 4096))

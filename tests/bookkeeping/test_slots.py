@@ -183,6 +183,12 @@ def test_what_states_cannot_give_is_refused_by_name():
     table = cache.seq_table(0)
     with pytest.raises(RewindError, match=r"no states .* after 7 tokens; begin with the first 0"):
         cache.seq_map(2, [part[:7] for part in table])
+    other = Sequences(config())
+    run(other, [0] * 4)
+    other.keep_point(0, 4)
+    run(other, [0] * 3)
+    with pytest.raises(RewindError, match=r"after 6 tokens; begin with the first 4"):
+        other.seq_map(2, [part[:6] for part in other.seq_table(0)])
     assert taken(cache) == 1
 
 

@@ -81,10 +81,24 @@ def test_a_hole_at_the_end_does_not_make_a_window_forget_what_it_let_go_of():
     sees(cache, 0, numbered(*range(150)))
 
 
-def test_what_was_removed_was_not_let_go_of():
+def test_a_copy_of_a_hole_begins_no_sequence():
+    cache = cache_of()
+    feed(cache, 0, 9)
+    cache.seq_rm(0, 2, 5)
+    cache.seq_cp(0, 1, 2, 5)
+    assert not cache.has_seq(1)
+    cache.seq_cp(0, 1, 2, 6)
+    assert cache.seq_len(1) == 6 and seq_positions(cache.cells[0], 1) == [5]
+
+
+@pytest.mark.parametrize("stop, low", [(196, 200), (197, 103), (198, 103), (199, 103)])
+def test_what_was_removed_was_not_let_go_of(stop, low):
     cache = let_go()
-    cache.seq_rm(0, 100, 199)
-    assert cache.resumable_from(0) == 100 + WINDOW - 1
+    assert cache.cells[1].first_pos(0) == 197
+    cache.seq_rm(0, 100, stop)
+    assert cache.resumable_from(0) == low
+    if low == 200:
+        return
     cache.seq_rm(0, 103)
     sees(cache, 0, numbered(*range(100)))
 

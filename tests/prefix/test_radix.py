@@ -241,6 +241,15 @@ def test_a_long_leaf_is_trimmed_from_its_tail():
     assert index.match_prefix(TRUNK).length == 7
 
 
+def test_a_leaf_behind_a_trunk_is_trimmed_from_its_tail_too():
+    index = RadixIndex((FULL, Sight(4)))
+    insert(index, TRUNK)
+    insert(index, [*TRUNK[:4], 1, 2, 3, 4, 5], first=50)
+    assert [c.tolist() for c in index.evict(2).cells] == [[8, 9], [8, 9]]
+    assert index.size_info() == (13, 0, (13, 13))
+    assert index.match_prefix(TRUNK).length == 8
+
+
 def test_trimming_goes_by_whole_blocks():
     index = RadixIndex(block_size=4)
     insert(index, list(range(12)))

@@ -219,7 +219,7 @@ class Rows:
         """Return the tokens that one sequence can grow by, into so many free blocks."""
         size = self.pool.block_size
         for_one = self.pool.n_blocks_needed({**promised, seq_id: (length, 1)}, refs)
-        return max(0, size - length % size + (n_free - for_one) * size) if for_one <= n_free else 0
+        return size - length % size + (n_free - for_one) * size if for_one <= n_free else 0
 
     def n_free_later(self) -> int:
         """Return the free cells, with those that only positions behind windows keep taken."""
