@@ -364,6 +364,15 @@ def test_a_part_that_joins_a_sequence_s_own_block_takes_no_other():
     assert block_table(pool, 1) == [-1, 2]
 
 
+def test_the_rest_of_a_block_that_is_shared_already_is_not_copied():
+    pool = BlockPool(32, 4)
+    pool.claim(0, 0, 7)
+    for p0, p1 in ((0, 5), (5, 6), (6, 7)):
+        part = pool.shareable(0, 1, p0, p1)
+        assert pool.n_joints(1, part) == 0 and pool.share(1, part) == []
+    assert block_table(pool, 1) == block_table(pool, 0)
+
+
 def test_a_fork_shares_the_partial_block_until_one_of_the_two_appends():
     pool = BlockPool(32, 4)
     pool.claim(0, 0, 6)

@@ -105,6 +105,8 @@ def test_a_cache_says_which_slots_are_shared_and_how_many_a_step_would_lack():
     assert (usage.capacity, usage.live, usage.shared, usage.n_cells) == (4, 2, 1, 2)
     assert (usage.window, usage.chunk, Sequences(config()).usage().slots.n_cells) == (None, None, 0)
     assert [cache.n_missing_slots(n) for n in (1, 2, 3, 4)] == [-1, 0, 1, 2]
+    run(cache, [1])
+    assert cache.n_missing_slots(3) == 1, "the slot that the finished step has read is free"
     rows_alone = Sequences(make_config(ModelCacheParams(1, 1, 4), 8))
     assert (rows_alone.n_missing_slots(9), rows_alone.shared_slots()) == (0, [])
 
@@ -176,6 +178,10 @@ def test_what_states_cannot_give_is_refused_by_name():
         RewindError, match=r"position 2 of sequence 0 to 1, which holds 0 .* known to be the same"
     ):
         cache.seq_cp(0, 1, 2)
+    run(cache, [4] * 3)
+    with pytest.raises(RewindError, match=r"4, which holds 3 tokens: .* known to be the same"):
+        cache.seq_cp(0, 4, 3)
+    cache.seq_rm(4)
     cache.seq_cp(0, 1)
     run(cache, [0, 0])
     cache.seq_cp(0, 1, 6)  # what it lacks of the same history

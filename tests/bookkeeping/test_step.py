@@ -475,6 +475,8 @@ def test_other_arguments_are_refused_by_their_names_too():
         (cache.seq_rm, (0, "x"), PositionError, "p0"),
         (cache.seq_rm, (0, 0, "x"), PositionError, "p1"),
         (cache.seq_table, (0, "x"), PositionError, "length"),
+        (cache.seq_table, (0, -1), PositionError, "length"),
+        (cache.seq_table, (0, 2**40), PositionError, "length"),
         (cache.resume_at, (0, "x"), RewindError, "length"),
         (cache.can_resume, (0, "x"), RewindError, "length"),
         (cache.keep_point, (0, "x"), RewindError, "length"),
