@@ -357,7 +357,7 @@ def test_one_history_grows_by_what_it_is_said_to_and_by_no_more(
     for n in steps:
         could, before = cache.can_extend(n), (sizes(cache), budget.held_bytes, cache.length)
         try:
-            cache.steps.plan_all(n, None)
+            plans = cache.steps.plan_all(n, None)
         except CacheFullError as full:
             assert not could
             free = max(0, cache.capacity - cache.length)
@@ -365,6 +365,7 @@ def test_one_history_grows_by_what_it_is_said_to_and_by_no_more(
             assert (sizes(cache), budget.held_bytes, cache.length) == before
         else:
             assert could
+            assert [plan.n_cells for plan in plans] == sizes(cache)[: len(plans)]
             cache.steps.wrote_all()
             cache.end_step()
             assert cache.length == before[-1] + n

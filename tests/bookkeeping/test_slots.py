@@ -187,7 +187,10 @@ def test_what_states_cannot_give_is_refused_by_name():
     cache.seq_cp(0, 1, 6)  # what it lacks of the same history
     assert cache.seq_len(1) == 8
     table = cache.seq_table(0)
-    with pytest.raises(RewindError, match=r"no states .* after 7 tokens; begin with the first 0"):
+    with pytest.raises(
+        RewindError,
+        match=r"^seq_map of 7 tokens for sequence 2: no states .* 7 tokens; begin with the first 0",
+    ):
         cache.seq_map(2, [part[:7] for part in table])
     other = Sequences(config())
     run(other, [0] * 4)

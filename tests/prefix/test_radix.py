@@ -400,6 +400,24 @@ def test_inserting_known_tokens_again_brings_their_windows_cells():
     assert index.match_prefix(TRUNK).cells[1].tolist() == [-1] * 4 + [54, 55, 56, 7, 8, 9]
 
 
+@pytest.mark.parametrize("make", [RadixIndex, HashedIndex])
+def test_one_block_is_resumed_where_its_last_token_is_held(make):
+    for window, length in ((np.array([-1, -1, -1, 3]), 4), (np.array([0, 1, 2, -1]), 0)):
+        index = make((FULL, Sight(2)), 4)
+        index.insert_prefix([1, 2, 3, 4], [np.arange(4), window])
+        assert index.match_prefix([1, 2, 3, 4]).length == length
+
+
+def test_chains_come_in_the_order_of_use_and_what_is_locked_first():
+    index = RadixIndex()
+    for i in range(4):
+        insert(index, [i, i, i], first=10 * i)
+    index.match_prefix([1, 1, 1])
+    index.lock_handle(index.match_prefix([2, 2]).handle)
+    firsts = [int(chain[0, 0]) for chain in index.chains()]
+    assert firsts == [20, 10, 30, 0]
+
+
 def test_cell_0_is_a_cell():
     index = RadixIndex((FULL, Sight(4)))
     windowed(index, TRUNK, held=0, first=50)
