@@ -35,7 +35,10 @@ settings.register_profile(
 settings.register_profile(
     "mutants",  # that something fails is all that is asked, and not what the smallest case of it is
     settings.get_profile("ci"),
+    max_examples=5,
+    stateful_step_count=30,
     phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
 )
 settings.register_profile("night", settings.get_profile("local"), max_examples=200)
 settings.register_profile("thorough", settings.get_profile("local"), max_examples=1000)

@@ -57,7 +57,7 @@ def config_of(
 
 
 def behind_frozen(config: CacheConfig, length: int) -> CacheConfig:
-    """The same config, where every sequence begins with ``length`` frozen tokens."""
+    """Return this config with ``length`` frozen tokens at the start of every sequence."""
     firsts = tuple(group.first_seen(length) for group in config.params.groups)
     prefix = SharedPrefix(config.params, config.kv_dtype, length, firsts, (), 0)
     return replace(config, prefix=prefix)
