@@ -364,6 +364,15 @@ def test_a_part_that_joins_a_sequence_s_own_block_takes_no_other():
     assert block_table(pool, 1) == [-1, 2]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tokens_that_were_computed_apart_are_others(size):
+    pool = BlockPool(24, size)
+    for seq in (0, 1):
+        pool.claim(seq, 0, 3)
+    with pytest.raises(SequenceConflictError):
+        pool.shareable(0, 1)
+
+
 def test_the_rest_of_a_block_that_is_shared_already_is_not_copied():
     pool = BlockPool(32, 4)
     pool.claim(0, 0, 7)

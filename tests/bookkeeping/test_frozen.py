@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.cache_config import FROZEN
-from kvcellar.errors import RewindError
+from kvcellar.errors import CacheFullError, RewindError
 from kvcellar.sight import Sight
 from tests.bookkeeping.byte_simulator import (
     SimulatedContiguous,
@@ -143,6 +143,12 @@ def test_one_history_is_rewound_to_the_frozen_prefix_and_no_further():
     history = begun()
     feed(cache, history, (0, CELLS - 6))
     assert cache.can_extend(6) and not cache.can_extend(7)
+    with pytest.raises(CacheFullError, match=f"step needs 7 cells, 6 free of {CELLS}; rewind"):
+        cache.plan(0, 7, None)
+    feed(cache, history, (0, 5))
+    assert cache.can_extend(), "by one"
+    feed(cache, history, (0, 1))
+    assert not cache.can_extend()
 
 
 def test_a_windows_rows_are_its_own_once_it_has_passed_the_frozen_prefix():

@@ -469,7 +469,8 @@ def test_what_can_be_added_is_added_and_nothing_else(wanted, has_window):
         else:
             assert (growth.sizes, budget.held_bytes) == (before, held)
         growth.check()
-        growth.settle()
+        if a % 2:  # else pools have not grown yet
+            growth.settle()
         growth.check()
 
 

@@ -11,7 +11,7 @@ from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, ConfigError, RewindError, StepError
 from kvcellar.states import NO_SLOT, StateGroup, StateShape
-from kvcellar.types import ModelCacheParams
+from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.stretches import stretches
 
 STATE = StateGroup(((StateShape("recurrent", (4,)),), (StateShape("convolution", (2, 3)),)))
@@ -226,6 +226,20 @@ def test_slots_stay_where_they_are_when_rows_are_gathered():
     run(cache, [0] * 9)
     done = cache.compact([cache.seq_table(0)], 99)
     assert done.moved == (None, None) and done.is_done
+
+
+def test_slots_come_behind_all_groups():
+    groups = (LayerGroup((0,), 1, 4, 4), LayerGroup((1,), 1, 4, 4, window=3))
+    cache = Sequences(make_config(ModelCacheParams(2, groups=groups, state=STATE), 64, n_slots=8))
+    cache.begin_step([(0, 5)])
+    cache.steps.plan_all(5, None)
+    cache.steps.wrote_all()
+    tables = cache.seq_table(0)
+    cache.seq_map(1, tables)
+    assert cache.shared_slots() == [0]
+    with pytest.raises(RewindError, match="no states"):
+        cache.seq_map(2, [*tables[:2], np.full(5, -1)])
+    cache.check()
 
 
 def test_claimed_slots_before_the_last_are_points():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.prefix import PrefixIndex, make_index
-from kvcellar.sight import FULL
+from kvcellar.sight import FULL, Sight
 from kvcellar.states import STATE_SIGHT
 
 KINDS = pytest.mark.parametrize("kind", ["radix", "hashed"])
@@ -114,6 +114,27 @@ def test_rows_that_are_evicted_take_their_snapshots_along_and_end_where_there_is
     gone = filled.index.evict(1)
     assert gone.n_tokens == 20 and gone.cells[1].tolist() == [1]
     assert filled.index.match_prefix(list(range(40))).length == 10
+
+
+@KINDS
+def test_snapshots_come_behind_all_groups(kind):
+    index = make_index(kind, (FULL, Sight(3), STATE_SIGHT))
+    rows, slots = np.arange(8), np.where(np.arange(8) % 4 == 3, np.arange(8) // 4 + 20, -1)
+    index.insert_prefix(list(range(8)), [rows, np.where(rows < 6, -1, rows), slots])
+    assert index.states_costs(9, (), -1) == [4, 8]
+    gone = index.evict_states(1)
+    assert [cells.tolist() for cells in gone.cells] == [[], [], [20]]
+    assert index.match_prefix(list(range(8))).length == 8
+    index.check()
+
+
+@KINDS
+def test_what_is_worth_as_much_as_the_last_that_went_costs_nothing(kind):
+    filled = Filled(kind)
+    filled.put([8] * 5, 5)
+    filled.put([9] * 5, 5)
+    assert filled.give_up(1) == [0]
+    assert filled.index.states_costs(1, (), -1) == [0]
 
 
 @KINDS
