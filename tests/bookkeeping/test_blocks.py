@@ -371,6 +371,13 @@ def test_tokens_that_were_computed_apart_are_others(size):
         pool.claim(seq, 0, 3)
     with pytest.raises(SequenceConflictError):
         pool.shareable(0, 1)
+    pool.claim(2, 0, 4)
+    pool.claim(0, 3, 1)
+    pool.claim(3, 0, 4)
+    for seq in (1, 2, 3):
+        for p in range(3 if seq == 1 else 4):
+            with pytest.raises(SequenceConflictError):
+                pool.shareable(0, seq, p, p + 1)
 
 
 def test_the_rest_of_a_block_that_is_shared_already_is_not_copied():

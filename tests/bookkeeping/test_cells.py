@@ -253,6 +253,7 @@ def in_three_parts():
         (How(), 50, 10, (10, 10)),  # a sequence goes on where it ended
         (How(tails={10: 4}), 50, 10, (10, 10)),
         (How(), 1, 55, (55, 5)),
+        (How(), 1, 75, (75, 25)),
         (How(), 1, 0, (10, 10)),
         (How(reuse_first=True), 50, 30, (30, 30)),
         (How(reuse_first=True), 5, 70, (10, 10)),  # where nothing was used yet, it does not

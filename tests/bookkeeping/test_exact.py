@@ -117,6 +117,13 @@ def test_cells_that_no_read_has_wanted_for_longest_are_given_to_others():
     exact.check()
 
 
+def test_what_is_at_neither_end_is_not_written_to_exact_cells():
+    exact = ExactCells(2, 0)
+    assert exact.rewrite(step([0, 1, 2], 3))[1] == (Write(0, Run(0, 2)),)
+    own, writes = exact.rewrite(step([0, 1, 2, 3], 1))
+    assert writes == () and own.reads[0].runs == (Run(BASE, 2), Run(2, 2))
+
+
 def test_where_one_step_wants_more_than_there_is_its_last_tokens_get_it():
     exact = ExactCells(0, 1)
     n = N_SEQUENCES + 3

@@ -384,6 +384,13 @@ def test_of_windows_alone_no_more_is_free_than_a_sequence_can_have(kind, n_bytes
     assert cache.seq_len(0) == n
 
 
+def test_a_budget_that_holds_a_sequence_to_the_byte_holds_it():
+    n_bytes = 20 * (CELL + INDEX_BYTES + CELL // 4 + ARRAY_BYTES)
+    for more, fits in ((0, 20), (-1, 19)):
+        budget = MemoryBudget(n_bytes + more)
+        assert Growth(config(budget, capacity=20), budget).n_fitting == fits
+
+
 def test_room_is_wished_for_so_that_half_of_what_is_taken_stays_free_behind_a_demand():
     pool = BlockPool(20_000, n_granted=1000)
     rows = Rows(pool, {})

@@ -242,6 +242,20 @@ def test_slots_come_behind_all_groups():
     cache.check()
 
 
+def test_rows_are_joined_beside_slots():
+    cache = Sequences(config(), block_size=4)
+    run(cache, [0] * 6)
+    cache.seq_cp(0, 1)
+    run(cache, [1] * 2)
+    (zero, _), (one, slots) = cache.seq_table(0), cache.seq_table(1)
+    tables = [np.concatenate([zero[:6], one[6:]]), slots]
+    cache.retain_cells(tables)
+    cache.seq_map(2, tables)
+    assert cache.seq_len(2) == 8 and cache.shared_slots() == [int(slots[-1])]
+    cache.check(tables_held := [part[part >= 0] for part in tables])
+    assert len(tables_held[1]) == 1
+
+
 def test_claimed_slots_before_the_last_are_points():
     cache = Sequences(config())
     rows, slots = np.arange(6), np.full(6, -1)

@@ -287,6 +287,15 @@ def test_a_chain_in_scattered_cells_is_brought_into_order():
     assert cache.stored[0][seq_cells(cache.cells[0], 0)].tolist() == [1, 2, 3, 4, 5]
 
 
+def test_a_chain_that_is_in_order_already_is_not_moved():
+    cache = filled(SimulatedTree, windows=MIXED)
+    cache.propose([-1, 0, 1, 0])
+    cache.forward([1, 2, 3, 4])
+    cache.ids.fails_after = 0
+    assert cache.commit([0, 1, 2]) == [0, 1, 2]
+    assert cache.seq_len(0) == 6
+
+
 def test_each_sequence_has_its_own_tree():
     cache = SimulatedTree(config_of(MIXED))
     cache.propose([-1, -1, 0], 2)
