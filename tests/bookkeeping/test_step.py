@@ -541,6 +541,12 @@ def test_a_plan_is_taken_once_by_each_layer_of_its_group_in_its_forward():
     assert not cache.take_plan(2, plan), "another one is"
 
 
+def test_usage_says_the_bytes_of_the_pools():
+    cache = filled()
+    cache.ids.size_bytes = 77
+    assert cache.usage().size_bytes == 77
+
+
 def test_cells_of_a_sequence_are_counted_over_all_groups():
     cache = filled(windows=MIXED, n=5)
     assert cache.seq_usage(0) == (10, 0)

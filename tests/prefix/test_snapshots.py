@@ -125,6 +125,9 @@ def test_snapshots_come_behind_all_groups(kind):
     gone = index.evict_states(1)
     assert [cells.tolist() for cells in gone.cells] == [[], [], [20]]
     assert index.match_prefix(list(range(8))).length == 8
+    gone = index.evict(1)
+    assert [sorted(cells.tolist()) for cells in gone.cells] == [list(range(8)), [6, 7], [21]]
+    assert index.n_snapshots == 0
     index.check()
 
 
