@@ -580,6 +580,33 @@ class Norm:
             in_floats: the weight is float32 whatever the rows are, and results are rounded once.
         """
 
+class ApartNorms:
+    """Norms of a mixture beside an MLP, each of which reads for itself."""
+
+    def __init__(self, router: Norm, experts: Norm, experts_said: Norm, mlp_said: Norm) -> None:
+        """
+        Describe them.
+
+        Args:
+            router: of what the router reads.
+            experts: of what experts read.
+            experts_said: of what they say, together.
+            mlp_said: of what the MLP says.
+        """
+
+class OwnInputs:
+    """What a layer makes of rows of its own, behind its MLP."""
+
+    def __init__(self, gate: LinearLayer, out: LinearLayer, norm: Norm) -> None:
+        """
+        Describe it: ``x + norm(out(act(gate(x)) * rows))``, by the activation of the layer's MLP.
+
+        Args:
+            gate: from the layer's sum to as many numbers as its rows have.
+            out: from there to the sum.
+            norm: of what that says.
+        """
+
 class DecoderLayer:
     """
     A decoder layer, which for a few tokens is two calls around its attention. All rows lie
@@ -612,6 +639,10 @@ class DecoderLayer:
         gate: Gate | None = None,
         sinks: int = 0,
         share: LinearLayer | None = None,
+        v: Norm | None = None,
+        apart: ApartNorms | None = None,
+        own: OwnInputs | None = None,
+        result: float = 1.0,
     ) -> None:
         """
         Describe a layer.
@@ -626,7 +657,8 @@ class DecoderLayer:
             q: norm of q's heads.
             k: norm of k's heads.
             n_heads: query heads.
-            n_kv_heads: KV heads.
+            n_kv_heads: KV heads; 0: it attends over what an earlier layer has written, and ``qkv`` is
+                q alone.
             head_dim: numbers of a head.
             dtype: float32 or bfloat16, of everything but packed weights.
             scale: factor on the attention's logits, for a :class:`Decoder`.
@@ -641,9 +673,13 @@ class DecoderLayer:
             sinks: address of float32 ``[n_heads]``; 0: none.
             share: beside a mixture, from the MLP's input to a logit whose sigmoid it is multiplied
                 with; None: it is added as it is.
+            v: norm of v's heads; None: there is none.
+            apart: norms of a mixture beside an MLP; None: both read what ``between`` makes.
+            own: what the layer makes of rows of its own; None: it has none.
+            result: factor on what the layer says.
 
         Raises:
-            ConfigError: neither an MLP nor a mixture, or a share of what is not both.
+            ConfigError: neither an MLP nor a mixture, or a share or norms of what is not both.
         """
 
     def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int) -> None:
@@ -654,6 +690,9 @@ class DecoderLayer:
     def after(self, x: int, attended: int, n_tokens: int, out: int) -> None:
         """
         Project what was attended, add it to x, and add the gated MLP of its norm to that.
+
+        Raises:
+            ConfigError: the layer has rows of its own, which a :class:`Decoder` alone is given.
         """
 
 class Decoder:
@@ -698,6 +737,7 @@ class Decoder:
         logits: int,
         feature_layers: Sequence[int],
         features: int,
+        own: int = 0,
     ) -> None:
         """
         Run a forward. Ids and rows have to be there: nothing is checked.
@@ -714,6 +754,10 @@ class Decoder:
             logits: float32 ``[n_rows, n_vocab]``.
             feature_layers: layers whose input is wanted; behind the last one that is its result.
             features: float32 ``[n_tokens, number of feature_layers, hidden]``.
+            own: ``[n_tokens, layers, size]`` in the layers' type, rows of each layer's own; 0: there are none.
+
+        Raises:
+            ConfigError: steps, rotations or rows are missing.
         """
 
 class Eagle3Weights:
@@ -899,6 +943,7 @@ class Router:
         rounds_logits: bool,
         rounds_shares: bool,
         groups: tuple[int, int, int] = (1, 1, 1),
+        factors: int = 0,
     ) -> None:
         """
         Describe a router.
@@ -915,6 +960,7 @@ class Router:
             rounds_shares: shares are.
             groups: into how many the experts are divided, among how many of them a token chooses, and how many
                 of a group's highest scores are summed to say which.
+            factors: address of float32 ``[n_experts]``, on each one's shares; 0: none.
 
         Raises:
             ConfigError: no experts are chosen, or more than there are; or groups do not divide them.

@@ -8,22 +8,26 @@ from kvcellar.kernel import levels
 
 if TYPE_CHECKING or levels.is_available():
     from kvcellar.kernel._native import (
+        ApartNorms,
         Decoder,
         DecoderLayer,
         Eagle3Weights,
         LinearLayer,
         Norm,
+        OwnInputs,
         gate,
         norm,
         rotate,
     )
 
 __all__ = [
+    "ApartNorms",
     "Decoder",
     "DecoderLayer",
     "Eagle3Weights",
     "LinearLayer",
     "Norm",
+    "OwnInputs",
     "gate",
     "norm",
     "rotate",

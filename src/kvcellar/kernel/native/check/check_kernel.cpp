@@ -563,6 +563,8 @@ bool one_model(const DecoderLayer& layer, const Memory& cos, const Memory& sin, 
   const int64_t n_vocab = between(1, 40), n_cells = 16 * between(3, 6), n_rows = between(0, n_tokens);
   Memory embedding(n_vocab * hidden * size), norm(hidden * size), ids(8 * n_tokens), rows(8 * n_rows);
   Memory logits(4 * n_rows * n_vocab), features(4 * n_tokens * 2 * hidden);
+  Memory own(n_tokens * 2 * (layer.own.gate.weights.data ? layer.own.gate.n_out() : 1) * size);
+  fill(own, dtype);
   LayerMemory head(hidden, n_vocab, dtype);
   fill(embedding, dtype);
   fill(norm, dtype);
@@ -596,7 +598,7 @@ bool one_model(const DecoderLayer& layer, const Memory& cos, const Memory& sin, 
   auto* said = reinterpret_cast<float*>(logits.data);
   auto* seen = reinterpret_cast<float*>(features.data);
   const Sides sides{cos.data, sin.data};
-  const DecoderCall call{steps, n_tokens, id, &sides, n_rows, row, said, 2, feature_layers, seen};
+  const DecoderCall call{steps, n_tokens, id, &sides, n_rows, row, said, 2, feature_layers, seen, own.data};
   for (const Level now : levels()) {
     set_level(now);
     run_decoder(decoder, call, 2);
@@ -657,6 +659,11 @@ double one_decoder() {
   if (rng() % 2) layer.residual = 0.25f;
   const int64_t n_experts = between(1, 4);  // all of which a token chooses: no rounding decides which
   LayerMemory router(hidden, n_experts, dtype), share(hidden, 1, dtype);
+  const int64_t n_own = between(1, 70);
+  LayerMemory own_gate(hidden, n_own, dtype), own_out(n_own, hidden, dtype);
+  Memory factors(n_experts * 4), own(n_tokens * n_own * size);
+  fill(factors, Dtype::f32);
+  fill(own, dtype);
   LayerMemory ups(hidden, n_experts * 2 * inner, dtype), downs(inner, n_experts * hidden, dtype);
   if (rng() % 2) {
     const auto bf16 = [](int64_t n_in, int64_t n_out, const Memory& data) {
@@ -670,7 +677,13 @@ double one_decoder() {
                              layer.gate};
     if (rng() % 2) layer.share = share.layer;
     if (!layer.share.weights.data && rng() % 2) layer.gate_up = layer.down = {};
+    if (rng() % 2) layer.mixture.router.factors = reinterpret_cast<float*>(factors.data);
+    const Norm by{norms[0].data, 1e-5f};
+    if (layer.gate_up.weights.data && rng() % 2) layer.apart = {by, {norms[1].data, 1e-5f}, by, by};
   }
+  if (rng() % 2) layer.v = {norms[2].data, 1e-5f};
+  if (rng() % 2) layer.result = 0.75f;
+  if (rng() % 2) layer.own = {own_gate.layer, own_out.layer, {norms[1].data, 1e-5f}};
   if (!one_model(layer, cos, sin, n_tokens)) return 1;
   Memory joined(n_tokens * n_joined * size), attended(n_tokens * n_heads * dim * size);
   Memory out(n_tokens * hidden * size);
@@ -681,7 +694,7 @@ double one_decoder() {
     for (int64_t t = 0; t < n_tokens; ++t)
       std::memcpy(attended.data + t * n_heads * dim * size, joined.data + t * n_joined * size,
                   static_cast<size_t>(n_heads * dim * size));
-    after_attention(layer, x.data, attended.data, n_tokens, out.data, 2);
+    after_attention(layer, x.data, attended.data, n_tokens, out.data, 2, {own.data, n_own});
     results.emplace_back();
     append(results.back(), out.data, n_tokens * hidden, size);
   }

@@ -34,7 +34,7 @@ void bind_mixture(nb::module_& m) {
           "__init__",
           [](Router* self, const LinearWeights& weights, int64_t n_chosen, bool is_sigmoid, bool is_normalised,
              float scale, uintptr_t bias, uintptr_t extra, bool rounds_logits, bool rounds_shares,
-             const std::tuple<int64_t, int64_t, int64_t>& groups) {
+             const std::tuple<int64_t, int64_t, int64_t>& groups, uintptr_t factors) {
             if (n_chosen < 1 || n_chosen > weights.n_out) throw ConfigError("a token chooses among all experts");
             new (self) Router{weights,
                               at(bias),
@@ -45,10 +45,11 @@ void bind_mixture(nb::module_& m) {
                               scale,
                               rounds_logits,
                               rounds_shares,
-                              groups_of(groups, weights.n_out, n_chosen)};
+                              groups_of(groups, weights.n_out, n_chosen),
+                              at<const float>(factors)};
           },
           "weights"_a, "n_chosen"_a, nb::kw_only(), "is_sigmoid"_a, "is_normalised"_a, "scale"_a, "bias"_a, "extra"_a,
-          "rounds_logits"_a, "rounds_shares"_a, "groups"_a = std::make_tuple(1, 1, 1),
+          "rounds_logits"_a, "rounds_shares"_a, "groups"_a = std::make_tuple(1, 1, 1), "factors"_a = 0,
           "Describe a router.\n\n"
           "Args:\n"
           "    weights: plain, from hidden states to a logit for each expert.\n"
@@ -61,7 +62,8 @@ void bind_mixture(nb::module_& m) {
           "    rounds_logits: logits are rounded to the type of the rows.\n"
           "    rounds_shares: shares are.\n"
           "    groups: into how many the experts are divided, among how many of them a token chooses, and how many\n"
-          "        of a group's highest scores are summed to say which.\n\n"
+          "        of a group's highest scores are summed to say which.\n"
+          "    factors: address of float32 ``[n_experts]``, on each one's shares; 0: none.\n\n"
           "Raises:\n"
           "    ConfigError: no experts are chosen, or more than there are; or groups do not divide them.")
       .def(
@@ -82,7 +84,7 @@ void bind_mixture(nb::module_& m) {
           "run",
           [](const Mixture& mixture, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out) {
             const nb::gil_scoped_release release;
-            run_mixture(mixture, at(x), n_tokens, dtype, at(out), 0);
+            run_mixture(mixture, at(x), at(x), n_tokens, dtype, at(out), 0);
           },
           "x"_a, "n_tokens"_a, "dtype"_a, "out"_a, "Run tokens, ``[n_tokens, hidden]`` to as many.");
 }

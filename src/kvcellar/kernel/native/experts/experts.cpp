@@ -365,7 +365,7 @@ void take_highest(const Router& router, const float* scores, int64_t n, int64_t*
   }
   for (int64_t c = 0; c < router.n_chosen; ++c) {
     if (router.is_normalised) shares[c] /= total;
-    shares[c] *= router.scale;
+    shares[c] *= router.factors ? router.scale * router.factors[experts[c]] : router.scale;
   }
 }
 
@@ -390,7 +390,8 @@ void choose(const Router& router, const void* x, int64_t n_tokens, Dtype dtype, 
   }
 }
 
-void run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads) {
+void run_mixture(const Mixture& mixture, const void* x, const void* asked, int64_t n_tokens, Dtype dtype, void* out,
+                 int n_threads) {
   const int64_t n_chosen = mixture.router.n_chosen, piece = std::max<int64_t>(1, kMostPairs / n_chosen);
   const int64_t n = std::min(piece, n_tokens) * n_chosen;
   char* memory = choice_buffer.get(12 * n);
@@ -398,9 +399,10 @@ void run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype 
   auto* shares = reinterpret_cast<float*>(memory + 8 * n);
   for (int64_t first = 0; first < n_tokens; first += piece) {
     const int64_t count = std::min(piece, n_tokens - first);
-    const char* from = static_cast<const char*>(x) + first * mixture.router.weights.n_in * size_of(dtype);
+    const int64_t bytes = first * mixture.router.weights.n_in * size_of(dtype);
+    const char* from = static_cast<const char*>(x) + bytes;
     char* to = static_cast<char*>(out) + first * mixture.experts.down.weights.n_out * size_of(dtype);
-    choose(mixture.router, from, count, dtype, experts, shares, n_threads);
+    choose(mixture.router, static_cast<const char*>(asked) + bytes, count, dtype, experts, shares, n_threads);
     run_experts(mixture.experts, from, {experts, shares, count, n_chosen}, dtype, to, n_threads);
   }
 }

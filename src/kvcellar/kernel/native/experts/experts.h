@@ -51,18 +51,20 @@ struct Router {
   float scale = 1.f;                                  // of shares
   bool rounds_logits = false, rounds_shares = false;  // to the type of the rows
   ExpertGroups groups;                                // by scores with `extra`
+  const float* factors = nullptr;                     // [n_experts], on the shares of each, or none
 };
 
 // What tokens x [n_tokens, hidden] choose: experts and shares [n_tokens, n_chosen], the highest first.
 void choose(const Router& router, const void* x, int64_t n_tokens, Dtype dtype, int64_t* experts, float* shares,
             int n_threads);
 
-// A mixture's tokens choose, and are run.
+// A mixture's tokens choose, and are run: by rows `asked` [n_tokens, hidden] which experts, and x through these.
 struct Mixture {
   Router router;
   Experts experts;
 };
-void run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads);
+void run_mixture(const Mixture& mixture, const void* x, const void* asked, int64_t n_tokens, Dtype dtype, void* out,
+                 int n_threads);
 
 // What products with experts have read since the process began.
 struct ExpertCounts {

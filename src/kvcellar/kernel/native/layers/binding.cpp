@@ -94,6 +94,32 @@ void bind_decoder(nb::module_& m) {
           "    eps: what is added to the mean of squares.\n"
           "    in_floats: the weight is float32 whatever the rows are, and results are rounded once.");
 
+  nb::class_<ApartNorms>(m, "ApartNorms", "Norms of a mixture beside an MLP, each of which reads for itself.")
+      .def(
+          "__init__",
+          [](ApartNorms* self, const Norm& router, const Norm& experts, const Norm& experts_said,
+             const Norm& mlp_said) { new (self) ApartNorms{router, experts, experts_said, mlp_said}; },
+          "router"_a, "experts"_a, "experts_said"_a, "mlp_said"_a,
+          "Describe them.\n\n"
+          "Args:\n"
+          "    router: of what the router reads.\n"
+          "    experts: of what experts read.\n"
+          "    experts_said: of what they say, together.\n"
+          "    mlp_said: of what the MLP says.");
+
+  nb::class_<OwnInputs>(m, "OwnInputs", "What a layer makes of rows of its own, behind its MLP.")
+      .def(
+          "__init__",
+          [](OwnInputs* self, const LinearLayer& gate, const LinearLayer& out, const Norm& norm) {
+            new (self) OwnInputs{gate, out, norm};
+          },
+          "gate"_a, "out"_a, "norm"_a,
+          "Describe it: ``x + norm(out(act(gate(x)) * rows))``, by the activation of the layer's MLP.\n\n"
+          "Args:\n"
+          "    gate: from the layer's sum to as many numbers as its rows have.\n"
+          "    out: from there to the sum.\n"
+          "    norm: of what that says.");
+
   nb::class_<DecoderLayer>(m, "DecoderLayer",
                            "A decoder layer, which for a few tokens is two calls around its attention. All rows lie\n"
                            "without gaps, at addresses.")
@@ -103,10 +129,12 @@ void bind_decoder(nb::module_& m) {
              const LinearLayer* down, const Norm& before, const Norm& between, const Norm& q, const Norm& k,
              int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, Dtype dtype, float scale, const Mixture* mixture,
              const Norm* attended, const Norm* mixed, bool norms_together, int64_t n_turned, int64_t rope,
-             float residual, const Gate* gate, uintptr_t sinks, const LinearLayer* share) {
+             float residual, const Gate* gate, uintptr_t sinks, const LinearLayer* share, const Norm* v,
+             const ApartNorms* apart, const OwnInputs* own, float result) {
             if (!gate_up != !down || (!gate_up && !mixture))
               throw ConfigError("a decoder layer has gate_up and down, or a mixture, or both");
-            if (share && !(gate_up && mixture)) throw ConfigError("a share is an MLP's beside a mixture");
+            if ((share || apart) && !(gate_up && mixture))
+              throw ConfigError("a share, and norms of its own, are an MLP's beside a mixture");
             const LinearLayer none{};
             new (self) DecoderLayer{qkv,
                                     o,
@@ -131,13 +159,18 @@ void bind_decoder(nb::module_& m) {
                                     rope,
                                     residual,
                                     gate ? *gate : Gate{},
-                                    at<const float>(sinks)};
+                                    at<const float>(sinks),
+                                    v ? *v : Norm{},
+                                    apart ? *apart : ApartNorms{},
+                                    own ? *own : OwnInputs{},
+                                    result};
           },
           "qkv"_a, "o"_a, "gate_up"_a.none(), "down"_a.none(), "before"_a, "between"_a, "q"_a, "k"_a, "n_heads"_a,
           "n_kv_heads"_a, "head_dim"_a, "dtype"_a, "scale"_a, "mixture"_a.none() = nb::none(), nb::kw_only(),
           "attended"_a.none() = nb::none(), "mixed"_a.none() = nb::none(), "norms_together"_a = false,
           "n_turned"_a = -1, "rope"_a = 0, "residual"_a = 1.f, "gate"_a.none() = nb::none(), "sinks"_a = 0,
-          "share"_a.none() = nb::none(),
+          "share"_a.none() = nb::none(), "v"_a.none() = nb::none(), "apart"_a.none() = nb::none(),
+          "own"_a.none() = nb::none(), "result"_a = 1.f,
           "Describe a layer.\n\n"
           "Args:\n"
           "    qkv: q, k and v joined.\n"
@@ -149,7 +182,8 @@ void bind_decoder(nb::module_& m) {
           "    q: norm of q's heads.\n"
           "    k: norm of k's heads.\n"
           "    n_heads: query heads.\n"
-          "    n_kv_heads: KV heads.\n"
+          "    n_kv_heads: KV heads; 0: it attends over what an earlier layer has written, and ``qkv`` is\n"
+          "        q alone.\n"
           "    head_dim: numbers of a head.\n"
           "    dtype: float32 or bfloat16, of everything but packed weights.\n"
           "    scale: factor on the attention's logits, for a :class:`Decoder`.\n"
@@ -163,9 +197,13 @@ void bind_decoder(nb::module_& m) {
           "    gate: of the MLP; None: silu.\n"
           "    sinks: address of float32 ``[n_heads]``; 0: none.\n"
           "    share: beside a mixture, from the MLP's input to a logit whose sigmoid it is multiplied\n"
-          "        with; None: it is added as it is.\n\n"
+          "        with; None: it is added as it is.\n"
+          "    v: norm of v's heads; None: there is none.\n"
+          "    apart: norms of a mixture beside an MLP; None: both read what ``between`` makes.\n"
+          "    own: what the layer makes of rows of its own; None: it has none.\n"
+          "    result: factor on what the layer says.\n\n"
           "Raises:\n"
-          "    ConfigError: neither an MLP nor a mixture, or a share of what is not both.")
+          "    ConfigError: neither an MLP nor a mixture, or a share or norms of what is not both.")
       .def(
           "before",
           [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos, uintptr_t sin, uintptr_t qkv) {
@@ -177,11 +215,14 @@ void bind_decoder(nb::module_& m) {
       .def(
           "after",
           [](const DecoderLayer& layer, uintptr_t x, uintptr_t attended, int64_t n_tokens, uintptr_t out) {
+            if (layer.own.gate.weights.data) throw ConfigError("a layer with rows of its own runs in a Decoder");
             const nb::gil_scoped_release release;
             after_attention(layer, at(x), at(attended), n_tokens, at(out), 0);
           },
           "x"_a, "attended"_a, "n_tokens"_a, "out"_a,
-          "Project what was attended, add it to x, and add the gated MLP of its norm to that.");
+          "Project what was attended, add it to x, and add the gated MLP of its norm to that.\n\n"
+          "Raises:\n"
+          "    ConfigError: the layer has rows of its own, which a :class:`Decoder` alone is given.");
 
   nb::class_<Decoder>(m, "Decoder", "A causal model, of which a forward of a few tokens is one call.")
       .def(
@@ -213,7 +254,7 @@ void bind_decoder(nb::module_& m) {
           "run",
           [](const Decoder& decoder, const nb::sequence& steps, uintptr_t ids, int64_t n_tokens,
              const nb::sequence& ropes, uintptr_t rows, int64_t n_rows, uintptr_t logits,
-             const std::vector<int64_t>& feature_layers, uintptr_t features) {
+             const std::vector<int64_t>& feature_layers, uintptr_t features, uintptr_t own) {
             std::vector<LayerStep> found;
             found.reserve(decoder.layers.size());
             for (const nb::handle step : steps)
@@ -226,6 +267,8 @@ void bind_decoder(nb::module_& m) {
             for (const DecoderLayer& layer : decoder.layers)
               if (layer.n_turned && layer.rope >= static_cast<int64_t>(sides.size()))
                 throw ConfigError("a forward needs the rotations of each layer");
+            for (const DecoderLayer& layer : decoder.layers)
+              if (layer.own.gate.weights.data && !own) throw ConfigError("a forward needs the rows of each layer");
             const DecoderCall call{found.data(),
                                    n_tokens,
                                    at<const int64_t>(ids),
@@ -235,16 +278,17 @@ void bind_decoder(nb::module_& m) {
                                    at<float>(logits),
                                    static_cast<int64_t>(feature_layers.size()),
                                    feature_layers.data(),
-                                   at<float>(features)};
+                                   at<float>(features),
+                                   at(own)};
             const nb::gil_scoped_release release;
             run_decoder(decoder, call, 0);
           },
           "steps"_a, "ids"_a, "n_tokens"_a, "ropes"_a, "rows"_a, "n_rows"_a, "logits"_a, "feature_layers"_a,
-          "features"_a,
+          "features"_a, "own"_a = 0,
           nb::sig("def run(self, steps: collections.abc.Sequence[tuple[Plan, Pool, Plan | None, Pool | None, float]], "
                   "ids: int, n_tokens: int, ropes: collections.abc.Sequence[tuple[int, int]], rows: int, "
                   "n_rows: int, logits: int, "
-                  "feature_layers: collections.abc.Sequence[int], features: int) -> None"),
+                  "feature_layers: collections.abc.Sequence[int], features: int, own: int = 0) -> None"),
           "Run a forward. Ids and rows have to be there: nothing is checked.\n\n"
           "Args:\n"
           "    steps: of each layer its plan and pool, those of exact cells or None twice, and the cap\n"
@@ -257,7 +301,10 @@ void bind_decoder(nb::module_& m) {
           "    n_rows: how many.\n"
           "    logits: float32 ``[n_rows, n_vocab]``.\n"
           "    feature_layers: layers whose input is wanted; behind the last one that is its result.\n"
-          "    features: float32 ``[n_tokens, number of feature_layers, hidden]``.");
+          "    features: float32 ``[n_tokens, number of feature_layers, hidden]``.\n"
+          "    own: ``[n_tokens, layers, size]`` in the layers' type, rows of each layer's own; 0: there are none.\n\n"
+          "Raises:\n"
+          "    ConfigError: steps, rotations or rows are missing.");
 }
 
 void bind_eagle3(nb::module_& m) {

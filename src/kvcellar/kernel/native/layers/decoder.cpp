@@ -131,6 +131,8 @@ void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens
   };
   norm_heads(layer.q, qkv, layer.n_heads);
   norm_heads(layer.k, k, layer.n_kv_heads);
+  void* v = static_cast<char*>(k) + layer.n_kv_heads * dim * size_of(dtype);
+  if (layer.v.weight) apply(layer.v, {v, n_tokens, layer.n_kv_heads, dim, n_out, dtype}, v, n_out, n_threads);
   if (layer.n_turned < 0 || layer.n_turned == dim) {
     rotate({qkv, n_tokens, n_rotated, dim, n_out, dtype}, cos, sin, n_threads);
     return;
@@ -142,32 +144,45 @@ void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens
 }
 
 void after_attention(const DecoderLayer& layer, const void* x, const void* attended, int64_t n_tokens, void* out,
-                     int n_threads) {
+                     int n_threads, const OwnRows& own) {
   const bool has_mlp = layer.gate_up.weights.data != nullptr, has_both = has_mlp && layer.has_mixture;
-  const int64_t hidden = layer.o.weights.n_out, inner = has_mlp ? layer.down.weights.n_in : 0;
-  const int64_t n = n_tokens * hidden;
+  const bool is_apart = layer.apart.router.weight && layer.apart.experts.weight;
+  const int64_t hidden = layer.o.weights.n_out, n_own = layer.own.gate.weights.data ? layer.own.gate.n_out() : 0;
+  const int64_t inner = has_mlp ? layer.down.weights.n_in : 0, widest = std::max(inner, n_own), n = n_tokens * hidden;
   const Dtype dtype = layer.dtype;
-  Pieces pieces(dtype, 2 * n + 3 * n_tokens * inner + (has_both ? n + n_tokens : 0), 6);
+  Pieces pieces(dtype, 2 * n + 3 * n_tokens * widest + (has_both ? n + n_tokens : 0) + (is_apart ? n : 0), 7);
   void *mid = pieces.take(n), *normed = pieces.take(n);
-  void *both = pieces.take(2 * n_tokens * inner), *gated = pieces.take(n_tokens * inner);
+  void *both = pieces.take(2 * n_tokens * widest), *gated = pieces.take(n_tokens * widest);
   const RowOps& rows = *ops().rows;
-  const auto add_to_sum = [&](void* said, const Norm& by, const void* sum) {
+  const auto norm_said = [&](const Norm& by, void* said) {
     if (by.weight) apply(by, {said, n_tokens, 1, hidden, hidden, dtype}, said, hidden, n_threads);
+  };
+  const auto add_to_sum = [&](void* said, const Norm& by, const void* sum) {
+    norm_said(by, said);
     multiply_by(said, layer.residual, n, dtype);
     rows.add(said, sum, n, dtype);
   };
   run(layer.o, attended, n_tokens, dtype, mid, n_threads);
   add_to_sum(mid, layer.attended, x);
+  const Rows of_mid{mid, n_tokens, 1, hidden, hidden, dtype};
+  if (layer.has_mixture && is_apart) {
+    void* asked = pieces.take(n);
+    apply(layer.apart.router, of_mid, asked, hidden, n_threads);
+    apply(layer.apart.experts, of_mid, normed, hidden, n_threads);
+    run_mixture(layer.mixture, normed, asked, n_tokens, dtype, out, n_threads);
+    norm_said(layer.apart.experts_said, out);
+  }
   if (layer.between.weight)
-    apply(layer.between, {mid, n_tokens, 1, hidden, hidden, dtype}, normed, hidden, n_threads);
+    apply(layer.between, of_mid, normed, hidden, n_threads);
   else
     normed = mid;
-  if (layer.has_mixture) run_mixture(layer.mixture, normed, n_tokens, dtype, out, n_threads);
+  if (layer.has_mixture && !is_apart) run_mixture(layer.mixture, normed, normed, n_tokens, dtype, out, n_threads);
   if (has_mlp) {
     void* said = has_both ? pieces.take(n) : out;
     run(layer.gate_up, normed, n_tokens, dtype, both, n_threads);
     gate_by(layer.gate, {both, n_tokens, 2, inner, 2 * inner, dtype}, gated, n_threads);
     run(layer.down, gated, n_tokens, dtype, said, n_threads);
+    norm_said(layer.apart.mlp_said, said);
     if (layer.share.weights.data) {
       void* logits = pieces.take(n_tokens);
       run(layer.share, normed, n_tokens, dtype, logits, n_threads);
@@ -176,12 +191,28 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
     if (has_both) rows.add(out, said, n, dtype);
   }
   add_to_sum(out, layer.mixed, mid);
+  if (n_own) {
+    const int64_t bytes = n_own * size_of(dtype);
+    run(layer.own.gate, out, n_tokens, dtype, gated, n_threads);
+    for (int64_t t = 0; t < n_tokens; ++t) {
+      const char* rows = static_cast<const char*>(own.data) + t * own.stride * size_of(dtype);
+      char* to = static_cast<char*>(both) + 2 * t * bytes;
+      std::memcpy(to, static_cast<char*>(gated) + t * bytes, static_cast<size_t>(bytes));
+      std::memcpy(to + bytes, rows, static_cast<size_t>(bytes));
+    }
+    gate_by(layer.gate, {both, n_tokens, 2, n_own, 2 * n_own, dtype}, gated, n_threads);
+    run(layer.own.out, gated, n_tokens, dtype, mid, n_threads);
+    norm_said(layer.own.norm, mid);
+    rows.add(out, mid, n, dtype);
+  }
+  multiply_by(out, layer.result, n, dtype);
 }
 
 namespace {
 
 // From x to x, with the layer's attention.
-void run_layer(const DecoderLayer& layer, const LayerStep& step, const DecoderCall& call, void* x, int n_threads) {
+void run_layer(const DecoderLayer& layer, const LayerStep& step, const DecoderCall& call, const OwnRows& own, void* x,
+               int n_threads) {
   const int64_t dim = layer.head_dim, n_out = layer.n_heads * dim, n_tokens = call.n_tokens;
   const int64_t n_joined = n_out + 2 * layer.n_kv_heads * dim;
   const Dtype dtype = layer.dtype;
@@ -197,7 +228,7 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const DecoderCa
   if (step.exact_plan) step.exact_plan->write(*step.exact_pool, layout, k, v, n_threads);
   step.plan->write(*step.pool, layout, k, v, n_threads);
   step.plan->attend(*step.pool, layout, {q, attended, layer.scale, step.softcap, layer.sinks}, n_threads);
-  after_attention(layer, x, attended, n_tokens, x, n_threads);
+  after_attention(layer, x, attended, n_tokens, x, n_threads, own);
 }
 
 }  // namespace
@@ -220,7 +251,11 @@ void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads)
     for (int64_t i = 0; i < call.n_features; ++i)
       for (int64_t t = 0; t < call.n_tokens && call.feature_layers[i] == layer; ++t)
         to_floats(x + t * row_bytes, dtype, hidden, call.features + (t * call.n_features + i) * hidden);
-    if (layer < n_layers) run_layer(decoder.layers[static_cast<size_t>(layer)], call.steps[layer], call, x, n_threads);
+    if (layer == n_layers) break;
+    const DecoderLayer& one = decoder.layers[static_cast<size_t>(layer)];
+    const int64_t n_own = one.own.gate.weights.data ? one.own.gate.n_out() : 0;
+    const char* first = static_cast<const char*>(call.own) + (n_own ? layer * n_own * size_of(dtype) : 0);
+    run_layer(one, call.steps[layer], call, {first, n_layers * n_own}, x, n_threads);
   }
   if (call.n_rows == 0) return;
   for (int64_t r = 0; r < call.n_rows; ++r)

@@ -29,15 +29,28 @@ struct Norm {
   bool in_floats = false;  // the weight is f32 whatever the rows are, and results are rounded once
 };
 
+// Norms of a mixture beside an MLP: of what its router and its experts read, in place of what the MLP does, and of what
+// experts and MLP say, before both are summed.
+struct ApartNorms {
+  Norm router, experts, experts_said, mlp_said;
+};
+
+// What a layer makes of rows of its own, [n_tokens, size] that come with a call: x + norm(out(gate(gate(x), rows))).
+struct OwnInputs {
+  LinearLayer gate, out;  // no data: the layer has none
+  Norm norm{};
+};
+
 // x + o(attention(rotate(qkv(norm(x))))), and of that x + down(gate(gate_up(norm(x)))), or x + mixture(norm(x)), or both
-// summed. What is added to x is normed, where there are such norms, and multiplied before.
+// summed. What is added to x is normed, where there are such norms, and multiplied before. The result, with what comes
+// of the layer's own inputs, is multiplied once more.
 struct DecoderLayer {
   LinearLayer qkv, o, gate_up, down;  // no data in the last two: no MLP
   Norm before, between, q, k;
-  int64_t n_heads, n_kv_heads, head_dim;
-  Dtype dtype;               // f32 or bf16, of everything but packed weights
-  float scale;               // of the attention's logits
-  bool has_mixture = false;  // in place of gate_up and down, or beside them
+  int64_t n_heads, n_kv_heads, head_dim;  // no KV heads: the layer attends over what an earlier one has written
+  Dtype dtype;                            // f32 or bf16, of everything but packed weights
+  float scale;                            // of the attention's logits
+  bool has_mixture = false;               // in place of gate_up and down, or beside them
   Mixture mixture{};
   LinearLayer share{};          // beside a mixture: a logit, whose sigmoid the MLP is multiplied with; no data: none
   Norm attended{}, mixed{};     // of what the attention says, and of what the MLP says
@@ -47,6 +60,16 @@ struct DecoderLayer {
   float residual = 1.f;         // factor on what is added to x
   Gate gate{};
   const float* sinks = nullptr;  // [n_heads], or none
+  Norm v{};                      // of v's heads
+  ApartNorms apart{};
+  OwnInputs own{};
+  float result = 1.f;  // factor on what the layer says
+};
+
+// Rows of a layer's own, `stride` numbers from token to token; or none.
+struct OwnRows {
+  const void* data = nullptr;
+  int64_t stride = 0;
 };
 
 // x [n_tokens, hidden] -> q, k and v [n_tokens, n_heads + 2 n_kv_heads, head_dim], rotated.
@@ -55,7 +78,7 @@ void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens
 
 // x and attended [n_tokens, n_heads * head_dim] -> the layer's result [n_tokens, hidden].
 void after_attention(const DecoderLayer& layer, const void* x, const void* attended, int64_t n_tokens, void* out,
-                     int n_threads);
+                     int n_threads, const OwnRows& own = {});
 
 // A causal model: what a layer makes of the one before, from an embedding to logits.
 struct Decoder {
@@ -92,6 +115,7 @@ struct DecoderCall {
   int64_t n_features;
   const int64_t* feature_layers;  // [n_features], layers whose input is wanted; behind the last its result
   float* features;                // [n_tokens, n_features, hidden]
+  const void* own = nullptr;      // [n_tokens, layers, size], rows of each layer's own in the layers' type, or none
 };
 
 void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads);
