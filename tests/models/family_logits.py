@@ -32,7 +32,15 @@ from tests.tools.scripts import load_script
 
 checking = load_script("check_families")
 
-_OF_OTHERS = {"lfm2_vl", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"}
+_OF_OTHERS = {
+    "gemma4",
+    "gemma4_unified",
+    "lfm2_vl",
+    "mistral3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+}
 """Wrappers, whose text is a family of its own."""
 
 _KINDS = {kind for kind, _ in (FAMILIES | OTHERS).values()} | _OF_OTHERS

@@ -17,7 +17,7 @@ from tests.models.test_check import each_time
 
 pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 
-OFTEN = "llama gemma-3 shared-expert delta-net latents-and-groups gemma4"
+OFTEN = "llama gemma-3 shared-expert delta-net latents-and-groups gemma-4-own-rows gemma3n"
 
 ALONE = (
     "import runpy, sys\n"
@@ -65,21 +65,21 @@ def test_all_models_are_stored_in_their_order():
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_family_that_is_otherwise_ends_it(tmp_path, which):
-    families = {name: known()[name] for name in ("llama", "delta-net", "gemma4")}
+    families = {name: known()[name] for name in ("llama", "delta-net", "gemma3n")}
     families["delta-net"]["logits"][which][-1][2] += 0.001
     assert "off by 0.001, more than 0.0002" in wrong(families, tmp_path, "delta-net")
 
 
 def test_a_family_that_is_said_to_need_torch_and_runs_ends_it(tmp_path):
-    families = {name: known()[name] for name in ("llama", "gemma4")}
+    families = {name: known()[name] for name in ("llama", "gemma3n")}
     families["llama"]["logits"] = None
     assert "is said to need it" in wrong(families, tmp_path, "llama")
 
 
 def test_a_family_that_is_refused_and_should_run_ends_it(tmp_path):
-    families = {name: known()[name] for name in ("llama", "gemma4")}
-    families["gemma4"]["logits"] = families["llama"]["logits"]
-    assert "has no plan yet" in wrong(families, tmp_path, "gemma4")
+    families = {name: known()[name] for name in ("llama", "gemma3n")}
+    families["gemma3n"]["logits"] = families["llama"]["logits"]
+    assert "has no plan yet" in wrong(families, tmp_path, "gemma3n")
 
 
 def wrong(families: dict[str, Any], folder: Path, name: str) -> str:

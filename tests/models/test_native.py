@@ -255,7 +255,45 @@ LATENTS = {
     "latents-multiplied": ("minicpm3", {**LATENT, "attention_bias": True, "dim_model_base": 32}),
 }
 OTHERS |= LATENTS
+_GEMMA4 = {
+    "layer_types": [SLIDES, SLIDES, FULL],
+    "sliding_window": 12,
+    "per_layer_config": {2: {"head_dim": 32, "num_key_value_heads": 1}},
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA4 = {
+    "gemma-4": ("gemma4_text", _GEMMA4),
+    "gemma-4-12b": (
+        "gemma4_unified_text",
+        {name: one for name, one in _GEMMA4.items() if name != "hidden_size_per_layer_input"},
+    ),
+    "gemma-4-experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma-4-own-rows": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": [SLIDES, FULL] * 3,
+            "sliding_window": 12,
+            "per_layer_config": {number: {"head_dim": 32} for number in (1, 3, 5)},
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+        },
+    ),
+}
 RULED = {
+    **GEMMA4,
     "queries-that-grow": (
         "ministral3",
         {
@@ -591,6 +629,12 @@ def test_a_model_that_torch_has_never_seen_runs_where_there_is_no_torch(tmp_path
         ("llama", "BF16", 1e-5),
         ("gemma2", "BF16", 1e-5),
         ("gemma3", "BF16", 1e-5),
+        ("gemma4", "BF16", 1e-5),
+        ("gemma4", "Q8_0", 0.02),
+        ("gemma4 with experts", "BF16", 1e-5),
+        ("gemma4 with experts", "Q8_0", 0.02),
+        ("gemma4 with shared layers", "BF16", 1e-5),
+        ("gemma4 with shared layers", "Q8_0", 0.02),
         ("granite", "BF16", 1e-5),
         ("smollm3", "BF16", 1e-5),
         ("olmo2", "BF16", 1e-5),
@@ -660,6 +704,9 @@ def test_a_mixture_is_shown_and_refused_where_its_parts_do_not_fit(other, tmp_pa
     "family",
     [
         "gemma-3",
+        "gemma-4",
+        "gemma-4-experts",
+        "gemma-4-own-rows",
         "mixtral",
         "shared-expert",
         "crossed-experts",

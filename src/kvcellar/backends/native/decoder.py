@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from kvcellar.backends.native.caches import NativeCache
 from kvcellar.backends.native.latent import orders_of_latents
+from kvcellar.backends.native.own_rows import OwnRows
 from kvcellar.backends.native.recurrent import orders_by_key_heads
-from kvcellar.backends.native.weights import WeightHolder
-from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
+from kvcellar.backends.native.weights import WeightHolder, floats, typed
+from kvcellar.backends.reference.pools import to_bfloat16_bits
 from kvcellar.kernel import attend, experts, layers
 from kvcellar.models.plans.plan import LayerPlan, LinearPlan, ModelPlan, RopePlan
 from kvcellar.types import IntArray
 
+Array = NDArray[Any]
 FloatArray = NDArray[np.float32]
 
 _FEW = 64
@@ -85,6 +87,10 @@ def _layer(one: LayerPlan, plan: ModelPlan, holder: WeightHolder) -> layers.Deco
         gate=experts.Gate(*one.gate),
         sinks=0 if one.sinks is None else holder.floats(one.sinks).ctypes.data,
         share=None if share is None else holder.unchanged(share),
+        v=None if one.v_eps is None else holder.norm_of_ones(one.heads[2], one.v_eps),
+        apart=None if mixture is None or mixture.apart is None else holder.apart(mixture.apart),
+        own=None if one.own is None else holder.own(one.own),
+        result=1.0 if one.result is None else float(holder.small(one.result)[0]),
     )
 
 
@@ -136,11 +142,18 @@ class NativeDecoder:
             "logit_scale": plan.logit_scale,
             "logit_cap": plan.logit_cap or 0.0,
         }
+        own, n_layers = plan.own_rows, len(plan.layers)
+        self._own_rows = None if own is None else OwnRows(own, holder, n_layers)
         self._local = threading.local()
         self._row_type = np.uint16 if holder.dtype == attend.Dtype.bfloat16 else np.float32
 
-    def _embedded(self, ids: IntArray) -> layers.Decoder:
-        """Look tokens up; return what reads their rows, this thread's own."""
+    def _scaled(self, x: Array) -> Array:
+        """Return rows of the embedding with its factor."""
+        scale = self._factors["embedding_scale"]
+        return x if scale == 1.0 else typed(floats(x) * np.float32(scale), self._row_type)
+
+    def _embedded(self, ids: IntArray) -> tuple[layers.Decoder, Array]:
+        """Look tokens up; return what reads their rows, this thread's own, and these."""
         rows = getattr(self._local, "rows", None)
         if rows is None or len(rows) < len(ids):
             made, norm, head = self._parts
@@ -150,7 +163,7 @@ class NativeDecoder:
             self._local.decoder = layers.Decoder(made, at, norm, head, **self._factors)
         self._embedding.look_up(ids, rows)
         found: layers.Decoder = self._local.decoder
-        return found
+        return found, rows[: len(ids)]
 
     def forward(
         self,
@@ -177,7 +190,8 @@ class NativeDecoder:
         """
         n_tokens = len(ids)
         steps = cache.compiled_steps(n_tokens, positions)
-        decoder = self._embedded(ids)
+        decoder, x = self._embedded(ids)
+        own = None if self._own_rows is None else self._own_rows.of(ids, self._scaled(x))
         sides = [one.of(positions) for one in self._rotations]
         logits = np.empty((len(rows), self.vocab_size), np.float32)
         features = np.empty((n_tokens, len(feature_layers) * self.hidden_size), np.float32)
@@ -192,6 +206,7 @@ class NativeDecoder:
             logits.ctypes.data,
             list(feature_layers),
             features.ctypes.data,
+            0 if own is None else own.ctypes.data,
         )
         cache.steps.wrote_all()
         return logits, features
@@ -227,4 +242,4 @@ class NativeDecoder:
         )
         if not is_bf16:
             return states
-        return from_bfloat16_bits(to_bfloat16_bits(states) if in_floats else x)
+        return floats(to_bfloat16_bits(states) if in_floats else x)

@@ -12,8 +12,7 @@ from kvcellar.backends.native.caches import NativeCache
 from kvcellar.backends.native.decoder import FloatArray, NativeDecoder
 from kvcellar.backends.native.latent import LatentAttention
 from kvcellar.backends.native.recurrent import Recurrent
-from kvcellar.backends.native.weights import WeightHolder
-from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
+from kvcellar.backends.native.weights import WeightHolder, floats, typed
 from kvcellar.kernel import attend, recurrent
 from kvcellar.models.plans.plan import LayerPlan, ModelPlan
 from kvcellar.types import IntArray
@@ -76,16 +75,6 @@ class Attention:
         turned = heads[..., : self._paired]
         pairs = turned.reshape(*turned.shape[:-1], 2, -1).swapaxes(-1, -2)
         turned[:] = pairs.reshape(turned.shape)
-
-
-def floats(x: Array) -> FloatArray:
-    """Return numbers of the model's type, bfloat16 as its bits, in float32."""
-    return from_bfloat16_bits(x) if x.dtype == np.uint16 else x
-
-
-def typed(x: FloatArray, dtype: Any) -> Array:
-    """Return numbers in the model's type, bfloat16 as its bits."""
-    return to_bfloat16_bits(x) if dtype == np.uint16 else x
 
 
 def _between(
@@ -164,8 +153,7 @@ class HybridDecoder(NativeDecoder):
         """Return rows of tokens ``[T, hidden_size]`` in the model's type."""
         x = np.empty((len(ids), self.hidden_size), self._row_type)
         self._embedding.look_up(ids, x)
-        scale = self._factors["embedding_scale"]
-        return x if scale == 1.0 else typed(floats(x) * np.float32(scale), self._row_type)
+        return self._scaled(x)
 
     def _logits(self, x: Array) -> FloatArray:
         """Return logits ``[R, vocab_size]`` of rows that the last layer has said."""

@@ -276,7 +276,8 @@ def _counted(
     tensors: Tensors, plan: ModelPlan, *, is_kept: bool
 ) -> tuple[dict[str, int], dict[str, Matrix]]:
     """Count the numbers of a plan's tensors; ``is_kept`` where blocks stay as they are."""
-    exact = (plan.embedding, *plan.head.weights)
+    own = () if plan.own_rows is None else (plan.own_rows.embedding,)
+    exact = (plan.embedding, *plan.head.weights, *own)
     at_matrices = set(plan.matrices)
     sizes, matrices = {}, {}
 

@@ -34,11 +34,17 @@ def check_shapes(plan: ModelPlan, tensors: Tensors) -> None:
         raise of.wrong(plan.embedding, f"rows of {vocab} tokens")
     of.linear(plan.head, vocab, hidden)
     of.norm(plan.norm, hidden)
+    own = plan.own_rows
+    if own is not None:
+        width = own.size * len(plan.layers)
+        of.linear(LinearPlan((own.embedding,), (None,)), vocab, width)
+        of.linear(own.project, width, hidden)
+        of.norm(own.norm, own.size)
     for one in plan.layers:
-        _check_layer(one, of, hidden)
+        _check_layer(one, of, hidden, 0 if own is None else own.size)
 
 
-def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
+def _check_layer(one: LayerPlan, of: _Shapes, hidden: int, n_own: int) -> None:
     n_heads, n_kv_heads, dim = one.heads
     if one.latent is not None:
         _check_latent(one, one.latent, of, hidden)
@@ -62,6 +68,12 @@ def _check_layer(one: LayerPlan, of: _Shapes, hidden: int) -> None:
         of.linear(one.down, hidden, n_both // 2)
     if one.mixture is not None:
         _check_mixture(one.mixture, of, hidden)
+    if one.own is not None:
+        of.linear(one.own.gate, n_own, hidden)
+        of.linear(one.own.out, hidden, n_own)
+        of.norm(one.own.norm, hidden)
+    if one.result is not None:
+        of.vector(one.result, 1)
 
 
 def _check_latent(one: LayerPlan, latent: LatentPlan, of: _Shapes, hidden: int) -> None:
@@ -100,6 +112,10 @@ def _check_mixture(mixture: MixturePlan, of: _Shapes, hidden: int) -> None:
         raise of.wrong(mixture.router.weights[0], f"rows in {n_groups} groups of enough experts")
     if mixture.correction is not None:
         of.vector(mixture.correction, n_experts)
+    if mixture.factors is not None:
+        of.vector(mixture.factors, n_experts)
+    for norm in () if mixture.apart is None else mixture.apart.norms:
+        of.norm(norm, hidden)
     if mixture.share is not None:
         (weight,) = mixture.share.weights
         of.vector(weight, hidden)

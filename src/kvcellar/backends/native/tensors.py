@@ -374,7 +374,7 @@ class GgufTensors:
         """
         family = FAMILIES.get(file.architecture) or TILED.get(file.architecture)
         heads = list({one.heads for one in plan.layers if one.recurrent is None})
-        if family is None or len(heads) != 1:
+        if family is None or (family.is_turned and len(heads) != 1):
             raise ModelError(
                 f"{file.path}: the native backend does not read GGUF files of the architecture "
                 f"{file.architecture!r}; load it with the backend torch"

@@ -15,7 +15,15 @@ from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bi
 from kvcellar.errors import ModelError
 from kvcellar.kernel import attend, blocks, experts, layers
 from kvcellar.kernel import linear as products
-from kvcellar.models.plans.plan import Gate, LatentPlan, LinearPlan, MixturePlan, NormPlan
+from kvcellar.models.plans.plan import (
+    ApartPlan,
+    Gate,
+    LatentPlan,
+    LinearPlan,
+    MixturePlan,
+    NormPlan,
+    OwnPlan,
+)
 from kvcellar.models.weights import (
     BLOCK,
     CODED_SAMPLE,
@@ -158,6 +166,20 @@ class WeightHolder:
         """Describe a norm whose weight is held to the kernel."""
         return layers.Norm(weight.ctypes.data, plan.eps, plan.in_floats)
 
+    def norm_of_ones(self, n: int, eps: float) -> layers.Norm:
+        """Describe a norm of rows of n numbers that has no weight."""
+        return layers.Norm(self.keep(np.ones(n, np.float32)).ctypes.data, eps, True)
+
+    def apart(self, plan: ApartPlan) -> layers.ApartNorms:
+        """Describe the norms of a mixture beside an MLP; errors as of ``norm``."""
+        router = self.keep(self._tensors.norm(plan.router) * np.float32(plan.router_scale))
+        asked = layers.Norm(router.ctypes.data, plan.router.eps, True)
+        return layers.ApartNorms(asked, *map(self.norm, plan.norms[1:]))
+
+    def own(self, plan: OwnPlan) -> layers.OwnInputs:
+        """Hold what a layer makes of rows of its own; errors as of ``matrices``."""
+        return layers.OwnInputs(self.linear(plan.gate), self.linear(plan.out), self.norm(plan.norm))
+
     def norm_weight(self, plan: NormPlan) -> Array:
         """Hold the weight of a norm, in the type that it multiplies in."""
         weight = self._tensors.norm(plan)
@@ -187,8 +209,12 @@ class WeightHolder:
                 one if order is None else one._replace(rows=one.rows[order])
                 for one, order in zip(found, orders, strict=True)
             ]
-        if self._weights == FILE:
+        if self._weights == FILE and orders:
             return [self._blocks(one, name) for one, name in zip(found, names, strict=True)]
+        if self._weights == FILE:  # what is named twice is held once
+            of = dict(zip(names, found, strict=True))
+            held = {name: self._blocks(one, name) for name, one in of.items()}
+            return [held[name] for name in names]
         rows = [_plain(one, name) for one, name in zip(found, names, strict=True)]
         n_in = found[0].n_in
         if self._is_plain(n_in):
@@ -235,7 +261,7 @@ class WeightHolder:
     def _copied(self, rows: Sequence[Array]) -> Array:
         """Copy matrices of the same inputs in the model's type, one behind the other."""
         is_bf16 = self.dtype == attend.Dtype.bfloat16
-        held = self.arena.copy([_as_bf16(one) if is_bf16 else _as_float32(one) for one in rows])
+        held = self.arena.copy([_as_bf16(one) if is_bf16 else floats(one) for one in rows])
         self.kept.append(held)
         return held
 
@@ -300,6 +326,7 @@ class WeightHolder:
             rounds_logits=plan.rounds_logits,
             rounds_shares=plan.rounds_shares,
             groups=plan.groups,
+            factors=0 if plan.factors is None else self.floats(plan.factors).ctypes.data,
         )
         names, biases = (plan.gate_up, plan.down), plan.biases or (None, None)
         found = [self._tensors.experts(name, is_crossed=plan.is_crossed) for name in names]
@@ -349,7 +376,7 @@ class WeightHolder:
         self.kept.append(held)
         whole = held.reshape(rows.n_experts, *shape)
         for at, one in enumerate(each):
-            whole[at] = _as_bf16(one) if is_bf16 else _as_float32(one)
+            whole[at] = _as_bf16(one) if is_bf16 else floats(one)
         return products.LinearWeights(self._plain_form, rows.n_in, rows.n_out, held.ctypes.data)
 
     def expansion(self, plan: LatentPlan) -> tuple[experts.ExpertLayer, experts.ExpertLayer]:
@@ -480,8 +507,14 @@ def _as_bf16(rows: Array) -> Array:
     return rows if rows.dtype == np.uint16 else to_bfloat16_bits(rows)
 
 
-def _as_float32(rows: Array) -> Array:
-    return from_bfloat16_bits(rows) if rows.dtype == np.uint16 else rows
+def floats(x: Array) -> Array:
+    """Return numbers of the model's type, bfloat16 as its bits, in float32."""
+    return from_bfloat16_bits(x) if x.dtype == np.uint16 else x
+
+
+def typed(x: Array, dtype: Any) -> Array:
+    """Return numbers in the model's type, bfloat16 as its bits."""
+    return to_bfloat16_bits(x) if dtype == np.uint16 else x
 
 
 def _joined(rows: Sequence[Array]) -> Array:

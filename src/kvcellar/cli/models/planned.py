@@ -55,12 +55,17 @@ def _lines(plan: ModelPlan, *, is_learnt: bool) -> Iterator[tuple[str, str]]:
     yield "embedding", f"{plan.embedding}, {size}"
     alike: dict[str, list[int]] = {}
     windows = {at.layer: at.window for at in facts.layers}
+    sources = {at.layer: at.source for at in facts.layers}
     for number, layer in enumerate(plan.layers):
-        window = windows.get(number)
+        window, source = windows.get(number), sources.get(number)
         slides = "" if window is None else f", window {window}"
-        alike.setdefault(f"{_layer(layer)}{slides}", []).append(number)
+        alike.setdefault(f"{_layer(layer, source)}{slides}", []).append(number)
     for says, numbers in alike.items():
         yield f"{len(numbers)} layers", f"{says} (the first is {numbers[0]})"
+    own = plan.own_rows
+    if own is not None:
+        says = f"{own.size} numbers in each layer by {own.embedding}, times {own.own_scale:g}"
+        yield "own rows", f"{says}, and {_linear(own.project)}, normed, together times {own.mean:g}"
     yield "norm", f"{plan.norm.weight}, eps {plan.norm.eps:g}"
     times = f", times {plan.logit_scale:g}" if plan.logit_scale != 1 else ""
     cap = f", capped at {plan.logit_cap:g}" if plan.logit_cap is not None else ""
@@ -69,8 +74,11 @@ def _lines(plan: ModelPlan, *, is_learnt: bool) -> Iterator[tuple[str, str]]:
         share, stretch = plan.query_growth
         yield "queries", f"times 1 + {share:g} * log(1 + position // {stretch})"
     for number, rope in enumerate(plan.ropes):
-        first, last = max(rope.frequencies), min(rope.frequencies)
-        pairs = f"{len(rope.frequencies)} pairs, {first:g} to {last:g} radians per position"
+        turned = [one for one in rope.frequencies if one]
+        first, last = max(turned, default=0.0), min(turned, default=0.0)
+        stay = len(rope.frequencies) - len(turned)
+        pairs = f"{len(turned)} pairs, {first:g} to {last:g} radians per position"
+        pairs += f"; {stay} pairs stay" if stay else ""
         yield f"RoPE {number}" if len(plan.ropes) > 1 else "RoPE", pairs
 
 
@@ -103,26 +111,34 @@ def _latent(one: LatentPlan, layer: LayerPlan) -> str:
     )
 
 
-def _attention(layer: LayerPlan) -> str:
-    """Say what the attention of a layer is, or what is in its place."""
+def _attention(layer: LayerPlan, source: int | None) -> str:
+    """Say what the attention of a layer is, or what is in its place.
+
+    Args:
+        layer: the layer.
+        source: earlier layer whose K and V it reads; None: its own.
+    """
     if layer.recurrent is not None:
         return _recurrent(layer.recurrent)
     if layer.latent is not None:
         return _latent(layer.latent, layer)
     n_heads, n_kv_heads, head_dim = layer.heads
+    read = f" on {n_kv_heads}" if source is None else f" on those of layer {source},"
     normed = "" if layer.q_norm is None else ", normed"
+    normed += "" if layer.v_eps is None else ", V normed"
+    normed += ", V made as K" if layer.qkv.weights[1:2] == layer.qkv.weights[2:] != () else ""
     pairs = " in pairs" if layer.turns_pairs else ""
     turned = "not turned" if layer.rope is None else f"turned{pairs} by RoPE {layer.rope}"
     sinks = ", sinks" if layer.sinks else ""
     gated = ", with a gate" if layer.is_gated else ""
     return (
-        f"{n_heads} heads on {n_kv_heads} of {head_dim} numbers{normed}, {turned}, scale "
+        f"{n_heads} heads{read} of {head_dim} numbers{normed}, {turned}, scale "
         f"{layer.scale:g}{sinks}{gated}"
     )
 
 
-def _layer(layer: LayerPlan) -> str:
-    says = _attention(layer)
+def _layer(layer: LayerPlan, source: int | None) -> str:
+    says = _attention(layer, source)
     is_usual = layer.recurrent is None and layer.latent is None
     biased = [
         name
@@ -146,10 +162,13 @@ def _layer(layer: LayerPlan) -> str:
     if layer.mixture is not None:
         n_groups, n_kept, _ = layer.mixture.groups
         among = f" in {n_kept} of {n_groups} groups" if n_groups > 1 else ""
-        parts.append(f"{layer.mixture.n_chosen} experts of each token{among}")
+        apart = ", normed apart," if layer.mixture.apart is not None else ""
+        parts.append(f"{layer.mixture.n_chosen} experts of each token{among}{apart}")
+    own = "" if layer.own is None else ", rows of its own"
+    result = "" if layer.result is None else ", the result times a number of its own"
     return (
         f"{says}, {' and '.join(parts)} with {gate}, norms {', '.join(there)} with eps {eps}"
-        f"{residual}{biases}"
+        f"{residual}{biases}{own}{result}"
     )
 
 

@@ -19,6 +19,16 @@ _NAMES = {
     "post_attention_layernorm": ("post_attention_norm", "ffn_norm"),
     "pre_feedforward_layernorm": ("ffn_norm",),
     "post_feedforward_layernorm": ("post_ffw_norm",),
+    "post_feedforward_layernorm_1": ("post_ffw_norm_1",),
+    "pre_feedforward_layernorm_2": ("pre_ffw_norm_2",),
+    "post_feedforward_layernorm_2": ("post_ffw_norm_2",),
+    "model.embed_tokens_per_layer": ("per_layer_token_embd",),
+    "model.per_layer_model_projection": ("per_layer_model_proj",),
+    "model.per_layer_projection_norm": ("per_layer_proj_norm",),
+    "per_layer_input_gate": ("inp_gate",),
+    "per_layer_projection": ("proj",),
+    "post_per_layer_input_norm": ("post_norm",),
+    "router.proj": ("ffn_gate_inp",),
     "mlp.gate_proj": ("ffn_gate",),
     "mlp.up_proj": ("ffn_up",),
     "mlp.gate_up_proj": ("ffn_up",),
@@ -74,6 +84,9 @@ are several, the first that a file has is meant."""
 _PARAMETERS = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
 } | {
     f"{module}.{leaf}": name
     for module in ("mamba", "linear_attn")

@@ -30,6 +30,17 @@ from kvcellar.models.plans.family_rules import (
     of_minicpm3,
     of_ministral3,
 )
+from kvcellar.models.plans.gemma4 import (
+    OF_GEMMA4,
+    READ_BY_GEMMA4,
+    as_usual_gemma4,
+    as_usual_unified,
+    factors_of_gemma4,
+    layer_of_gemma4,
+    own_rows_of_gemma4,
+    sources_of_gemma4,
+    widths_of_gemma4,
+)
 from kvcellar.models.plans.hybrids import (
     OF_GRANITE,
     OF_LFM2,
@@ -92,6 +103,20 @@ _READ_BY_GEMMAS = frozenset(
     )
 )
 _SPARED_BY_GEMMAS = frozenset(("cache_implementation", "hidden_act", "_sliding_window_pattern"))
+
+_OF_GEMMA4: dict[str, Any] = {
+    **_OF_GEMMA,
+    "offset": 0.0,
+    "head_norms": True,
+    "kinds": as_said,
+    "ropes": rope_by_kind(as_said, widths_of_gemma4),
+    "factors": factors_of_gemma4,
+    "mixtures": OF_GEMMA4,
+    "sources": sources_of_gemma4,
+    "own_rows": own_rows_of_gemma4,
+    "finish": layer_of_gemma4,
+    "reads": READ | READ_BY_GEMMA4,
+}
 
 _OF_DELTA_NETS: dict[str, Any] = {
     "qkv_bias": "attention_bias",
@@ -278,6 +303,10 @@ FAMILIES = {
         as_usual=as_usual_gemma3,
         reads=_READ_BY_GEMMAS | {"rope_local_base_freq"},
         spares=_SPARED_BY_GEMMAS,
+    ),
+    "gemma4_text": FamilyRules("Gemma4ForCausalLM", **_OF_GEMMA4, as_usual=as_usual_gemma4),
+    "gemma4_unified_text": FamilyRules(
+        "Gemma4UnifiedForCausalLM", **_OF_GEMMA4, as_usual=as_usual_unified
     ),
     "smollm3": FamilyRules(
         "SmolLM3ForCausalLM",

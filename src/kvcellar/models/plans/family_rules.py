@@ -16,6 +16,7 @@ from kvcellar.models.plans.latents import (
     scale_of_latents,
 )
 from kvcellar.models.plans.mixtures import Mixtures
+from kvcellar.models.plans.plan import LayerPlan, OwnRowsPlan
 from kvcellar.models.plans.ropes import Ropes, one_rope
 
 Raw = Mapping[str, Any]
@@ -100,15 +101,23 @@ def of_ministral3(raw: Raw, head_dim: int) -> Factors:
     return Factors(head_dim**-0.5, query_growth=(float(rope["llama_4_scaling_beta"]), stretch))
 
 
-def of_gemma(raw: Raw, head_dim: int) -> Factors:
-    """Return the factors of a Gemma; a factor that bfloat16 has is rounded to itself."""
+def factor_of_rows(raw: Raw) -> tuple[float, bool]:
+    """Return a Gemma's factor on rows of its embedding, and if it is rounded to their type.
+
+    One that bfloat16 has is rounded to itself.
+    """
     embedding = float(raw["hidden_size"] ** 0.5)
-    bits = int(np.float32(embedding).view(np.uint32))
+    return embedding, bool(int(np.float32(embedding).view(np.uint32)) & 0xFFFF)
+
+
+def of_gemma(raw: Raw, head_dim: int) -> Factors:
+    """Return the factors of a Gemma."""
+    embedding, rounds = factor_of_rows(raw)
     return Factors(
         scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
         softcap=raw.get("attn_logit_softcapping"),
         embedding=embedding,
-        rounds_embedding=bool(bits & 0xFFFF),
+        rounds_embedding=rounds,
         logit_cap=raw.get("final_logit_softcapping"),
     )
 
@@ -143,6 +152,21 @@ def of_granite(raw: Raw, head_dim: int) -> Factors:
         embedding=float(raw["embedding_multiplier"]),
         logits=1 / float(raw["logits_scaling"]),
     )
+
+
+def no_sources(raw: Raw) -> Mapping[int, int]:
+    """Return whose K and V layers read in most families: their own."""
+    return {}
+
+
+def no_own_rows(raw: Raw) -> OwnRowsPlan | None:
+    """Return the rows that layers have of their own in most families: none."""
+    return None
+
+
+def as_planned(raw: Raw, number: int, layer: LayerPlan) -> LayerPlan:
+    """Return a layer's plan as it is."""
+    return layer
 
 
 BEFORE = {"before": "input_layernorm", "between": "post_attention_layernorm"}
@@ -185,6 +209,9 @@ class FamilyRules:
         norms_of_states: norms of recurrent layers, where they are others.
         latents: layers attend over latents, of a config; None: no layer does.
         turns_pairs: true if neighbours of a head turn against each other.
+        sources: by number of a layer that reads an earlier one's K and V, that one's.
+        own_rows: what layers have of their own.
+        finish: adds to the plan of a layer what is the family's alone.
     """
 
     network: str
@@ -215,6 +242,9 @@ class FamilyRules:
     norms_of_states: Mapping[str, str] | None = None
     latents: Latent | None = None
     turns_pairs: bool = False
+    sources: Callable[[Raw], Mapping[int, int]] = no_sources
+    own_rows: Callable[[Raw], OwnRowsPlan | None] = no_own_rows
+    finish: Callable[[Raw, int, LayerPlan], LayerPlan] = as_planned
 
     def named(self, usual: str) -> str:
         """Return what the family calls a module."""

@@ -55,6 +55,12 @@ class Recurrents:
 
 _WRAPPERS: dict[str, tuple[tuple[str, ...], str, bool | None]] = {
     "gemma3": (("gemma3_text",), "Gemma3ForConditionalGeneration", True),
+    "gemma4": (("gemma4_text",), "Gemma4ForConditionalGeneration", True),
+    "gemma4_unified": (
+        ("gemma4_unified_text",),
+        "Gemma4UnifiedForConditionalGeneration",
+        True,
+    ),
     "mistral3": (("mistral", "ministral3"), "Mistral3ForConditionalGeneration", None),
     "qwen3_vl": (("qwen3_vl_text",), "Qwen3VLForConditionalGeneration", False),
     "qwen3_5": (("qwen3_5_text",), "Qwen3_5ForConditionalGeneration", False),

@@ -25,7 +25,7 @@ class Mixtures:
 
     Attributes:
         router: module within a layer's ``block``.
-        block: module of a layer.
+        block: module of a layer; empty: router and experts are the layer's own.
         is_normalised: true if shares are divided by their sum; None: a field says it.
         rounds_shares: true if shares are rounded to the type of the rows.
         is_crossed: true if experts' matrices are the other way round, with biases, and their gate
@@ -99,7 +99,7 @@ class Mixtures:
         are_whole = type(n_experts) is int and type(n_chosen) is int
         if not are_whole or not 0 < n_chosen <= n_experts or not isinstance(is_normalised, bool):
             raise ValueError("no rule for such experts")
-        within = f"{layer}.{self.block}"
+        within = f"{layer}.{self.block}" if self.block else layer
         up, down = (f"{within}.experts.{name}_proj" for name in ("gate_up", "down"))
         router, share = f"{within}.{self.router}", f"{within}.{self.shared}_gate"
         return MixturePlan(

@@ -25,7 +25,7 @@ from kvcellar.models.known import keep, read_kept
 from kvcellar.models.latents import Latents
 from kvcellar.models.plans.recurrent import RecurrentPlan, recurrent_plan
 
-VERSION = 6
+VERSION = 7
 """Version of how plans are made and written; those of another one are made again."""
 
 
@@ -77,6 +77,30 @@ class LinearPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ApartPlan:
+    """Norms of a mixture beside an MLP, each of which reads for itself what comes after attention.
+
+    Attributes:
+        router: of what the router reads.
+        router_scale: factor on that.
+        experts: of what experts read.
+        experts_said: of what experts say, together.
+        mlp_said: of what the MLP says, before both are summed.
+    """
+
+    router: NormPlan
+    router_scale: float
+    experts: NormPlan
+    experts_said: NormPlan
+    mlp_said: NormPlan
+
+    @property
+    def norms(self) -> tuple[NormPlan, ...]:
+        """All of them."""
+        return self.router, self.experts, self.experts_said, self.mlp_said
+
+
+@dataclass(frozen=True, slots=True)
 class MixturePlan:
     """A mixture of experts: gated MLPs, of which each token has those with the highest scores.
 
@@ -103,6 +127,8 @@ class MixturePlan:
         groups: into how many experts are divided, one behind the other, among the experts of how
             many of them a token chooses, and the sum of how many of its highest scores, with what
             is added to choose, says which groups those are.
+        factors: tensor of a factor on each expert's shares; None: there is none.
+        apart: norms, where the MLP beside it reads other rows; None: both read the same.
     """
 
     router: LinearPlan
@@ -119,13 +145,16 @@ class MixturePlan:
     correction: str | None = None
     rounds_logits: bool = True
     groups: tuple[int, int, int] = ONE_GROUP
+    factors: str | None = None
+    apart: ApartPlan | None = None
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of what stays in the model's own type: all but experts' matrices."""
         beside = () if self.share is None else (self.share,)
-        corrections = () if self.correction is None else (self.correction,)
-        return (*_tensors((self.router, *beside)), *(self.biases or ()), *corrections)
+        vectors = [one for one in (self.correction, self.factors) if one is not None]
+        norms = [] if self.apart is None else [one.weight for one in self.apart.norms]
+        return (*_tensors((self.router, *beside)), *(self.biases or ()), *vectors, *norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +197,59 @@ class LatentPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPlan:
+    """A layer's use of rows of its own: ``x + norm(out(act(gate(x)) * rows))``.
+
+    Attributes:
+        gate: from the layer's sum to as many numbers as its rows have.
+        out: from there to the sum.
+        norm: of what that says.
+    """
+
+    gate: LinearPlan
+    out: LinearPlan
+    norm: NormPlan
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRowsPlan:
+    """Rows that layers have of their own: ``(norm(scale * project(x)) + own_scale * row) * mean``.
+
+    Attributes:
+        size: numbers of a token in each layer.
+        embedding: tensor ``[vocab_size, n_layers * size]``, of which a row is a token's.
+        own_scale: factor on it.
+        project: from x, the token's row of the model's embedding with its factor, to as many.
+        scale: factor on what that says.
+        norm: of each layer's numbers of it.
+        mean: factor on the sum of both.
+    """
+
+    size: int
+    embedding: str
+    own_scale: float
+    project: LinearPlan
+    scale: float
+    norm: NormPlan
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """A decoder layer.
 
     Attributes:
         before: norm of its input; None: there is none, as with all norms here.
-        qkv: from there to q, k and v.
+        qkv: from there to q, k and v; or to q alone, where an earlier layer's K and V are read. V's
+            matrix may be K's.
         q_norm: of q's heads before they are turned.
         k_norm: of k's.
         o: behind the attention.
         between: norm of what comes after attention.
         gate_up: gate and up of the MLP; None: there is none.
         down: its last layer; None: there is none.
-        heads: query heads, KV heads, and numbers of a head.
+        heads: query heads, KV heads of its own, none where an earlier layer's are read, and numbers
+            of a head.
         scale: factor on the logits of attention.
         attended: norm of what the attention says, before it is added.
         mixed: norm of what the MLP says, before it is added.
@@ -197,6 +266,10 @@ class LayerPlan:
         latent: attention over latents; what is said of heads is nothing then, too. None: K and V
             are cached as they are.
         turns_pairs: true if neighbours of a head turn against each other, and not halves.
+        v_eps: what is added to the mean of squares of each head of v, which is normed without a
+            weight; None: it is not.
+        own: what it makes of rows of its own, behind all else; None: it has none.
+        result: tensor of a number that what it says is multiplied by; None: there is none.
     """
 
     before: NormPlan | None
@@ -221,20 +294,25 @@ class LayerPlan:
     recurrent: RecurrentPlan | None = None
     latent: LatentPlan | None = None
     turns_pairs: bool = False
+    v_eps: float | None = None
+    own: OwnPlan | None = None
+    result: str | None = None
 
     @property
     def linears(self) -> tuple[LinearPlan, ...]:
         """Linear layers that all tokens have, but a mixture's."""
         inside = None if self.latent is None else self.latent.q
-        found = (self.qkv, inside, self.o, self.gate_up, self.down)
+        own = () if self.own is None else (self.own.gate, self.own.out)
+        found = (self.qkv, inside, self.o, self.gate_up, self.down, *own)
         return tuple(one for one in found if one is not None)
 
     @property
     def norms(self) -> tuple[NormPlan, ...]:
         """All norms that there are."""
         inside = () if self.latent is None else (self.latent.q_norm, self.latent.norm)
+        own = () if self.own is None else (self.own.norm,)
         found = (self.before, self.q_norm, self.k_norm, self.attended, self.between, self.mixed)
-        return tuple(one for one in (*found, *inside) if one is not None)
+        return tuple(one for one in (*found, *inside, *own) if one is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +345,7 @@ class ModelPlan:
         logit_cap: ``cap * tanh(logit / cap)`` is said of what that makes; None: there is no cap.
         query_growth: of two numbers, a and n: a query at position p is multiplied by
             ``1 + a * log(1 + p // n)``; None: by nothing.
+        own_rows: what layers have of their own; None: they have none.
     """
 
     facts: ModelFacts
@@ -280,6 +359,7 @@ class ModelPlan:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     query_growth: tuple[float, int] | None = None
+    own_rows: OwnRowsPlan | None = None
 
     @property
     def mixtures(self) -> tuple[MixturePlan, ...]:
@@ -305,8 +385,12 @@ class ModelPlan:
     def matrices(self) -> tuple[str, ...]:
         """Names of all matrices of the model but those of mixtures, each once."""
         linears = [self.head, *(linear for one in self.layers for linear in one.linears)]
-        weights = (name for linear in linears for name in linear.weights)
-        return tuple(dict.fromkeys((self.embedding, *weights)))
+        names = [self.embedding]
+        if self.own_rows is not None:
+            names.append(self.own_rows.embedding)
+            linears.append(self.own_rows.project)
+        names += (name for linear in linears for name in linear.weights)
+        return tuple(dict.fromkeys(names))
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -315,8 +399,13 @@ class ModelPlan:
         for one in self.layers:
             norms += one.norms
             linears += one.linears
-        names = [self.embedding, *(one.weight for one in norms), *_tensors(linears)]
-        names += [one.sinks for one in self.layers if one.sinks]
+        names = [self.embedding]
+        if self.own_rows is not None:
+            names.append(self.own_rows.embedding)
+            norms.append(self.own_rows.norm)
+            linears.append(self.own_rows.project)
+        names += [*(one.weight for one in norms), *_tensors(linears)]
+        names += [name for one in self.layers for name in (one.sinks, one.result) if name]
         names += self.expansions
         for one in self.layers:
             names += () if one.recurrent is None else one.recurrent.tensors
@@ -367,6 +456,7 @@ class ModelPlan:
                 logit_scale=float(value["logit_scale"]),
                 logit_cap=None if cap is None else float(cap),
                 query_growth=None if growth is None else (float(growth[0]), int(growth[1])),
+                own_rows=_optional(_own_rows, value["own_rows"]),
             )
             if made.query_growth is not None and made.query_growth[1] < 1:
                 raise TypeError("queries grow with stretches of no positions")
@@ -378,6 +468,14 @@ class ModelPlan:
             shapes = [one.recurrent.shapes for one in made.layers if one.recurrent is not None]
             if shapes != [one.shapes for one in made.facts.states]:
                 raise TypeError("a recurrent layer has states of other sizes")
+            sources = {one.layer for one in made.facts.layers if one.source is not None}
+            has_none = {n for n, one in enumerate(made.layers) if one.heads[0] and not one.heads[1]}
+            if sources != has_none:
+                raise TypeError("other layers have no KV heads than those that read an earlier's")
+            if {one.own is not None for one in made.layers} != {made.own_rows is not None}:
+                raise TypeError("all layers have rows of their own, or none has")
+            if made.is_hybrid and (sources or made.own_rows):
+                raise TypeError("layers that the kernel runs in parts have all of their own")
             latents = {n: one.latent.shape for n, one in enumerate(made.layers) if one.latent}
             if latents != made.facts.latents:
                 raise TypeError("other layers attend over latents than those that cache them")
@@ -399,6 +497,7 @@ def _layer(value: Mapping[str, Any]) -> LayerPlan:
     made["mixture"] = _optional(_mixture, value["mixture"])
     made["recurrent"] = _optional(recurrent_plan, value["recurrent"])
     made["latent"] = _optional(_latent, value["latent"])
+    made |= {"own": _optional(_own, value["own"]), "v_eps": _optional(float, value["v_eps"])}
     n_heads, n_kv_heads, head_dim = map(int, value["heads"])
     alpha, cubic, shift, limit = map(float, value["gate"])
     made |= {"heads": (n_heads, n_kv_heads, head_dim), "gate": (alpha, cubic, shift, limit)}
@@ -421,7 +520,25 @@ def _mixture(value: Mapping[str, Any]) -> MixturePlan:
     n_groups, n_kept, n_best = map(int, value.get("groups", ONE_GROUP))
     if not 0 < n_kept <= n_groups or n_best < 1:
         raise TypeError("groups of experts of which none is chosen")
+    made["apart"] = _optional(_apart, value["apart"])
     return MixturePlan(**made | {"groups": (n_groups, n_kept, n_best)})
+
+
+def _apart(value: Mapping[str, Any]) -> ApartPlan:
+    norms = ("router", "experts", "experts_said", "mlp_said")
+    return ApartPlan(**dict(value) | {name: _norm(value[name]) for name in norms})
+
+
+def _own(value: Mapping[str, Any]) -> OwnPlan:
+    return OwnPlan(_linear(value["gate"]), _linear(value["out"]), _norm(value["norm"]))
+
+
+def _own_rows(value: Mapping[str, Any]) -> OwnRowsPlan:
+    made = dict(value) | {"project": _linear(value["project"]), "norm": _norm(value["norm"])}
+    plan = OwnRowsPlan(**made)
+    if type(plan.size) is not int or plan.size < 1:
+        raise TypeError("rows of layers' own that have no numbers")
+    return plan
 
 
 def _latent(value: Mapping[str, Any]) -> LatentPlan:

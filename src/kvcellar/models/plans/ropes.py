@@ -42,7 +42,7 @@ _KEPT = {"original_max_position_embeddings", "max_position_embeddings"}
 
 def one_rope(raw: Mapping[str, Any], head_dim: int) -> Ropes | None:
     """Return the rotary positions that all layers have; None: a kind that no rule here knows."""
-    found = _of_fields(_fields(raw), head_dim)
+    found = rope_of(_fields(raw), head_dim)
     return None if found is None else ((found,), (0,) * raw["num_hidden_layers"])
 
 
@@ -69,15 +69,18 @@ def rope_but_in(field: str) -> Callable[[Mapping[str, Any], int], Ropes | None]:
 
 def rope_by_kind(
     kinds: Callable[[Mapping[str, Any]], Sequence[str]],
+    widths: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None,
 ) -> Callable[[Mapping[str, Any], int], Ropes | None]:
     """Make a rule by which each kind of layer has rotary positions of its own, as in Gemma 3.
 
     Args:
         kinds: of a config's layers.
+        widths: numbers of a head by kind; None: all are of one width.
     """
 
     def rule(raw: Mapping[str, Any], head_dim: int) -> Ropes | None:
         of_layers, given = kinds(raw), raw.get("rope_parameters") or {}
+        dims = {} if widths is None else widths(raw)
         ropes = []
         for kind in dict.fromkeys(of_layers):
             if kind in given:
@@ -88,7 +91,7 @@ def rope_by_kind(
                 fields = {"rope_theta": 1e6, **_fields(raw)}
             else:
                 fields = {"rope_theta": raw.get("rope_local_base_freq", 1e4)}
-            ropes.append((kind, _of_fields(fields, head_dim)))
+            ropes.append((kind, rope_of(fields, dims.get(kind, head_dim))))
         found = dict[Any, int]()
         for _, rope in ropes:
             if rope is None:
@@ -109,17 +112,26 @@ def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _of_fields(rope: dict[str, Any], head_dim: int) -> RopePlan | None:
-    """Return rotary positions by their fields; None: a kind that no rule here knows."""
+def rope_of(rope: dict[str, Any], head_dim: int) -> RopePlan | None:
+    """Return rotary positions by their fields; None: a kind that no rule here knows.
+
+    Of the kind ``proportional`` all halves of a head turn, most of them by nothing.
+    """
     theta, share = float(rope.pop("rope_theta")), rope.pop("partial_rotary_factor", None)
     kind = {rope.pop(name) for name in ("rope_type", "type") if name in rope} or {"default"}
     n_turned = int(head_dim * (1.0 if share is None else share))
+    is_proportional = kind == {"proportional"}
+    n_turned -= n_turned % 2 if is_proportional else 0
     if n_turned % 2 or not 0 < n_turned <= head_dim:
         return None
-    exponents = np.arange(0, n_turned, 2).astype(np.float32) / np.float32(n_turned)
+    width = head_dim if is_proportional else n_turned
+    exponents = np.arange(0, n_turned, 2).astype(np.float32) / np.float32(width)
     powers = (theta ** exponents.astype(np.float64)).astype(np.float32)
     found, scale = (np.float32(1) / powers).astype(np.float64), 1.0
-    if kind == {"linear"} and rope.keys() == {"factor"}:
+    if is_proportional and rope.keys() <= {"factor"}:
+        found = found / float(rope.get("factor", 1.0))
+        found = np.concatenate((found, np.zeros((head_dim - n_turned) // 2)))
+    elif kind == {"linear"} and rope.keys() == {"factor"}:
         found = found / float(rope["factor"])
     elif kind == {"llama3"} and rope.keys() == {*_LLAMA3}:
         factor, low, high, original = (float(rope[name]) for name in _LLAMA3)

@@ -114,9 +114,10 @@ def _plan(raw: Raw) -> ModelPlan | None:
     if not all(type(one) is int and one > 0 for one in (*of_config, head_dim, window)):
         return None
     ropes, factors = family.ropes(raw, head_dim), family.factors(raw, head_dim)
-    if ropes is None or head_dim % 2 or n_heads % n_kv_heads:
-        return None
     names, heads = _Names(family, raw), (n_heads, n_kv_heads, head_dim)
+    of_layers, sources = _heads(raw, heads), family.sources(raw)
+    if ropes is None or any(dim % 2 or n_heads % n for _, n, dim in of_layers):
+        return None
     states = {
         number: found
         for number in range(n_layers)
@@ -131,14 +132,15 @@ def _plan(raw: Raw) -> ModelPlan | None:
             LayerFacts(
                 number,
                 n_heads,
-                n_kv_heads if latents is None else 1,
-                head_dim,
-                head_dim if latents is None else latents.latent_dim,
+                of_layers[number][1] if latents is None else 1,
+                of_layers[number][2],
+                of_layers[number][2] if latents is None else latents.latent_dim,
                 factors.scale,
                 window if slides == SLIDING else None,
                 softcap=factors.softcap,
                 has_sinks=family.has_sinks,
                 is_latent=latents is not None,
+                source=sources.get(number),
                 latents=latents,
             )
             for number, slides in enumerate(kinds)
@@ -166,7 +168,13 @@ def _plan(raw: Raw) -> ModelPlan | None:
         facts,
         embedding,
         tuple(
-            names.layer(number, heads, factors, ropes[1][number], states.get(number))
+            family.finish(
+                raw,
+                number,
+                names.layer(
+                    number, of_layers[number], factors, ropes[1][number], states.get(number)
+                ),
+            )
             for number in range(n_layers)
         ),
         names.norm(family.named("model.norm")),
@@ -177,7 +185,25 @@ def _plan(raw: Raw) -> ModelPlan | None:
         logit_scale=factors.logits,
         logit_cap=factors.logit_cap,
         query_growth=factors.query_growth,
+        own_rows=family.own_rows(raw),
     )
+
+
+def _heads(raw: Raw, usual: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    """Return query heads, KV heads and numbers of a head of each layer, of which some may differ.
+
+    Raises:
+        ValueError: they differ in something else, or in what is no number.
+    """
+    found, own = [], raw.get("per_layer_config") or {}
+    for number in range(raw["num_hidden_layers"]):
+        said = dict(own.get(number, {}))
+        n_kv_heads = said.pop("num_key_value_heads", usual[1])
+        head_dim = said.pop("head_dim", usual[2])
+        if said or not all(type(one) is int and one > 0 for one in (n_kv_heads, head_dim)):
+            raise ValueError("no rule for layers that differ otherwise")
+        found.append((usual[0], n_kv_heads, head_dim))
+    return found
 
 
 def _inner_size(raw: Raw, family: FamilyRules) -> int:
