@@ -127,7 +127,7 @@ def measure_file(path: Path, quick: bool) -> dict[str, Any]:
         return [int(token) for token in random.integers(10, n_vocab - 10, n)]
 
     rounds = 3 if quick else 7
-    for n in PROMPTS[: 2 - quick]:
+    for n in [n for n in PROMPTS[: 2 - quick] if n <= depth]:
         prompts = [(prompt(n),) for _ in range(2 if quick else 4)]
         _show(found, f"prefill_{n}", _turns(engines, "prefill", prompts))
     for name, n in depths.items():

@@ -14,7 +14,7 @@ With --gguf FILE the same file is loaded in our engine and in llama.cpp: seconds
 512 and 2,048, and a token at 128, at 2,048 and at 8,192.
 
 llama.cpp is llama-cpp-python as it is installed. Built for the machine it knows all of its
-instructions: CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python
+instructions: CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ from mutmut.mutation.data import LineSpan, MutantLineSpans, SourceFileMutationDa
 from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.utils.file_utils import copy_src_dir, walk_mutatable_files
 
-SURVIVED, KILLED, UNREACHED, TIMEOUT = 0, 1, 33, 36
-"""How a mutant ended, in mutmut's numbers."""
+SURVIVED, KILLED, UNREACHED, TIMEOUT, NOT_RUN = 0, 1, 33, 36, 70
+"""How a mutant ended, in mutmut's numbers; the last is ours: its tests could not be run."""
 
 N_BYTES = 6 << 30
 """Address space of one mutant: one that never stops shall not fill the machine."""
@@ -188,12 +188,14 @@ class Session:
 
     def child(self, mutant: Mutant, items: list[pytest.Item]) -> None:
         """Run tests until one fails; never return."""
-        code = KILLED
+        code = NOT_RUN
         try:
             with Path(os.devnull).open("w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
-            resource.setrlimit(resource.RLIMIT_AS, (N_BYTES, N_BYTES))
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            if hard == resource.RLIM_INFINITY:
+                resource.setrlimit(resource.RLIMIT_AS, (N_BYTES, N_BYTES))
             set_mutant_under_test(mutant.name)  # for wrappers that somebody has kept
             for holder, name, copies in self.places[mutant.function]:
                 setattr(holder, name, copies[mutant.name.rpartition(".")[2]])
@@ -207,9 +209,12 @@ class Session:
                         self.telling,
                         f"{mutant.function}\n{mutant.file}\n{item.nodeid}\n\n".encode(),
                     )
+                    code = KILLED
                     break
             else:
                 code = SURVIVED
+        except (SystemExit, KeyboardInterrupt):  # of a test: pytest takes them for its own end
+            code = KILLED
         finally:
             os._exit(code)
 
@@ -217,8 +222,10 @@ class Session:
         """Wait for a mutant."""
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
+        if code == NOT_RUN:
+            pytest.exit(f"the tests of {running[pid].name} could not be run", 1)
         is_late = code in (-signal.SIGPROF, -signal.SIGALRM)
-        self.note(running.pop(pid), TIMEOUT if is_late else code)
+        self.note(running.pop(pid), TIMEOUT if is_late else KILLED if code < 0 else code)
         if code == KILLED and select.select([self.told], [], [], 0)[0]:
             for one in os.read(self.told, 1 << 16).decode().split("\n\n")[:-1]:
                 function, file, test = one.split("\n")
@@ -230,7 +237,7 @@ class Session:
         mutant.data.exit_code_by_key[mutant.name] = code
         mutant.data.save()
         if not mutant.was_noticed:
-            reached = "" if code == SURVIVED else "  (no test reaches it)"
+            reached = "  (no test reaches it)" if code == UNREACHED else ""
             print(f"{mutant.name}{reached}\n  {mutant.shown}", flush=True)
 
 

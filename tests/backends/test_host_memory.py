@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from kvcellar.backends.host_memory import give_back
 
 PIECES = """
 import random
@@ -39,3 +43,18 @@ def test_what_is_freed_between_pieces_that_stay_goes_back_to_the_system():
         [sys.executable, "-c", PIECES], capture_output=True, text=True, check=True
     )
     assert float(said.stdout) < 0.15
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_system_has_memory_back_that_lies_between_pieces_in_use():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
+
+    give_back()
+    before = resident()
+    pieces = [bytearray(b"x" * 60_000) for _ in range(2000)]
+    assert resident() > before + 100_000_000
+    pieces[:] = pieces[::100]
+    give_back()
+    assert resident() < before + 20_000_000
+    assert all(piece == b"x" * 60_000 for piece in pieces)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcellar.agents.external_changes import News, NewsReader
 from kvcellar.agents.leasing import changing
-from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.publishing import Publisher, is_news
 from kvcellar.agents.records.agent import AgentRecord
 from kvcellar.agents.records.families import partings
 from kvcellar.agents.records.misses import Miss
@@ -362,9 +362,8 @@ class Directory:
                 if agent.name not in self._claimed:
                     self._agents.setdefault(agent.name, agent)
             for agent, revision, ref in news.changed:
-                is_same = self._publisher.revision_of(agent) == revision  # else KV was saved here
-                is_same = is_same and ref.serial == agent.serial
-                if not agent.live.gate.is_taken and (is_same or ref.serial > agent.serial):
+                is_other = self._publisher.revision_of(agent) == revision  # else KV was saved here
+                if not agent.live.gate.is_taken and is_news(ref, agent, is_other=is_other):
                     agent.take(ref)
             for agent, revision in news.gone:
                 is_same = self._agents.get(agent.name) is agent

@@ -66,7 +66,7 @@ class Publisher:
         """Read the state that another process has published of the agent; None where there is none.
 
         Costs one query where there is none. What cannot be used is none either; nor is a state
-        behind which the agent has gone on here, though that is not on disk.
+        older than what this process has, even where that could not be written.
         """
         known = self.revision_of(agent)
         is_saving = known is None  # then ours is the later state, unless their number is higher
@@ -77,9 +77,8 @@ class Publisher:
             return None
         with contextlib.suppress(StoreError, UnknownReferenceError):
             ref = stored_state(self.store, agent.name)
-            is_same = ref.serial == agent.serial and not is_saving
-            is_new = ref.serial > agent.serial or (is_same and ref.revision != known)
-            if is_new and key_of(ref) == agent.key:
+            is_other = ref.revision != known and not is_saving
+            if is_news(ref, agent, is_other=is_other) and key_of(ref) == agent.key:
                 checked_facts(ref)
                 return ref
         return None
@@ -299,3 +298,8 @@ class Publisher:
             ticket = self._without_cells(agent)
         if ticket is not None:
             ticket.wait()
+
+
+def is_news(ref: Reference, agent: AgentRecord, *, is_other: bool) -> bool:
+    """Return true if a stored state is later than the agent's own, or as late and another one."""
+    return ref.serial > agent.serial or (is_other and ref.serial == agent.serial)

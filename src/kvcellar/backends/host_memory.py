@@ -131,8 +131,8 @@ def empty_arrays(shapes: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[list[Ar
 def give_back() -> None:
     """Have the system take the memory back that was freed between pieces that are still in use.
 
-    C's allocator keeps it: a gigabyte, after a 1B model was packed into 1.3 of 8 bits; a tenth,
-    after the vocabulary of a Gemma was made. Nothing happens where it does not offer this.
+    C's allocator keeps it: a gigabyte, after a 1B model was packed into 1.3 of 8 bits; a hundred
+    megabytes, after the vocabulary of a Gemma was made. Where it has no such call, nothing happens.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError, OSError):

@@ -1,8 +1,8 @@
 """Facts of models that were learnt before, kept in the user's own folder.
 
 They are found by the digest of a model's config, of whose rules they were learnt by, and of the
-version of this package. A file that is damaged, or that cannot be written, costs the time to learn
-them again, and nothing else.
+version of this package. What else takes long to find out lies beside them. A file that is damaged,
+or that cannot be written, costs the time to learn them again, and nothing else.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class NativeDecoder:
         return x if scale == 1.0 else typed(floats(x) * np.float32(scale), self._row_type)
 
     def _embedded(self, ids: IntArray) -> tuple[layers.Decoder, Array]:
-        """Look tokens up; return what reads their rows, this thread's own, and these."""
+        """Look tokens up; return this thread's decoder, which reads their rows, and the rows."""
         rows = getattr(self._local, "rows", None)
         if rows is None or len(rows) < len(ids):
             made, norm, head = self._parts

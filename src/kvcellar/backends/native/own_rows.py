@@ -1,4 +1,4 @@
-"""Rows that a planned model's layers have of their own, of a batch's tokens."""
+"""Rows that a planned model's layers have of their own (per-layer embeddings), of tokens."""
 
 from __future__ import annotations
 

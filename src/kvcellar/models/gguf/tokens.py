@@ -19,6 +19,7 @@ from kvcellar.models.gguf.reader import GgufFile, wrong
 from kvcellar.models.gguf.splits import OPENED, SPLITS, WHOLE
 from kvcellar.models.known import keep, read_kept
 from kvcellar.models.text.loaded_tokenizer import LoadedTokenizer
+from kvcellar.version import __version__
 
 _LISTS = ("tokens", "merges", "scores", "token_type")
 _TEMPLATE = "tokenizer.chat_template"
@@ -214,9 +215,9 @@ def _merges_in_order(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> li
     """Return the merges that a vocabulary in their order implies.
 
     Finding them takes most of the time until a Gemma's first word, so the numbers of their halves
-    are kept in the user's folder, under a digest of the vocabulary.
+    are kept in the user's folder, for this version, under a digest of the vocabulary.
     """
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(tokens).encode())
+    digest = xxhash.xxh3_128_hexdigest(json.dumps([__version__, tokens]).encode())
     path = default_home() / "models" / f"merges-{digest}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         text, checksum = map(str, read_kept(path))

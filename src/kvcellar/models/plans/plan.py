@@ -215,6 +215,8 @@ class OwnPlan:
 class OwnRowsPlan:
     """Rows that layers have of their own: ``(norm(scale * project(x)) + own_scale * row) * mean``.
 
+    Gemma 4 E2B and E4B have them, as per-layer embeddings.
+
     Attributes:
         size: numbers of a token in each layer.
         embedding: tensor ``[vocab_size, n_layers * size]``, of which a row is a token's.
@@ -472,6 +474,9 @@ class ModelPlan:
             has_none = {n for n, one in enumerate(made.layers) if one.heads[0] and not one.heads[1]}
             if sources != has_none:
                 raise TypeError("other layers have no KV heads than those that read an earlier's")
+            readers = [made.layers[n] for n in has_none]
+            if any(one.k_norm is not None or one.v_eps is not None for one in readers):
+                raise TypeError("a layer norms K or V, and has none of its own")
             if {one.own is not None for one in made.layers} != {made.own_rows is not None}:
                 raise TypeError("all layers have rows of their own, or none has")
             if made.is_hybrid and (sources or made.own_rows):

@@ -42,7 +42,7 @@ _KEPT = {"original_max_position_embeddings", "max_position_embeddings"}
 
 def one_rope(raw: Mapping[str, Any], head_dim: int) -> Ropes | None:
     """Return the rotary positions that all layers have; None: a kind that no rule here knows."""
-    found = rope_of(_fields(raw), head_dim)
+    found = _of_fields(_fields(raw), head_dim)
     return None if found is None else ((found,), (0,) * raw["num_hidden_layers"])
 
 
@@ -91,7 +91,7 @@ def rope_by_kind(
                 fields = {"rope_theta": 1e6, **_fields(raw)}
             else:
                 fields = {"rope_theta": raw.get("rope_local_base_freq", 1e4)}
-            ropes.append((kind, rope_of(fields, dims.get(kind, head_dim))))
+            ropes.append((kind, _of_fields(fields, dims.get(kind, head_dim))))
         found = dict[Any, int]()
         for _, rope in ropes:
             if rope is None:
@@ -112,7 +112,7 @@ def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def rope_of(rope: dict[str, Any], head_dim: int) -> RopePlan | None:
+def _of_fields(rope: dict[str, Any], head_dim: int) -> RopePlan | None:
     """Return rotary positions by their fields; None: a kind that no rule here knows.
 
     Of the kind ``proportional`` all halves of a head turn, most of them by nothing.

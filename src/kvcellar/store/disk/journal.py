@@ -104,8 +104,11 @@ class Journal:
                     self.is_failing = False
                 except BaseException as error:  # an interrupt, too: others wait for this write
                     self.is_failing = True
+                    told = error if isinstance(error, Exception) else _interrupted()
                     for _, future in batch:
-                        future.set_exception(error)
+                        future.set_exception(error if future is mine else told)
+                    if told is not error and not mine.done():
+                        raise
                 else:
                     for _, future in batch:
                         future.set_result(None)
@@ -356,3 +359,7 @@ class Journal:
         if self._db is not None:
             self._db.close()
             self._db = None
+
+
+def _interrupted() -> StoreError:
+    return StoreError("the write was interrupted before it was known to be on disk; write again")

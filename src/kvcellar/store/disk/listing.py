@@ -81,11 +81,18 @@ class Listing:
         where there can be one on disk again, and not of the last room, that takes its place.
         """
         if self.current().path is None:
-            with contextlib.suppress(sqlite3.Error, OSError), self._recovery:
-                if shutil.disk_usage(self._folder.path).free >= ROOM_BYTES:
-                    catalogue = self._on_disk()
-                    self._retired.append(self._catalogue)
-                    self._catalogue = catalogue
+            try:
+                with self._recovery:
+                    if shutil.disk_usage(self._folder.path).free >= ROOM_BYTES:
+                        catalogue = self._on_disk()
+                        self._retired.append(self._catalogue)
+                        self._catalogue = catalogue
+                        return
+            except OSError:
+                pass
+            except sqlite3.Error as error:
+                if is_damage(error):
+                    self.replace(error)
                     return
             self.refresh()
         elif self.is_stale:

@@ -94,8 +94,7 @@ class PictureFiles:
         damaged = []
         for name, _ in list(self._files()):
             n_damaged = self._events.count(EventKind.DAMAGED)
-            self.get(name)
-            if self._events.count(EventKind.DAMAGED) > n_damaged:
+            if self.get(name) is None and self._events.count(EventKind.DAMAGED) > n_damaged:
                 damaged.append(name)
         return damaged
 

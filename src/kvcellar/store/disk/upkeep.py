@@ -76,8 +76,8 @@ def _verify_references(
     """Check all references, while nobody changes them.
 
     Returns:
-        The names of the good ones, the files of the others, and of what cannot be restored whole
-        the number of tokens that can.
+        The names of the good ones, the files of the others, and by name of each history that cannot
+        be restored whole, how many of its tokens can.
     """
     names, bad, incomplete = [], [], {}
     with cold.locked():
