@@ -648,7 +648,7 @@ class DecoderLayer:
         Describe a layer.
 
         Args:
-            qkv: q, k and v joined.
+            qkv: q, k and v joined; q alone where an earlier layer's K and V are read.
             o: behind the attention.
             gate_up: gate and up joined; None: there is no MLP.
             down: the last one of the MLP; None: there is none.
@@ -797,7 +797,7 @@ class Eagle3Weights:
             n_vocab: tokens that it reads.
             n_said: tokens that it can say.
             eps: of all norms, which have no weights: those are folded into the matrices.
-            qkv: q, k and v joined.
+            qkv: q, k and v joined; q alone where an earlier layer's K and V are read.
             o: behind the attention.
             gate_up: gate and up joined.
             down: the last one of the MLP.

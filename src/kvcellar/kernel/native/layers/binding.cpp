@@ -173,7 +173,7 @@ void bind_decoder(nb::module_& m) {
           "own"_a.none() = nb::none(), "result"_a = 1.f,
           "Describe a layer.\n\n"
           "Args:\n"
-          "    qkv: q, k and v joined.\n"
+          "    qkv: q, k and v joined; q alone where an earlier layer's K and V are read.\n"
           "    o: behind the attention.\n"
           "    gate_up: gate and up joined; None: there is no MLP.\n"
           "    down: the last one of the MLP; None: there is none.\n"
@@ -346,7 +346,7 @@ void bind_eagle3(nb::module_& m) {
           "    n_vocab: tokens that it reads.\n"
           "    n_said: tokens that it can say.\n"
           "    eps: of all norms, which have no weights: those are folded into the matrices.\n"
-          "    qkv: q, k and v joined.\n"
+          "    qkv: q, k and v joined; q alone where an earlier layer's K and V are read.\n"
           "    o: behind the attention.\n"
           "    gate_up: gate and up joined.\n"
           "    down: the last one of the MLP.\n"

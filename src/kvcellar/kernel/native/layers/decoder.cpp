@@ -195,10 +195,10 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
     const int64_t bytes = n_own * size_of(dtype);
     run(layer.own.gate, out, n_tokens, dtype, gated, n_threads);
     for (int64_t t = 0; t < n_tokens; ++t) {
-      const char* rows = static_cast<const char*>(own.data) + t * own.stride * size_of(dtype);
+      const char* from = static_cast<const char*>(own.data) + t * own.stride * size_of(dtype);
       char* to = static_cast<char*>(both) + 2 * t * bytes;
       std::memcpy(to, static_cast<char*>(gated) + t * bytes, static_cast<size_t>(bytes));
-      std::memcpy(to + bytes, rows, static_cast<size_t>(bytes));
+      std::memcpy(to + bytes, from, static_cast<size_t>(bytes));
     }
     gate_by(layer.gate, {both, n_tokens, 2, n_own, 2 * n_own, dtype}, gated, n_threads);
     run(layer.own.out, gated, n_tokens, dtype, mid, n_threads);
