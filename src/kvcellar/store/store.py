@@ -435,12 +435,12 @@ class Store:
             try:
                 with self._cold.locked():
                     is_gone = self._cold.remove_reference(name)
+                    if is_gone and self.shared is not None:
+                        self.shared.delete(name)
             except OSError as error:
                 raise StoreError(f"history {name!r} could not be deleted: {error}") from error
             if not is_gone:
                 raise self._unknown(name)
-            if self.shared is not None:
-                self.shared.delete(name)
 
         checked_name(name)
         self._writer.call(work)

@@ -199,6 +199,39 @@ def test_what_is_deleted_on_one_machine_goes_on_the_other(machine: Opener) -> No
     assert tier(one).pull(NAME) is Pulled.TAKEN
 
 
+def test_what_is_deleted_while_it_is_on_its_way_there_stays_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, key = tmp_path / "share", KEYS["full"]
+    is_there, go = threading.Event(), threading.Event()
+    advance = FolderPlace.advance
+
+    def slowly(self: FolderPlace, register: str, number: int, data: bytes) -> bool:
+        is_done = advance(self, register, number, data)
+        is_there.set()
+        assert go.wait(60)
+        return is_done
+
+    monkeypatch.setattr("kvcellar.store.shared.histories.ASK_S", 60)
+    with Store(tmp_path / "a", shared=str(share)) as one:
+        monkeypatch.setattr(FolderPlace, "advance", slowly)
+        save(one, NAME, History(key, tokens_of(1, 20)), metadata={"serial": 1})
+        assert is_there.wait(60)
+        one.delete(NAME)
+        assert tier(one).pull(NAME) is Pulled.SAME
+        assert not one.has_reference(NAME)
+        go.set()
+        assert tier(one).flush(180)
+        tier(one).pull_all()
+        assert not one.has_reference(NAME)
+        with Store(tmp_path / "b", shared=str(share)) as other:
+            tier(other).pull_all()
+            assert not other.has_reference(NAME)
+        saved(one, key, tokens_of(2, 20), 9)  # the name is free again
+        with Store(tmp_path / "c", shared=str(share)) as other:
+            assert tier(other).pull(NAME) is Pulled.TAKEN
+
+
 def test_what_is_damaged_in_the_tier_costs_its_suffix_and_is_put_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import enum
 import logging
 import math
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -96,6 +97,9 @@ class SharedHistories:
         self._hand_in_again = hand_in
         self._put_pictures = put_pictures
         self._told: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._deleted: set[str] = set()
+        """Registers of histories that were deleted here since a push of theirs began last."""
         self._behind: dict[str, tuple[int, ...]] = {}
         """By register the serial numbers of its states up to the last known one, latest first."""
 
@@ -201,6 +205,8 @@ class SharedHistories:
         if _is_older(state.number, manifest.ref.serial, known):
             return Pulled.SAME
         with self._cold.locked():
+            if register in self._deleted:
+                return Pulled.SAME  # what is there may be what was on its way then
             local = self._local_serial(name)
             follows = local in (0, manifest.ref.serial)
             if known is not None and local == known.serial:
@@ -257,11 +263,16 @@ class SharedHistories:
         )
 
     def delete(self, name: str) -> None:
-        """Have it known that a history was deleted here, for ``push`` to say so there."""
+        """Have it known that a history was deleted here, for ``push`` to say so there.
+
+        Within ``locked`` of the local store, so that nobody takes it over again meanwhile.
+        """
         register = register_of(name)
-        known = self._ledger.get(register)
-        if known is not None:
-            self._ledger.put(register, known._replace(serial=DELETED))
+        with self._lock:
+            self._deleted.add(register)
+            known = self._ledger.get(register)
+            if known is not None:
+                self._ledger.put(register, known._replace(serial=DELETED))
 
     def deleted(self) -> list[str]:
         """Return the histories that were deleted here and may still be there."""
@@ -283,7 +294,9 @@ class SharedHistories:
             OSError: a local file cannot be read.
         """
         register = register_of(name)
-        known = self._ledger.get(register)
+        with self._lock:
+            self._deleted.discard(register)
+            known = self._ledger.get(register)
         ref = self._cold.reference(name)
         if ref is None:
             if known is not None and known.serial == DELETED:  # one that is damaged here is not
@@ -341,7 +354,10 @@ class SharedHistories:
                 now = Known(name, at, serial, 0, 0)
                 if shown is not None:
                     now = Known(name, at, serial, shown.n_stored, len(shown.boundaries))
-                self._ledger.put(register, now)
+                with self._lock:
+                    if register in self._deleted:  # while it was on its way: the next push says so
+                        now = now._replace(serial=DELETED)
+                    self._ledger.put(register, now)
                 self._behind[register] = (serial, *behind)
                 return now
         raise DivergedError(name)
