@@ -1,4 +1,4 @@
-"""What lies in crumbs is copied together: which stretches, how many cells, and who is told."""
+"""Compaction: which scattered cells are copied together, how many, and who is told of it."""
 
 from __future__ import annotations
 

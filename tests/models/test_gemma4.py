@@ -222,7 +222,7 @@ def tiny(tmp_path_factory: Any) -> Callable[..., Path]:
 
 
 def test_rows_of_layers_own_are_those_of_transformers(tiny):
-    """What they are multiplied by all together shows in no logit: a norm comes behind."""
+    """Compare per-layer rows themselves: their common factor shows in no logit, behind a norm."""
     folder = tiny("gemma-4-own-rows")
     text = Oracle(folder).model.model
     ids = np.array(IDS, np.int64)

@@ -1,4 +1,4 @@
-"""What indexes ask of arrays: which lengths can be resumed, what is copied, how spaces differ."""
+"""Helpers of the indexes: lengths that can be resumed, arrays that are copied, keys of spaces."""
 
 from __future__ import annotations
 

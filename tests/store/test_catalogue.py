@@ -111,7 +111,7 @@ class CatalogueAgainstDicts(RuleBasedStateMachine):
 
     @rule()
     def fail(self) -> None:
-        """What raises in the middle changes nothing."""
+        """Have a transaction of the catalogue raise in its middle: it changes nothing."""
         with pytest.raises(ZeroDivisionError), self.catalogue._writing() as db:
             db.execute("DELETE FROM blocks")
             raise ZeroDivisionError

@@ -50,7 +50,7 @@ class JournalAgainstDicts(RuleBasedStateMachine):
         self.documents: dict[str, bytes] = {}
 
     def let_go(self, who: int) -> None:
-        """What a journal was told that is superseded goes with its next write."""
+        """Tell the journal that entries are superseded: they go with its next write."""
         for name, upto in self.superseded[who].items():
             left = {n: data for n, data in self.entries.get(name, {}).items() if n > upto}
             self.entries[name] = left

@@ -177,7 +177,7 @@ def test_ram_in_eight_bits_beside_an_exact_disk(tmp_path: Path) -> None:
 def test_boundary_states_in_ram_in_eight_bits_beside_an_exact_disk(
     tmp_path: Path, state: StateGroup | None
 ) -> None:
-    """What cannot be in eight bits, states and tokens, is as it was."""
+    """States and tokens are never stored in eight bits: they come back bit for bit."""
     key = make_key(groups=[FULL, WINDOW], state=state)
     history = History(key, tokens_of(0, 20))
     with Store(tmp_path, StoreConfig(warm_precision="int8")) as store:
